@@ -1,1 +1,1 @@
-"""The Ray actors of a pool: thin shells around what can be tested without Ray."""
+"""The Ray actors of a pool: thin shells around code that can be tested without Ray."""

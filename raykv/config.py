@@ -1,6 +1,6 @@
-"""What a pool is started with, and the constants that several parts of it share.
+"""The settings of a pool, and the constants that several parts of raykv share.
 
-Sizes ("20GiB", 0.3) are parsed here and nowhere else. This module is at the bottom of the imports.
+Only this module parses sizes ("20GiB", 0.3). It is at the bottom of the imports.
 """
 
 import hashlib
@@ -15,15 +15,15 @@ MIB = 1 << 20
 NAMESPACE = "raykv"  # of every actor that raykv starts
 METADATA_DEADLINE_S = 0.25  # of a client's question to the directory, by default
 HEARTBEAT_S = 1.0  # between two heartbeats of a node
-SUSPECT_AFTER_S = 3.0 * HEARTBEAT_S  # without a heartbeat a node is "suspect"
+SUSPECT_AFTER_S = 3.0 * HEARTBEAT_S  # without a heartbeat for so long a node is "suspect"
 CLIENT_TTL_S = 10.0  # a client that has said nothing for this long is gone
 TRANSPORTS = ("auto", "nixl", "tcp", "object_store")
-# Of a node's slots, how many are kept free or copied to its external tier, so that what needs room finds it at once.
+# The share of a node's slots to keep free or copied to its external tier, so that new blocks find room at once.
 WRITE_SHARES = {"back": 0.25, "through": 1.0, "never": 0.0}
 FLUSH_DEADLINE_S = 300.0  # to demote all blocks to the external tier when a pool stops
 USES_MAX = 255  # matches of a block that are counted
 KEYS_PER_CALL = 6000  # 96 KB of keys: past 100 KB a Ray argument costs 2 to 4 ms more
-KEYS_PER_JOINT_CALL = 200_000  # of parts whose keys can't be asked for in pieces: 3.2 MB, of 4 MiB that a call may have
+KEYS_PER_JOINT_CALL = 200_000  # of parts whose keys can't be sent in pieces: 3.2 MB, of a call's 4 MiB
 MIN_MEMORY = 8 * MIB  # the smallest arena
 
 Size = float | int | str  # of a memory: see parse_size
@@ -32,31 +32,31 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?) ?(?:([kmgt]?)(i?)b?)", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class PoolConfig:
-    """Settings of a pool. Raises ValueError for a setting that is not possible.
+    """Settings of a pool. ValueError for an impossible setting.
 
     name: letters, digits, '_' and '-', and no '-' first; at most 40 of them.
     cpu_memory: of every node: a fraction of its memory (0.3), or bytes (an int above 1, or "20GiB"); see `parse_size`.
-    gpu_memory: of every GPU that a node has: the same. What engines that attach with `device=` store goes there first.
-        0: no such tier.
-    locality: how much longer than its writer's own coldest block another node's must have been idle before that one
-        is evicted for it. 1 is exact cluster-wide LRU.
-    transport: how blocks cross nodes. "auto": of each pair of nodes the best that both have: NIXL over RDMA, else TCP
-        from node store to node store, and while that fails Ray's object store. "nixl": NIXL whatever it runs over;
-        "tcp": no NIXL; "object_store": always, for networks that only Ray may use. Where Ray uses TLS, TCP does
+    gpu_memory: of every GPU of a node: the same. Blocks of engines that attach with `device=` go there first. 0: no
+        such tier.
+    locality: a writer's node evicts its own coldest block, unless another node's block has been idle so many times as
+        long. Then that block is evicted instead. 1 is exact cluster-wide LRU.
+    transport: how blocks cross nodes. "auto": each pair of nodes uses the best transport that both have: NIXL over
+        RDMA, else TCP between node stores. While that fails they use Ray's object store. "nixl": NIXL over any network;
+        "tcp": no NIXL; "object_store": always, for networks that only Ray may use. Where Ray uses TLS, TCP uses TLS
         with Ray's certificates, and "nixl" is refused.
-    external: URL of the external tier, such as "file:///mnt/nvme/raykv?capacity=200GiB" (every node's own; for a
-        shared mount append "&shared=1"), "redis://host:6379?capacity=50GiB" or "s3://bucket/prefix?capacity=1TiB" (all
-        nodes'). It outlives the pool, so it takes a `secret`.
-    write: which blocks are demoted to it: "back", a node's oldest blocks before their room is needed; "through", every
-        block soon after it is stored; "never", none.
+    external: URL of the external tier, such as "file:///mnt/nvme/raykv?capacity=200GiB" (each node has its own; for a
+        shared mount append "&shared=1"), "redis://host:6379?capacity=50GiB" or "s3://bucket/prefix?capacity=1TiB" (one
+        for all nodes). It outlives the pool, so it needs a `secret`.
+    write: which blocks are demoted to it. "back": a node's oldest blocks, before their room is needed; "through": every
+        block soon after it is stored; "never": none.
     min_hits: how many matches must have asked for a block before it is demoted.
     deadline: seconds that a client's question to the directory may take, at most 10; past them the answer is a miss.
-        Raise it where engines leave the processors no time: a directory that hangs is noticed as much later. A router
-        waits a fifth of it; a read waits eight times as long for staging slots.
-    idle_node_s: seconds for which nothing but the pool runs on a node before the pool leaves it, for Ray's autoscaler
-        to take it away: its blocks go to other nodes, and its store ends. 0: never. Ray's head keeps its store.
-    secret: keys are derived from it: bytes, or the path of a file only its owner can read. Default: the environment's
-        RAYKV_SECRET, else a random one kept in Ray's internal KV.
+        Raise it where engines leave the processors no time: a hanging directory is then noticed later. A router waits a
+        fifth of it; a read waits eight times as long for staging slots.
+    idle_node_s: seconds for which nothing but the pool runs on a node before the pool leaves it, so that Ray's
+        autoscaler can remove it: its blocks go to other nodes, and its store ends. 0: never. Ray's head keeps a store.
+    secret: keys are derived from it. Bytes, or the path of a file that only its owner can read. Default: RAYKV_SECRET
+        of the environment, else a random secret, kept in Ray's internal KV.
     """
 
     name: str = "default"
@@ -98,7 +98,7 @@ class PoolConfig:
     def explicit_secret(self) -> bytes | None:
         """The secret that the user gave, or None.
 
-        Raises ValueError for an empty one, and for a file that is not there, or that others can read.
+        ValueError for an empty secret, and for a file that is missing or that others can read.
         """
         given = self.secret if self.secret is not None else os.environ.get("RAYKV_SECRET", "").encode() or None
         if given in (b"", ""):
@@ -124,7 +124,7 @@ TENANT_CHARACTERS = 64  # of a tenant's name, at most: it is a label of metrics
 
 
 def check_tenant(name: object) -> str:
-    """The name of a tenant. Raises ValueError for what can't be one."""
+    """The name of a tenant. ValueError for a bad name."""
     if not isinstance(name, str) or not name.isprintable() or not 0 < len(name) <= TENANT_CHARACTERS:
         raise ValueError(f"tenant={name!r}: give a name of 1 to {TENANT_CHARACTERS} printable characters")
     return name
@@ -132,10 +132,10 @@ def check_tenant(name: object) -> str:
 
 @dataclass(frozen=True)
 class Quota:
-    """A tenant's share of a pool's memory. Raises ValueError for shares that are not possible.
+    """A tenant's share of a pool's memory. ValueError for impossible shares.
 
-    minimum: of the memory of all nodes, what no other tenant can take from it; 0 to 1. maximum: what it can have; 0 to
-    1, where 1 is no limit.
+    minimum: share of all nodes' memory that no other tenant can take from it; 0 to 1. maximum: share that it can have;
+    0 to 1, where 1 is no limit.
     """
 
     minimum: float = 0.0
@@ -154,8 +154,8 @@ def parse_size(name: str, given: Size) -> float | int:
 
     given: a float, an int, or the same as text ("0.3", "1073741824"), or bytes with a unit ("500MB", "20GiB"). As in
     Kubernetes, units with an `i` are powers of 1024 and others of 1000: Ki, Mi, Gi, Ti and k, M, G, T. A `B` behind
-    them and upper or lower case make no difference. 1, 1.0 and "1" are the whole, not one byte.
-    name: of the setting, for the ValueError that anything else raises.
+    them, and upper or lower case, make no difference. 1, 1.0 and "1" are the whole, not one byte.
+    name: of the setting, for the ValueError about other values.
     """
     value = _number(given) if isinstance(given, str) else given
     if isinstance(value, float) and 0 < value <= 1:
@@ -168,7 +168,7 @@ def parse_size(name: str, given: Size) -> float | int:
 
 
 def _number(text: str) -> float | int | None:
-    """The number that a size means: a float only without unit. None: it is no size."""
+    """The number that a size means, a float only without a unit; None for other text."""
     match = _SIZE.fullmatch(text.strip())
     if match is None or (match[3] and not match[2]):
         return None
@@ -180,7 +180,7 @@ def _number(text: str) -> float | int | None:
 
 
 def memory_size(name: str, given: Size) -> float | int:
-    """As `parse_size`, of a memory for an arena: bytes must be at least MIN_MEMORY."""
+    """Like `parse_size`, for the memory of an arena: bytes must be at least MIN_MEMORY."""
     size = parse_size(name, given)
     if isinstance(size, int) and size < MIN_MEMORY:
         raise ValueError(f"{name}={given!r} is {size} bytes: the smallest arena has {MIN_MEMORY} (8 MiB)")
@@ -188,7 +188,7 @@ def memory_size(name: str, given: Size) -> float | int:
 
 
 def fingerprint(pool: str, secret: bytes) -> bytes:
-    """16 bytes that equal those of stored blocks of the same pool and secret. They do not reveal the secret."""
+    """16 bytes, equal for equal pool and secret, which stored blocks carry. They do not reveal the secret."""
     return hashlib.sha256(b"raykv arena\0" + pool.encode() + b"\0" + hashlib.sha256(secret).digest()).digest()[:16]
 
 
@@ -198,6 +198,6 @@ def slab_bytes(capacity: int) -> int:
 
 
 def capacity_bytes(memory: Size, total: int) -> int:
-    """Bytes of an arena: `memory` is bytes, or a fraction of the `total` bytes that there are."""
+    """Bytes of an arena. memory: bytes, or a fraction of `total` bytes."""
     size = parse_size("memory", memory)
     return size if isinstance(size, int) else int(size * total)

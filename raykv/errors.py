@@ -1,4 +1,4 @@
-"""Errors that users may catch. A fault of the pool is none of these but a miss; DeviceError stays inside raykv."""
+"""Errors that users may catch. A fault of the pool is a miss, not an error. DeviceError stays inside raykv."""
 
 
 class RayKVError(Exception):
@@ -18,15 +18,15 @@ class ProtocolMismatch(RayKVError):
 
 
 class ArenaMismatch(RayKVError):
-    """The shared memory this process sees is not the one its node store serves."""
+    """This process sees other shared memory than its node store serves."""
 
 
 class DeviceError(RayKVError):
-    """A GPU failed what was asked of it. Whoever copies from or to it takes that as a miss."""
+    """A GPU failed. Code that copies from or to the GPU takes this as a miss."""
 
 
 def reason_of(error: BaseException) -> str:
-    """What an error says, without the remote traceback and the exception's name that Ray puts before it."""
+    """An error's own text, without the remote traceback and the exception's name that Ray puts before it."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     last = lines[-1] if lines else repr(error)
     name, colon, text = last.partition(": ")

@@ -24,16 +24,16 @@ _HEAD, _MARSHALLED = 5, np.dtype([("code", "S1"), ("value", "<i4")])  # of a lis
 
 
 class CacheId(NamedTuple):
-    """What tells one cache from every other, without what its keys are computed from.
+    """The identity of a cache. It does not reveal what keys are computed from.
 
-    The tenant is no part of that: prompts of several may be in one cache, each with a salt of its own.
+    The tenant is no part of it: a cache may have prompts of several tenants, each with its own salt.
     """
 
     model: str
     block_tokens: int
     block_bytes: int
-    digest: bytes  # of the cache's root, and so of everything that it is made of
-    tenant: str = ""  # who is charged for blocks, and what metrics are told apart by: see `for_salt`
+    digest: bytes  # of the cache's root, and so of everything that tells the cache from others
+    tenant: str = ""  # is charged for blocks, and is a label of metrics: see `for_salt`
     is_named: bool = False  # whether the tenant was given, and is not that of the cache's salt
 
     def __eq__(self, other: object) -> bool:
@@ -46,7 +46,7 @@ class CacheId(NamedTuple):
         return hash(self.digest)
 
     def for_salt(self, salt: str | bytes | None, secret: bytes) -> "CacheId":
-        """The same, for a prompt with that salt: where no tenant was given, the salt is one's (`tenant_of`)."""
+        """The same cache, for a prompt with that salt. If no tenant was given, it is that of the salt (`tenant_of`)."""
         return self._replace(tenant=tenant_of(salt, secret)) if salt and not self.is_named else self
 
     def __str__(self) -> str:
@@ -57,17 +57,17 @@ class CacheId(NamedTuple):
 
 
 class Keys(np.ndarray[Any, np.dtype[np.uint8]]):  # not NDArray: an alias is no base class from numpy 2.5 on
-    """Keys of one cache: (n, 16) uint8, one a block. Get them from `KVCache.keys` or `KVCache.rekey`.
+    """Keys of one cache: (n, 16) uint8, one for each block. Get them from `KVCache.keys` or `KVCache.rekey`.
 
-    An array that carries its cache's identity. Slices, rows chosen by an index, `copy`, pickling and `np.concatenate`
-    of keys of one cache keep it; a column, a single key or the result of arithmetic has none. A cache refuses keys of
-    another cache, and arrays that carry no identity.
+    The array carries its cache's identity. Slices, rows chosen by an index, `copy`, pickling and `np.concatenate` of
+    keys of one cache keep it. A column, a single key or the result of arithmetic has none. A cache refuses keys of
+    another cache, and arrays without identity.
     """
 
     _cache: CacheId | None
 
     def __new__(cls, rows: NDArray[np.uint8], cache: CacheId) -> "Keys":
-        """rows: (n, 16) uint8, not copied if contiguous. For raykv itself: it is the caller who knows the cache."""
+        """rows: (n, 16) uint8, not copied if contiguous. For raykv itself, which must know that the cache is right."""
         keys = np.ascontiguousarray(rows).view(cls)
         if not keys._are_rows():
             raise ValueError(f"keys: {rows.dtype} of shape {rows.shape}, not uint8 of (n, {KEY_BYTES})")
@@ -78,7 +78,7 @@ class Keys(np.ndarray[Any, np.dtype[np.uint8]]):  # not NDArray: an alias is no 
         self._cache = getattr(parent, "_cache", None) if self._are_rows() else None
 
     def __array_wrap__(self, array: Any, context: Any = None, return_scalar: bool = False) -> Any:
-        return array[()] if return_scalar else np.asarray(array)  # what arithmetic makes of keys is no key
+        return array[()] if return_scalar else np.asarray(array)  # the result of arithmetic with keys is no key
 
     def __array_function__(self, function: Any, types: Any, args: Any, kwargs: Any) -> Any:
         made = super().__array_function__(function, types, args, kwargs)
@@ -92,13 +92,13 @@ class Keys(np.ndarray[Any, np.dtype[np.uint8]]):  # not NDArray: an alias is no 
         return Keys(plain, cache) if cache else plain
 
     def __getitem__(self, which: Any) -> Any:
-        """Rows of it are Keys; anything else has no cache."""
+        """Rows of it are Keys; other parts have no cache."""
         found = super().__getitem__(which)
         columns = isinstance(which, tuple) and len(which) > 1
         return found.view(np.ndarray) if columns and isinstance(found, Keys) else found
 
     def __setitem__(self, which: Any, rows: Any) -> None:
-        """Raises ValueError for keys of another cache."""
+        """ValueError for keys of another cache."""
         other = _cache_of(rows)
         if other is not None and other != _cache_of(self):
             raise ValueError(f"keys of the cache {other} can't be put among those of {_cache_of(self)}")
@@ -113,7 +113,7 @@ class Keys(np.ndarray[Any, np.dtype[np.uint8]]):  # not NDArray: an alias is no 
 
     @property
     def cache(self) -> CacheId:
-        """Identity of the cache that they are keys of. Raises ValueError if there is none."""
+        """Identity of the cache of these keys. ValueError if there is none."""
         cache = _cache_of(self)
         if cache is None:
             raise ValueError(f"{self.dtype} of shape {self.shape}, taken from Keys, is not rows of keys any more")
@@ -124,26 +124,27 @@ class Keys(np.ndarray[Any, np.dtype[np.uint8]]):  # not NDArray: an alias is no 
 
 
 def _cache_of(array: object) -> CacheId | None:
-    """The cache of Keys; None for any other array, and where a view changed what the rows are."""
+    """The cache of Keys; None for other arrays, and where a view changed the meaning of the rows."""
     return array._cache if isinstance(array, Keys) and array._are_rows() else None
 
 
 @lru_cache(1024)
 def tenant_of(salt: str | bytes | None, secret: bytes) -> str:
-    """The tenant of a salt, unless it was given a name; "" without a salt.
+    """The tenant of a salt without a named tenant; "" without a salt.
 
-    That is 8 hex digits of its HMAC-SHA256, keyed by the pool's secret: who reads metrics could try a list of salts.
+    It is 8 hex digits of the salt's HMAC-SHA256, keyed by the pool's secret: without a key, readers of metrics could
+    try a list of salts.
     """
     return hmac.digest(secret, b"tenant" + _bytes("salt", salt), "sha256").hex()[:8] if salt else ""
 
 
 def digest(root: bytes) -> bytes:
-    """16 bytes that tell a cache's root from others, and from which neither it nor its keys can be computed."""
+    """16 bytes that tell a cache's root from others. Neither the root nor its keys can be computed from them."""
     return hashlib.sha256(b"cache" + root).digest()[:KEY_BYTES]
 
 
 def check(keys: object, cache: CacheId) -> Keys:
-    """The keys, contiguous. Raises ValueError unless they are Keys of that cache."""
+    """The keys, contiguous. ValueError unless they are Keys of that cache."""
     if not isinstance(keys, Keys) or (own := _cache_of(keys)) is None:
         what = f"{keys.dtype} of shape {keys.shape}" if isinstance(keys, np.ndarray) else f"a {type(keys).__name__}"
         raise ValueError(
@@ -159,9 +160,9 @@ def check(keys: object, cache: CacheId) -> Keys:
 
 
 def root(secret: bytes, **fields: str | int) -> bytes:
-    """32 bytes that every key of one cache starts from: HMAC-SHA256 of what the cache is, under the pool's secret.
+    """32 bytes that every key of one cache starts from: HMAC-SHA256 of the cache's fields, under the pool's secret.
 
-    Raises ValueError for an empty secret or a field that is neither str nor int.
+    ValueError for an empty secret or a field that is neither str nor int.
     """
     if not secret:
         raise ValueError("secret is empty: keys that anyone can compute protect nothing")
@@ -186,9 +187,9 @@ def chain(
 
     token_ids: 1-D: list or tuple of int, or an integer array or tensor (numpy, torch, ...); from 0 to 2**31 - 1.
     lora, salt: change every key. A str means its UTF-8 bytes; None differs from empty.
-    extra: what else a block depends on, as an image's hash: {block: value}, or one value (or None) a block. It changes
-        the keys from that block on. The last, partial block may have one: it has no key.
-    Raises ValueError for anything else.
+    extra: what else a block depends on, such as an image's hash: {block: value}, or one value (or None) for each block.
+        It changes the keys from that block on. The partial last block may have a value, though it has no key.
+    ValueError for other values.
     """
     if isinstance(block_tokens, bool) or not isinstance(block_tokens, int) or block_tokens < 1:
         raise ValueError(f"block_tokens={block_tokens!r}: must be an int of at least 1")
@@ -206,7 +207,7 @@ def chain(
 def rekey(root: bytes, hashes: Sequence[bytes] | NDArray[np.uint8]) -> NDArray[np.uint8]:
     """An engine's own block hashes, already chained by it, as keys of this cache: (len(hashes), 16) uint8.
 
-    hashes: bytes objects, or (n, k) uint8. Raises ValueError for anything else, or an empty hash.
+    hashes: bytes objects, or (n, k) uint8. ValueError for other values, or an empty hash.
     """
     if isinstance(hashes, np.ndarray):
         if hashes.ndim != 2 or hashes.dtype != np.uint8:
@@ -219,7 +220,7 @@ def rekey(root: bytes, hashes: Sequence[bytes] | NDArray[np.uint8]) -> NDArray[n
 
 
 def _canonical(fields: Mapping[str, bytes]) -> bytes:
-    """One encoding a set of fields, and one set of fields an encoding: sorted by name, all lengths written out."""
+    """An encoding that is unique for a set of fields: sorted by name, with all lengths written out."""
     return b"".join(_prefixed(part) for name in sorted(fields) for part in (name.encode(), fields[name]))
 
 
@@ -234,14 +235,14 @@ def _start(root: bytes, domain: bytes, fields: Mapping[str, bytes]) -> bytes:
 
 
 def _keys(parent: bytes, data: NDArray[np.uint8], ends: NDArray[np.int64], chained: bool) -> NDArray[np.uint8]:
-    """See `digests`, whose beginnings they are."""
+    """The beginnings of `digests`, with the same arguments."""
     return digests(parent, data, ends, chained)[:, :KEY_BYTES].copy()
 
 
 def _blocks(
     tokens: NDArray[np.int32], block_tokens: int, extras: Mapping[int, bytes]
 ) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
-    """What the full blocks hold, one after the other: tokens and extras. And where each of them ends."""
+    """The tokens and extras of the full blocks, one block after the other, and the end of each block."""
     size, data = 4 * block_tokens, tokens.view(np.uint8)
     ends = np.arange(size, len(data) + 1, size)
     if not extras:
@@ -263,7 +264,7 @@ def _bytes(name: str, value: object) -> bytes:
 
 
 def _extras(extra: Mapping[int, str | bytes] | Sequence[str | bytes | None] | None, blocks: int) -> Mapping[int, bytes]:
-    """By block, ready to be appended to its tokens. `blocks` counts a partial last one."""
+    """Extras by block, ready to be appended to its tokens. blocks: number of blocks, with a partial last one."""
     if extra is None:
         return {}
     if isinstance(extra, (str, bytes)):
@@ -279,7 +280,7 @@ def _extras(extra: Mapping[int, str | bytes] | Sequence[str | bytes | None] | No
 
 
 def _int32(token_ids: Any) -> NDArray[np.int32]:
-    """Token ids as little-endian int32, checked, without a Python step a token."""
+    """Token ids as little-endian int32, checked, without a Python step for each token."""
     if isinstance(token_ids, (list, tuple)):
         return _from_ints(token_ids)
     cpu = getattr(token_ids, "cpu", None)  # a torch tensor may lie on a device
@@ -310,14 +311,14 @@ def _from_ints(token_ids: list[Any] | tuple[Any, ...]) -> NDArray[np.int32]:
 
 
 def _from_plain_ints(token_ids: list[Any] | tuple[Any, ...]) -> NDArray[np.int32] | None:
-    """None unless all are Python's own ints, and fit int32.
+    """The ids as int32; None unless all are Python's own ints that fit.
 
-    marshal looks at types and converts in one pass, which takes half as long as looking and packing. It writes such an
-    int, and nothing else, as an "i" and four bytes: where each "i" is at its place there was nothing else.
+    marshal looks at types and converts in one pass, in half the time of looking and packing. It writes such an int, and
+    nothing else, as an "i" and four bytes. So if each "i" is at its place, there was nothing else.
     """
     try:
         written = marshal.dumps(token_ids, 2)
-    except ValueError:  # of types that it does not know
+    except ValueError:  # types that marshal does not know
         return None
     if len(written) != _HEAD + _MARSHALLED.itemsize * len(token_ids):
         return None

@@ -1,7 +1,7 @@
 """`raykv.start`: ask every node whether it can take its part of a pool, then start the actors.
 
-The directory and the node stores start while the nodes are asked, and wait for the settings, which are put when every
-node has agreed. The supervisor comes last: it finds the others by name, and all that the pool needs to serve is there.
+The directory and the node stores start while the nodes are asked. They wait for the settings, which are put when every
+node has agreed. The supervisor comes last: it finds the others by name, and the pool can serve by then.
 """
 
 import json
@@ -47,13 +47,13 @@ def start(config: PoolConfig | None = None, *, exist_ok: bool = False, on_progre
 
     Joins the cluster that runs on this machine if this process has no Ray yet.
 
-    config: the pool's settings. Without it the pool "default" is taken as it runs, or started with the defaults.
-    exist_ok: a pool that runs is taken as it is, whatever its settings. Its secret must be the same all the same.
+    config: the pool's settings. Without it, attach to a running pool "default", or start it with the defaults.
+    exist_ok: attach to a running pool whatever its settings. Its secret must still be the same.
     on_progress: called with (kernels done, kernels in all) while kernels are compiled, on a machine's first start.
 
-    Raises CapacityError where a node can't afford the memory; PoolNotFound if there is no Ray cluster; ValueError for
-    settings that are not the running pool's, for a secret that is bad, for nodes that lack raykv, and for an external
-    tier, a transport or GPUs that nodes can't use. Nothing is left running then, nor after a KeyboardInterrupt.
+    CapacityError where a node can't afford the memory. PoolNotFound if there is no Ray cluster. ValueError for settings
+    that are not the running pool's, for a bad secret, for nodes that lack raykv, and for an external tier, a transport
+    or GPUs that nodes can't use. After an error or a KeyboardInterrupt nothing is left running.
     """
     exist_ok |= config is None
     config = config or PoolConfig()
@@ -65,18 +65,18 @@ def start(config: PoolConfig | None = None, *, exist_ok: bool = False, on_progre
         running = internal_kv.settings(config.name)
         if running is not None:
             _check_same(config, secret, running, exist_ok)
-            start_supervisor(config.name)  # whoever started it may have died before
+            start_supervisor(config.name)  # a killed start may have left the pool without it
             return KVPool(config.name)
         settings, question = _prepared(config, secret)
         if named_actors.names(config.name):  # of a start that was killed
             end_pool(config.name)
-        internal_kv.forget(config.name)  # what an end that was killed has left
+        internal_kv.forget(config.name)  # leftovers of a stop that was killed
         try:
             _start_actors(question, settings, on_progress)
             pool = KVPool(config.name)
             start_supervisor(config.name)
             return pool
-        except BaseException:  # KeyboardInterrupt, too
+        except BaseException:  # also KeyboardInterrupt
             if internal_kv.settings(config.name) is None:
                 drop_unstarted(config.name)
             else:
@@ -85,7 +85,7 @@ def start(config: PoolConfig | None = None, *, exist_ok: bool = False, on_progre
 
 
 def _prepared(config: PoolConfig, secret: bytes | None) -> tuple[dict[str, Any], Question]:
-    """(the settings of a new pool, what its nodes are asked)."""
+    """(the settings of a new pool, the question to its nodes)."""
     if config.external and secret is None:
         raise ValueError(
             "external= outlives the pool, and keys that are derived from a random secret would not be found there "
@@ -121,7 +121,7 @@ def _comparable(config: PoolConfig) -> dict[str, Any]:
 
 
 def _check_same(config: PoolConfig, secret: bytes | None, running: dict[str, Any], exist_ok: bool) -> None:
-    """ValueError, which names each setting that is another one's."""
+    """ValueError for other settings than the running pool's; the text names each."""
     if secret is not None and secret.hex() != running["secret"]:
         raise ValueError(f"pool {config.name!r} runs with another secret: leave it out, or stop that pool first")
     given = _comparable(config)
@@ -161,7 +161,7 @@ def _start_actors(question: Question, settings: dict[str, Any], on_progress: Pro
 
 
 def _await_directory(pool: str, directory: Any, on_progress: Progress | None) -> None:
-    """Wait until it serves. RayError if it can't start, TimeoutError if it does not in START_DEADLINE_S."""
+    """Wait until the directory serves. RayError if it can't start, TimeoutError after START_DEADLINE_S."""
     answer, end = directory.ping.remote(), time.monotonic() + START_DEADLINE_S
     while not ray.wait([answer], timeout=PROGRESS_S)[0]:
         if time.monotonic() > end:
@@ -176,12 +176,12 @@ def _await_directory(pool: str, directory: Any, on_progress: Progress | None) ->
 
 
 def _compiled(pool: str) -> list[int]:
-    """Kernels that its directory has compiled, and how many it is to; empty where it compiles none."""
+    """Number of kernels that the directory has compiled, and number in all; empty where it compiles none."""
     return [int(part) for part in (internal_kv.get(pool, Kept.COMPILED) or b"").split()]
 
 
 def _why_not_there(node_id: str, store: Any) -> str:
-    """Wait until a node's store serves. Empty if it does, or its node was lost meanwhile."""
+    """Wait until a node's store serves. Returns why it does not; "" if it does, or its node was lost meanwhile."""
     try:
         ray.get(store.describe_arena.remote(), timeout=ASK_DEADLINE_S)
     except RayError as error:
@@ -197,12 +197,12 @@ def _head() -> str:
 
 
 def _answers(pool: str, stores: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """What the stores say for their nodes, by Ray node id. Nodes that are lost meanwhile, or don't answer, say nothing.
+    """The stores' answers by Ray node id. Nodes that are lost meanwhile, or don't answer, are absent.
 
     ValueError where raykv can't be imported.
     """
     answers: dict[str, dict[str, Any]] = {}
-    begin, usable = time.monotonic(), set[str]()  # usable: those of the silent that can import raykv
+    begin, usable = time.monotonic(), set[str]()  # usable: silent nodes that can import raykv
     while len(answers) < len(stores) and time.monotonic() < begin + ASK_DEADLINE_S:
         for node_id in internal_kv.names(pool, Kept.ANSWER):
             answers[node_id] = pickle.loads(internal_kv.get(pool, Kept.ANSWER, node_id) or b"")
@@ -217,12 +217,12 @@ def _answers(pool: str, stores: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def _check(question: Question, answers: dict[str, dict[str, Any]]) -> None:
-    """CapacityError if some node can't afford it; nodes that share a machine's memory are added up.
+    """CapacityError if a node can't afford its memory; nodes that share a machine's memory are added up.
 
-    ValueError if some node has a raykv of other messages, or can't use its external tier, or the transport; or where no
-    node has the GPUs asked for.
+    ValueError if a node's raykv has other messages, or if a node can't use its external tier or the transport, or where
+    no node has the GPUs asked for.
     """
-    refusals: dict[str, list[str]] = {}  # node ids by what is wrong
+    refusals: dict[str, list[str]] = {}  # node ids by the text of a refusal
     for node_id, answer in answers.items():
         theirs = answer.get("protocol", "unknown")
         other = f"raykv there has protocol version {theirs}, here it has {VERSION}: {what_to_install()}"
@@ -247,7 +247,7 @@ def _check_memory(answers: dict[str, dict[str, Any]]) -> None:
 
 
 def _warn_of_memory(pool: str, answers: dict[str, dict[str, Any]]) -> None:
-    """Name shared memory of pools that do not run any more, and how to get it back."""
+    """Name shared memory of pools that no longer run, and how to get it back."""
     left: dict[str, int] = {}
     for answer in {answer["machine"]: answer for answer in answers.values()}.values():
         for other, size in answer["left"].items():

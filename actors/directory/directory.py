@@ -1,8 +1,8 @@
-"""The directory as an actor: its server, beside Ray's calls, and what Ray keeps of it.
+"""The directory as an actor: its server, calls through Ray, and what Ray keeps of it.
 
-A call through Ray costs this process ten times what the answer does. So clients and node stores keep a connection each,
-which one thread serves; a lock keeps it and Ray's thread apart. Ray's calls are for administrators, and for whoever
-can't reach the socket.
+A call through Ray costs this process ten times as much as the answer. So clients and node stores each keep a
+connection, which one thread serves. A lock keeps this thread and Ray's thread apart. Calls through Ray are for
+administrators, and for processes that can't reach the socket.
 """
 
 import contextlib
@@ -27,24 +27,24 @@ from raykv.system import events, free_memory
 from raykv.system.jit import compile_all
 
 log = logging.getLogger("raykv")
-SUCCESSOR_BYTES = 1 << 30  # a successor loads its kernels ahead where so much memory is free
+SUCCESSOR_BYTES = 1 << 30  # a successor loads its kernels early where so much memory is free
 
 
 class DirectoryActor(DirectoryServer):
     """Where every block of a pool is."""
 
     def __init__(self, pool: str, name: str) -> None:
-        """name: this actor's. It serves if that is in charge, else it stands by: see Succession."""
+        """name: this actor's. It serves if the named directory is in charge, else it stands by: see Succession."""
         super().__init__(pool, DirectoryMetrics(pool, name))
         events.begin(named_actors.restarted(), role="directory", pool=pool, name=name, pid=os.getpid())
-        if internal_kv.settings(pool) is None:  # `start` waits, and shows how far it is
+        if internal_kv.settings(pool) is None:  # `start` waits, and shows the progress
             compile_all(
                 "raykv.directory", lambda *done: internal_kv.put(pool, Kept.COMPILED, "{} {}".format(*done).encode())
             )
         elif free_memory.free_bytes().free > SUCCESSOR_BYTES:
             _load_kernels()
         self._settings = internal_kv.await_settings(pool)
-        self._nodes: set[str] = set()  # of Ray, that were alive when it was asked last
+        self._nodes: set[str] = set()  # Ray nodes that were alive when Ray was last asked
         self._succession = Succession(pool, name, _load_kernels, self._serve)
         self._succession.start()
 
@@ -52,23 +52,23 @@ class DirectoryActor(DirectoryServer):
         return f"Directory(pool={self._pool})"
 
     def node_id(self) -> str:
-        """Of the Ray node that it runs on."""
+        """Id of the Ray node that it runs on."""
         return str(ray.get_runtime_context().get_node_id())
 
     def take_charge(self) -> None:
-        """Serve from now on, whatever directory did so before."""
+        """Serve from now on, whichever directory did so before."""
         self._succession.take()
 
     def _serve(self) -> Address | None:
-        """Begin, unless that is done. Returns where it listens."""
+        """Begin to serve, unless it does. Returns where it listens."""
         if self._state is None:
             self._begin()
         return self._listener.address if self._listener else None
 
     def _begin(self) -> None:
-        """Answer from now on, with an empty directory of an epoch of its own."""
+        """Answer from now on, with an empty directory and a new epoch."""
         settings, epoch = self._settings, internal_kv.take_epoch(self._pool)
-        self._nodes = cluster.living()  # later Ray is asked for new ones only: everybody waits meanwhile
+        self._nodes = cluster.living()  # later Ray is asked for new nodes only, as all callers wait meanwhile
         directory = Directory(
             epoch, settings["locality"], share=WRITE_SHARES[settings["write"]], min_hits=settings["min_hits"]
         )
@@ -83,14 +83,14 @@ class DirectoryActor(DirectoryServer):
         self.serve(directory)
         self._metrics.attach(directory, self._lock)
         self._metrics.start()
-        with contextlib.suppress(PermissionError):  # Ray runs its workers at nice 15, and everybody waits for this one
+        with contextlib.suppress(PermissionError):  # Ray runs its workers at nice 15, and all clients wait for this
             os.setpriority(os.PRIO_PROCESS, 0, 0)
         gc.freeze()  # a collection that walks all of numba would hold up every caller
         self._open_socket(settings["transport"])
         events.tell("serve", epoch=epoch, **internal_kv.shown(settings))
 
     def _open_socket(self, transport: str) -> None:
-        """Where clients may use one."""
+        """Listen on a socket, unless clients may only call through Ray."""
         if transport == "object_store":
             return
         try:
@@ -99,7 +99,7 @@ class DirectoryActor(DirectoryServer):
             log.warning("pool %s: no socket for the directory, which is called through Ray: %r", self._pool, error)
 
     def join(self, name: str, arena: Message) -> Message:
-        """As DirectoryServer. ValueError where Ray has no such node: each costs memory, and counts as the pool's."""
+        """As DirectoryServer. ValueError for a node that Ray does not have: each node costs memory, and counts."""
         if host_of(name) not in self._nodes:
             self._nodes = cluster.living()
         if host_of(name) not in self._nodes:
@@ -111,7 +111,7 @@ class DirectoryActor(DirectoryServer):
         return tuple(joined)
 
     def set_quota(self, tenant: str, minimum: float, maximum: float) -> None:
-        """As DirectoryServer; later directories keep it, too."""
+        """As DirectoryServer. Later directories keep the quota too."""
         super().set_quota(tenant, minimum, maximum)
         internal_kv.put_quota(self._pool, tenant, Quota(minimum, maximum))
         events.tell("quota", tenant=tenant, minimum=minimum, maximum=maximum)
@@ -129,7 +129,7 @@ def _load_kernels() -> None:
 
 
 def start_directory(pool: str, number: int, node_id: str) -> Any:
-    """Start a directory on a node, or find it. Returns at once; it answers when its kernels are loaded."""
+    """Start a directory on a node, or find it. Returns at once; the directory answers when its kernels are loaded."""
     name = named_actors.directory_name(pool, number)
     options = named_actors.options(name, node_id)
     return ray.remote(DirectoryActor).options(**options).remote(pool, name)

@@ -1,22 +1,22 @@
-"""Requests on their way from the clients to those who follow them: bounded, and only while somebody does."""
+"""Finished requests on their way from clients to followers, the people who watch requests. Limited in number."""
 
 from collections import deque
 
 from raykv.protocol.requests import LINE_BYTES, Followed
 
-FOLLOW_S = 3.0  # for so long after a call of `follow` clients report
+FOLLOW_S = 3.0  # clients report for so long after a call of `follow`
 KEPT = 2000  # lines
-LINES_PER_S = 500  # of all clients together; the others are counted
+LINES_PER_S = 500  # from all clients together; further lines are only counted
 LINES_PER_ANSWER = 500
 
-Cursor = tuple[int, int, int]  # epoch of the directory, lines and left out requests so far
+Cursor = tuple[int, int, int]  # epoch of the directory, and its numbers of lines and left-out requests so far
 
 
 class Followers:
-    """The last lines of requests, and how long they are wanted. Not thread-safe. Times: seconds of any clock."""
+    """The last lines of requests, and until when clients report. Not thread-safe. Times: seconds of any clock."""
 
     def __init__(self) -> None:
-        self._until = 0.0  # clients report; 0: nobody ever followed
+        self._until = 0.0  # clients report until then; 0: nobody ever followed
         self._lines: deque[bytes] = deque(maxlen=KEPT)
         self._count, self._left_out = 0, 0  # so far
         self._second, self._in_second = 0, 0
@@ -26,7 +26,7 @@ class Followers:
         return now < self._until
 
     def report(self, lines: tuple[bytes, ...], left_out: int, now: float) -> None:
-        """Lines of a client, and how many more it had. ValueError or TypeError for what is none."""
+        """A client's lines, and how many more it left out. ValueError or TypeError for bad arguments."""
         if not isinstance(left_out, int) or left_out < 0:
             raise ValueError(f"{left_out!r} requests were left out: give a count")
         for line in lines:
@@ -43,14 +43,14 @@ class Followers:
         self._left_out += left_out + len(lines[room:])
 
     def follow(self, cursor: Cursor, epoch: int, names: dict[int, str], now: float) -> Followed:
-        """Lines since the cursor, which a Followed gave; (0, 0, 0): none yet. After a take-over: all that there are."""
+        """Lines since the cursor of the last Followed; (0, 0, 0): only a cursor. After a take-over: all kept lines."""
         self._until = now + FOLLOW_S
         known, seen, left_out = cursor
         if known == 0:
             seen, left_out = self._count, self._left_out
         elif known != epoch:
             seen, left_out = 0, 0
-        first = self._count - len(self._lines)  # number of the oldest that is kept
+        first = self._count - len(self._lines)  # number of the oldest kept line
         begin = max(seen, first)
         lines = tuple(self._lines)[begin - first :][:LINES_PER_ANSWER]
         missed = begin - seen + self._left_out - left_out

@@ -1,4 +1,4 @@
-"""What the directory tells Ray's metrics agent, and the totals that outlive it."""
+"""The directory's metrics for Ray's agent, and the totals that outlive a directory."""
 
 import json
 import logging
@@ -21,7 +21,7 @@ from raykv.metrics.tick_clock import TickClock
 from raykv.protocol.calls import CALLS
 
 log = logging.getLogger("raykv")
-TOTALS = {  # by metric, of Directory.totals
+TOTALS = {  # by metric, names in Directory.totals
     "lookup_blocks_total": "lookups",
     "stored_blocks_total": "stored",
     "refused_blocks_total": "refused",
@@ -36,23 +36,23 @@ GAUGES = {
     "clients": "clients",
     "pinned_blocks": "pinned",
 }
-MEMORY_EVERY = 2  # exports: it looks at every slot,
-STEP_SLOTS = 16_384  # looked at in turn, which takes less than a millisecond
-STEP_S = 0.0005  # between two looks at some of a node's slots: calls come in between
-FOLDED = 1024  # times that are counted at a time
-TIMED_EVERY = 8  # of the frequent ones: to time a call costs more than to count it
+MEMORY_EVERY = 2  # exports: a census of a memory looks at every slot,
+STEP_SLOTS = 16_384  # so many slots in a row, in less than a millisecond
+STEP_S = 0.0005  # between two looks at some of a node's slots, so that calls come in between
+FOLDED = 1024  # call times that are added to their buckets at once
+TIMED_EVERY = 8  # for frequent calls: timing a call costs more than counting it
 SLOT_STATES = ("free", "writing", "ready", "replica", "staging", "quarantined", "dropped", "demoting")
 
 
 def timed_every(method: str) -> int:
-    """Of how many calls of a method one is timed, and stands for them."""
+    """One of so many calls of a method is timed, and counts for all of them."""
     return TIMED_EVERY if CALLS[method].frequent else 1
 
 
 class DirectoryMetrics:
-    """Exports a directory's figures once in EXPORT_S, from when it takes charge.
+    """Exports a directory's figures once in EXPORT_S, after it takes charge.
 
-    calls: how many there were, by method. Who makes one has the directory's lock.
+    calls: number of calls by method. Its users hold the directory's lock.
     """
 
     def __init__(self, pool: str, name: str) -> None:
@@ -61,13 +61,13 @@ class DirectoryMetrics:
         self._pool, self._exporter, self._clock = pool, Exporter(pool), TickClock()
         self.calls: defaultdict[str, int] = defaultdict(int)
         self._times: dict[str, list[float]] = {}  # by method: seconds of calls that are not in _sums yet
-        # By method: calls of up to each of CALL_SECONDS and above the one before, longer ones, and seconds of them all.
+        # By method: number of calls in each bucket of CALL_SECONDS, number of longer calls, and seconds of all calls.
         self._sums: dict[str, NDArray[np.float64]] = {}
         self._kept: dict[str, int] = {}
         self._steps, self._started = 0, time.time()
 
     def called(self, method: str, seconds: float) -> None:
-        """Count the time of a call. By the thread that has the directory's lock: it costs a tenth of a microsecond."""
+        """Count the time of a call. Its caller holds the directory's lock. Costs a tenth of a microsecond."""
         try:
             times = self._times[method]
         except KeyError:
@@ -77,7 +77,7 @@ class DirectoryMetrics:
             self._fold(method)
 
     def _fold(self, method: str) -> None:
-        """Under the lock: count the times of a method in their buckets."""
+        """Add the times of a method to their buckets. The caller holds the lock."""
         sums, every = self._sums.setdefault(method, np.zeros(len(CALL_SECONDS) + 2)), timed_every(method)
         times = np.array(self._times[method])
         self._times[method].clear()
@@ -85,12 +85,12 @@ class DirectoryMetrics:
         sums[-1] += every * times.sum()
 
     def saved(self) -> dict[str, int]:
-        """The totals of the directories before this one."""
+        """The totals of earlier directories."""
         self._kept = json.loads(internal_kv.get(self._pool, Kept.TOTALS) or b"{}")
         return self._kept
 
     def attach(self, directory: Directory, lock: threading.Lock) -> None:
-        """Export this one's figures. lock: guards the directory. It is held for a part of a node at a time."""
+        """Export this directory's figures. lock: guards the directory; held only for a part of a node at a time."""
         self._directory, self._lock = directory, lock
 
     def start(self) -> None:
@@ -103,7 +103,7 @@ class DirectoryMetrics:
         return self._loop.rest_of(EXPORT_S)
 
     def export(self) -> None:
-        """Hand Ray's agent the figures."""
+        """Give the figures to Ray's agent."""
         self._pool_figures()
         self._steps += 1
         for name in self._names() if self._steps % MEMORY_EVERY == 1 else ():
@@ -154,7 +154,7 @@ class DirectoryMetrics:
             self._tier_figures(node or "shared", tier)
 
     def _last(self, steps: Iterator[dict[str, Any] | None]) -> dict[str, Any] | None:
-        """What several steps give, each under the lock. Who waits for the lock has it between two."""
+        """The last value of `steps`. Each step holds the lock; waiting threads get the lock between two steps."""
         found = None
         while found is None:
             with self._lock:
@@ -166,7 +166,7 @@ class DirectoryMetrics:
         return found
 
     def _keep(self, totals: dict[str, int]) -> None:
-        """Have the next directory go on from here, if there is anything new, and if no next one is in charge."""
+        """Save the totals for the next directory, if they are new, and if no other directory is in charge."""
         if totals != self._kept and internal_kv.in_charge(self._pool).name == self._name:
             internal_kv.put(self._pool, Kept.TOTALS, json.dumps(totals).encode())
             self._kept = totals
@@ -199,7 +199,7 @@ class DirectoryMetrics:
 
 
 def _by_source(totals: dict[str, int]) -> dict[str, int]:
-    """Hits by where the blocks were for their reader. `promoted`: in its node's memory, while it reads on a GPU."""
+    """Hits by where the blocks were. A `promoted` block, in the memory of a GPU reader's node, counts as memory."""
     elsewhere = {"gpu": "gpu_hits", "node": "remote_hits", "external": "external_hits"}
     found = {source: totals[name] for source, name in elsewhere.items()}
     return {**found, "memory": totals["hits"] - sum(found.values())}

@@ -1,4 +1,4 @@
-"""Answers the calls of a pool's clients and node stores, on a socket: adds the time, a lock and counts to a Directory.
+"""Answers calls of a pool's clients and node stores on a socket. Adds time, a lock and counts to a Directory.
 
 It needs no Ray. `raykv.actors.directory.directory` is the server as an actor.
 """
@@ -28,21 +28,21 @@ from raykv.system.hints import taker, takers
 
 log = logging.getLogger("raykv")
 
-Message = tuple[Any, ...]  # of raykv.protocol, as a plain tuple: Ray pickles that fastest
+Message = tuple[Any, ...]  # of raykv.protocol, as a plain tuple, which Ray pickles fastest
 
-# the longest: a client's lists of keys come in steps; of a store's big arena, what its writers left half done
+# limits: a client sends its lists of keys in steps; a store's big arena may have many half-written slots
 FRAME_BYTES = {CLIENT: 4 << 20, STORE: 64 << 20}
-PARTS = 1024  # of a match: for each rank, one a KV head and kind of layer
-ERROR_CHARS = 1000  # of what is said about a call that failed
+PARTS = 1024  # of a match: for each rank, one for each KV head and kind of layer
+ERROR_CHARS = 1000  # of the error text of a failed call
 LOG_EVERY_S = 60.0  # between two lines of the log about failed calls of one name
-PREFIXES, HOLDERS = 20, 3  # that `stats` has
+PREFIXES, HOLDERS = 20, 3  # how many `stats` has
 T = TypeVar("T")
 
 
 def one_at_a_time(method: Callable[..., T]) -> Callable[..., T]:
-    """A method that Ray's thread and the socket's may call: the Directory is a state machine for a single thread.
+    """Lets Ray's thread and the socket's thread call a method: the Directory is for a single thread.
 
-    It gets what its hints say, of plain values; ValueError for others.
+    The method gets plain values, converted by its type hints. ValueError for other values.
     """
     name, clock, take = method.__name__, time.perf_counter, takers(method)
     every, least = timed_every(name), len(take) - len(method.__defaults__ or ())
@@ -76,25 +76,25 @@ class DirectoryServer:
     """
 
     def __init__(self, pool: str, metrics: DirectoryMetrics, clock: Callable[[], float] = time.monotonic) -> None:
-        """It has no directory yet. metrics: count the calls. clock: seconds of any clock that does not go back."""
+        """Has no directory yet. metrics: counts the calls. clock: seconds of any clock that never goes back."""
         self._pool, self._metrics, self._clock = pool, metrics, clock
         self._state: Directory | None = None  # while in charge
         self._listener: Listener | None = None
         self._lock = threading.Lock()  # guards _state, _followers
-        self._logged: dict[str, float] = {}  # when a failed call of a name was logged
+        self._logged: dict[str, float] = {}  # by name of a call: when its failure was last logged
         self._followers = Followers()
 
     def serve(self, directory: Directory) -> None:
-        """Answer by this directory from now on."""
+        """Answer with this directory from now on."""
         self._state = directory
 
     def listen(self, host: str) -> Address:
-        """Answer on a socket, too. Returns where. Raises OSError."""
+        """Answer on a socket too. Returns where. Raises OSError."""
         self._listener = Listener(host, "raykv-calls", FRAME_BYTES, self._answer)
         return self._listener.address
 
     def close(self) -> None:
-        """End the socket."""
+        """Close the socket."""
         if self._listener is not None:
             self._listener.close()
 
@@ -105,7 +105,7 @@ class DirectoryServer:
         return self._state
 
     def _answer(self, connection: Connection, request: bytes) -> bytes:
-        """The answer to a call that came over the socket: (whether it could be answered, the answer or why not)."""
+        """The answer to a call over the socket: (True, answer) or (False, error)."""
         unhurried, name = False, ""
         try:
             method, *arguments = unpacked(request)
@@ -116,12 +116,12 @@ class DirectoryServer:
                 raise ValueError(f"there is no such call, or not over the socket, or not of a {who}: {method!r}")
             name = method
             answer = packed((True, getattr(self, method)(*arguments)))
-        except Exception as error:  # the caller is confused; the others are to be served
+        except Exception as error:  # only this caller is wrong; the others must be served
             answer = packed((False, self._failed(name, error)))
         return Unhurried(wire.frame(answer)) if unhurried else wire.frame(answer)
 
     def _failed(self, name: str, error: Exception) -> str:
-        """What to tell the caller. It is logged, of each call once a minute: callers repeat themselves."""
+        """The error text for the caller. Logs it too, once a minute for each call, as callers repeat themselves."""
         text, now = repr(error), time.monotonic()
         if len(text) > ERROR_CHARS:
             text = f"{text[:ERROR_CHARS]}... ({len(text)} characters)"
@@ -163,7 +163,7 @@ class DirectoryServer:
         return answer.epoch, found, answer.pending, short
 
     def _why_parts_short(self, parts: tuple[MatchRequest, ...], found: int) -> str:
-        """Of the part that was missing: the others are there, and would be called out of reach."""
+        """Why the missing part ended the match. Present parts would give NO_MEMORY as their reason."""
         reasons = [self._why_short(part.keys, found) for part in parts]
         return next((why for why in reasons if why != NO_MEMORY), NO_MEMORY)
 
@@ -173,12 +173,12 @@ class DirectoryServer:
 
     @one_at_a_time
     def report_requests(self, lines: tuple[bytes, ...], left_out: int) -> None:
-        """Requests of a client that are done; see Followers."""
+        """A client's finished requests; see Followers."""
         self._followers.report(lines, left_out, self._clock())
 
     @one_at_a_time
     def follow(self, cursor: tuple[int, int, int]) -> Message:
-        """Have clients report requests for a moment, and answer with a Followed."""
+        """Have clients report requests for a moment. Answers with a Followed."""
         now, epoch = self._clock(), self._directory.epoch
         return tuple(self._followers.follow(cursor, epoch, self._directory.indices(), now))
 
@@ -186,7 +186,7 @@ class DirectoryServer:
         return tuple(self._join(name, arena)[0])
 
     def _join(self, name: str, arena: Message) -> tuple[Joined, bool]:
-        """The answer, and whether it raised the epoch: the arena knew of later directories."""
+        """The answer, and whether the arena raised the epoch, as it knew of later directories."""
         with self._lock:
             before = self._directory.epoch
             joined = self._directory.join(_name(name), _arena(arena), self._clock())
@@ -206,18 +206,18 @@ class DirectoryServer:
 
     @one_at_a_time
     def nodes(self) -> dict[int, str]:
-        """Ray node ids by the index that locations carry, of nodes and of their own tiers."""
+        """Ray node ids by index in locations, of nodes and of their own tiers."""
         return self._directory.indices()
 
     @one_at_a_time
     def clear(self) -> tuple[int, int]:
-        """(generation up to which all blocks are forgotten, how many keys there were)."""
+        """(all blocks up to this generation are forgotten, number of keys before)."""
         keys = self._directory.clear(self._clock())
         return self._directory.floor, keys
 
     @one_at_a_time
     def set_quota(self, tenant: str, minimum: float, maximum: float) -> None:
-        """See Directory. ValueError for a quota that is not possible."""
+        """See Directory. ValueError for an impossible quota."""
         self._directory.set_quota(tenant, Quota(minimum, maximum), self._clock())
 
     @one_at_a_time
@@ -231,9 +231,9 @@ class DirectoryServer:
 
     @one_at_a_time
     def stats(self) -> dict[str, Any]:
-        """As of Directory; its largest `prefixes`; which clients hold the most blocks, `holders`.
+        """Statistics of the Directory, its largest `prefixes`, and `holders`, the clients that hold the most blocks.
 
-        And where it listens: `socket` or None, and `connections` to it.
+        Also its `socket` (host:port or None), and the number of `connections` there.
         """
         listener = self._listener
         socket = f"{listener.address.host}:{listener.address.port}" if listener else None
@@ -263,7 +263,7 @@ def _served(name: str) -> Callable[..., Any]:
 
 
 def _few(keys: bytes) -> bytes:
-    """The keys of a call, for which all others wait. ValueError where they are too many."""
+    """The keys of a call. ValueError for too many, as all other callers wait meanwhile."""
     if len(keys) > KEYS_PER_CALL * KEY_BYTES:
         raise ValueError(f"{len(keys) // KEY_BYTES} keys in a call: give at most {KEYS_PER_CALL}")
     return keys

@@ -1,7 +1,7 @@
-"""Which directory of a pool is in charge: of its two, one is, and the other is ready to take over at once.
+"""Which directory of a pool is in charge. A pool has two: one is in charge, the other is ready to take over.
 
-Neither needs the supervisor, nor waits for Ray to notice that a node is lost. Who takes charge takes an epoch that no
-directory had, so that two can't be in charge: what the older one says is refused by all who know of the newer.
+Neither needs the supervisor, or waits until Ray notices a lost node. A directory that takes charge takes an epoch that
+no directory had. So two can't be in charge: a process that knows the newer directory refuses the older.
 """
 
 import logging
@@ -22,33 +22,34 @@ from raykv.protocol.location import Address
 from raykv.system import events
 
 log = logging.getLogger("raykv")
-SILENT_PINGS = 3  # of HEARTBEAT_S each, after which a directory is taken for lost
-ENDING_LOOKS = 50  # whether a process has ended
+SILENT_PINGS = 3  # of HEARTBEAT_S each; after them a directory counts as lost
+ENDING_LOOKS = 50  # at most, whether a process has ended
 ENDING_LOOK_S = 0.02  # between two looks whether a process has ended
 SILENT_RAY_PINGS = 10  # the same through Ray, where a ping waits behind all other calls
 
 
 class Succession:
-    """The thread in which a directory watches the one in charge, or whether it still is itself."""
+    """The thread in which a directory watches the directory in charge, or checks that it still is in charge."""
 
     def __init__(
         self, pool: str, name: str, prepare: Callable[[], None], take_charge: Callable[[], Address | None]
     ) -> None:
-        """name: of this directory's actor. prepare: what may take long before. take_charge: makes it serve.
+        """name: of this directory's actor. prepare: slow work to do early. take_charge: makes the directory serve.
 
-        take_charge returns where it listens. Called again, after its answer could not be told, it changes nothing.
+        take_charge returns where it listens. A second call changes nothing; it comes where telling the first answer
+        failed.
         """
         self._pool, self._name, self._prepare, self._take_charge = pool, name, prepare, take_charge
         self._line = DirectoryLine(pool)
-        self._pinged, self._silent = 0.0, 0  # when the one in charge was last asked, and how often in vain since
-        self._watched: Address | None = None  # where it was asked
+        self._pinged, self._silent = 0.0, 0  # when the directory in charge was last pinged, and failed pings since
+        self._watched: Address | None = None  # where it was pinged
         self._known: Address | None = None  # where it answered
         self._serves = False
-        self._taking = threading.Lock()  # the supervisor may ask for it, too
+        self._taking = threading.Lock()  # the supervisor may ask for it too
         self._loop = Periodic("raykv-succession", self._step, self._on_error, self._watched_connection)
 
     def start(self) -> None:
-        """Take charge now if this directory is named for it; else stand by."""
+        """Take charge now if the pool names this directory; else stand by."""
         if internal_kv.in_charge(self._pool).name == self._name:
             self.take()
         else:
@@ -56,7 +57,7 @@ class Succession:
         self._loop.start()
 
     def take(self) -> None:
-        """Take charge, and tell everybody. Given up if another has done so meanwhile."""
+        """Take charge, and tell everybody. Does nothing if another directory has taken charge meanwhile."""
         with self._taking:
             before = internal_kv.in_charge(self._pool)
             if self._serves:
@@ -64,7 +65,7 @@ class Succession:
                 return
             self._prepare()
             if internal_kv.in_charge(self._pool) == before:
-                address, self._known = self._take_charge(), None  # if that can't be told, `_is_lost` finds out
+                address, self._known = self._take_charge(), None  # if telling fails, `_is_lost` finds out
                 internal_kv.put_in_charge(self._pool, self._name, address)
                 self._serves = True
 
@@ -78,27 +79,27 @@ class Succession:
         return max(0.0, self._pinged + HEARTBEAT_S - time.monotonic())
 
     def _watched_connection(self) -> Stream | None:
-        """To the directory in charge, while this one stands by: its end says that the process ended."""
+        """While standing by: the connection to the directory in charge. Its end shows that the process ended."""
         return None if self._serves else self._line.connection
 
     def _on_error(self, error: Exception) -> float:
-        if not isinstance(error, (RayError, ValueError)):  # of Ray's KV, or of a pool that is being stopped
+        if not isinstance(error, (RayError, ValueError)):  # expected from Ray's KV, or while the pool is being stopped
             log.error("pool %s: %s: %r", self._pool, self._name, error, exc_info=error)
         return HEARTBEAT_S
 
     def _step_down_if_replaced(self) -> None:
-        """End this process if another directory is in charge: Ray starts it again, as the successor."""
+        """End this process if another directory is in charge. Ray starts it again, as the successor."""
         if internal_kv.in_charge(self._pool).name != self._name:
             events.tell("stop", why="another directory is in charge")
             os._exit(1)
 
     def _is_lost(self) -> bool:
-        """Whether the directory in charge is gone: its process ended, or it has been silent for too long."""
+        """Whether the directory in charge is gone: its process ended, or it was silent too long."""
         if time.monotonic() >= self._pinged + HEARTBEAT_S:
             self._pinged = time.monotonic()
-            if not self._known or self._silent:  # while it answers, nobody else is in charge
+            if not self._known or self._silent:  # while it answers, no other directory is in charge
                 in_charge = internal_kv.in_charge(self._pool)
-                if in_charge.name == self._name:  # that was told, and the answer was lost
+                if in_charge.name == self._name:  # it has told so, but the answer was lost
                     return True
                 self._connect(in_charge.address)
             if self._is_silent():
@@ -114,7 +115,7 @@ class Succession:
             self._watched, self._silent = self._line.address, 0
 
     def _is_silent(self) -> bool:
-        """Ping the directory in charge. Whether it has not answered for too long."""
+        """Ping the directory in charge. Returns whether it has been silent too long."""
         try:
             self._line.call("ping", seconds=HEARTBEAT_S)
             self._silent, self._known = 0, self._line.address
@@ -123,8 +124,8 @@ class Succession:
         return self._silent >= (SILENT_PINGS if self._line.way == "socket" else SILENT_RAY_PINGS)
 
     def _has_ended(self, address: Address) -> bool:
-        """Whether nobody listens where the directory did, though its node is there."""
-        self._known = None  # else: look for it anew
+        """Whether nobody listens where the directory did, though its node lives."""
+        self._known = None  # forget the address, so that the directory is looked up again
         self._line.close()
         for _ in range(ENDING_LOOKS):
             try:
@@ -132,7 +133,7 @@ class Succession:
                 return False
             except ConnectionRefusedError:
                 return internal_kv.in_charge(self._pool).address == address
-            except ConnectionError:  # a process that is killed listens a moment longer than it keeps its connections
+            except ConnectionError:  # a killed process listens a moment longer than it keeps its connections
                 self._loop.sleep(ENDING_LOOK_S)
             except OSError:
                 return False

@@ -1,4 +1,4 @@
-"""The successor, a pool's directory that stands by: where it is to be, and when it is started anew."""
+"""The successor: a pool's directory that stands by. Where it should be, and when it is started again."""
 
 import logging
 import time
@@ -22,31 +22,31 @@ class Successor:
 
     def __init__(self, pool: str) -> None:
         self._pool = pool
-        self._number = 0  # of the two directories, the one that stands by
-        self.node_id = ""  # where it was at the last answer
+        self._number = 0  # number of the directory that stands by: 1 or 2
+        self.node_id = ""  # its node, at its last answer
         self._handle: Any = None  # once it was found
-        self._answer: Any = None  # that is due: the node that it is on
+        self._answer: Any = None  # pending answer: the node that it is on
         self._look_at = time.monotonic() + FIRST_LOOK_S
         self._asked = 0.0  # time.monotonic()
         self._moved, self._given_up = -MOVE_AFTER_S, 0
 
     def due(self) -> bool:
-        """Whether to look at it now. It is due again LOOK_S later, whatever comes of this look."""
+        """Whether to look at the successor now. The next look is due LOOK_S later in any case."""
         if time.monotonic() < self._look_at:
             return False
         self._look_at = time.monotonic() + LOOK_S
         return True
 
     def stands_by(self, number: int) -> bool:
-        """Whether it is the pool's directory of that number, and runs."""
+        """Whether the successor has this number, and runs."""
         return self._number == number and self._handle is not None and is_alive(self._handle)
 
     def look(self, number: int, in_charge: str, others: list[str]) -> Any:
-        """Start it if it does not run. Returns its handle if it is of no use where it is.
+        """Start the successor if it does not run. Returns its handle if it should be somewhere else.
 
-        number: its own. in_charge: the node of the directory in charge. others: the other nodes where it may be.
+        number: its own. in_charge: node of the directory in charge. others: other nodes where the successor may be.
         """
-        if self._number != number:  # it took over: what is due was asked of another
+        if self._number != number:  # it took over, so a pending answer is of the other directory
             self._number, self._answer, self._handle, self.node_id = number, None, None, ""
         nodes = others or [in_charge]
         if self._handle is None or not is_alive(self._handle):
@@ -58,16 +58,16 @@ class Successor:
         return None
 
     def give_up(self, successor: Any, why: str) -> None:
-        """End it: it is started anew, by the next look on the next node. successor: its handle."""
+        """End the successor. The next look starts it again, on the next node. successor: its handle."""
         log.warning("pool %s: the directory that stands by is started anew: %s", self._pool, why)
         ray.kill(successor)
         self._handle, self._answer, self.node_id = None, None, ""
         self._given_up += 1
 
     def _is_bad(self, nodes: list[str]) -> bool:
-        """Whether it has not answered for too long, or is on none of these nodes.
+        """Whether it has been silent too long, or is on none of these nodes.
 
-        One that was moved less than MOVE_AFTER_S ago is left where it is. An answer is looked at once.
+        A successor that moved less than MOVE_AFTER_S ago stays where it is. Each answer counts once.
         """
         if self._answer is None:
             return False
@@ -88,5 +88,5 @@ class Successor:
 
 
 def is_alive(actor: Any) -> bool:
-    """What Ray has told this process of an actor: it costs no question."""
+    """Whether an actor is alive, by what Ray has already told this process. Costs no call."""
     return bool(actor._get_local_state() == ActorTableData.ALIVE)

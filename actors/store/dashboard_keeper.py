@@ -1,4 +1,4 @@
-"""Keeps the Grafana dashboard where Ray provisions Grafana from: Ray wipes that folder when it starts."""
+"""Keeps the Grafana dashboard in the folder from which Ray provisions Grafana. Ray wipes the folder at its start."""
 
 import logging
 import time
@@ -13,15 +13,15 @@ LOOK_S = 60.0  # between looks whether the dashboard's files are there
 
 
 class DashboardKeeper:
-    """Writes the files at its first look, and when they are missing later. Only where Ray's dashboard runs."""
+    """Writes the files at its first look, and later when files are missing. Only where Ray's dashboard runs."""
 
     def __init__(self) -> None:
         self._due = 0.0  # time.monotonic() of the next look
-        self._on_head: bool | None = None  # once that is known: a process does not change its node
+        self._on_head: bool | None = None  # None until known; a process does not change its node
         self._written = False
 
     def look(self) -> None:
-        """Once a minute at most: write what is missing. What goes wrong is told in the log, and tried again."""
+        """Write missing files, once a minute at most. An error is logged, and the next look tries again."""
         if self._on_head is False or time.monotonic() < self._due:
             return
         self._due = time.monotonic() + LOOK_S
@@ -32,7 +32,7 @@ class DashboardKeeper:
             if self._on_head and there.is_dir() and (missing or not self._written):
                 dashboard_files.write(there)
                 self._written = True
-        except Exception as error:  # of Ray, or the folder is another user's
+        except Exception as error:  # Ray failed, or the folder is another user's
             log.info("the Grafana dashboard could not be written: %r", error)
 
 

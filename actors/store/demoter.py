@@ -1,7 +1,7 @@
-"""Demotes a node's blocks to its external tier: the part of a node store that tells the directory about the tier.
+"""Demotes a node's blocks to its external tier. It is the part of a node store that reports on the tier.
 
-The directory decides which blocks are demoted and which are deleted. The Demoter asks it for them in a thread of its
-own, which may wait for a slow tier, and reports what became of them.
+The directory decides which blocks are demoted and which are deleted. The Demoter asks for them in its own thread, which
+may wait for a slow tier, and reports the outcome.
 """
 
 import secrets
@@ -30,56 +30,56 @@ from raykv.tiers.guarded import GuardedTier
 
 POLL_S = 0.1  # between looks at a tier that is down; the first pause without blocks is a quarter of it
 IDLE_POLL_S = 1.0  # the longest pause between two questions to the directory
-SERVED_HEARTBEAT_S = 5.0  # between heartbeats of a tier that the directory serves, as each answer to `demote` says
+SERVED_HEARTBEAT_S = 5.0  # between heartbeats of a tier that the directory serves, which each answer to `demote` shows
 TIER_RETURNS_S = 5.0  # `flush` gives up on a tier that is down for so long
-REFUSED_S = 1.0  # pause after a batch of which the tier refused some
+REFUSED_S = 1.0  # pause after the tier refused blocks of a batch
 EXISTING_PER_CALL = 4096  # blocks
 NOTHING_DONE = DemotionReport(locations=b"", keys=b"", stored=b"", seen=0, whole=False)
 
 
 def open_external(pool: str, fingerprint: bytes, url: str, maker: bytes | None) -> tuple[GuardedTier, int]:
-    """The tier of an `external=` URL, unopened, and its capacity in bytes.
+    """The tier of an `external=` URL, not yet opened, and its capacity in bytes.
 
-    maker: what `register_tier` got, pickled; None where the pool has no tier of its own.
-    Raises ValueError for a URL that names no tier.
+    maker: the pickled argument of `register_tier`; None where the pool has no tier of its own. ValueError for a URL
+    that names no tier.
     """
-    if maker is not None:  # before `parse`: the registered scheme decides which parameters the URL may have
+    if maker is not None:  # before `parse`, as the registered scheme decides which parameters the URL may have
         register_tier(urlsplit(url).scheme, ray.cloudpickle.loads(maker))
     parsed = replace(parse(url), pool=pool)
     return GuardedTier(partial(open_tier, parsed), fingerprint), parsed.capacity
 
 
 def content_seed(pool: str) -> bytes:
-    """The seed, equal in all stores of a pool, from which the content of an empty tier gets its name."""
+    """The seed of the names of empty tiers' contents, equal in all stores of a pool."""
     internal_kv.put(pool, Kept.SEED, secrets.token_bytes(CONTENT_BYTES), overwrite=False)
     return internal_kv.get(pool, Kept.SEED) or bytes(CONTENT_BYTES)
 
 
 class Demoter:
-    """Asks the directory which blocks to demote, copies them to the tier, and reports which are there."""
+    """Asks the directory which blocks to demote, copies them to the tier, and reports which blocks arrived."""
 
     def __init__(self, pool: str, node_id: str, arena: Arena, external: GuardedTier, capacity: int) -> None:
         """arena: of the node's memory. capacity: of the tier, in bytes."""
         self.external, self.copier = external, TierCopier(arena, external)
         self.index = -1  # of the tier, in locations; -1 until the directory has given it one
-        # Guards slots that nobody leased while `demote` reads them: the Resizer takes it before memory goes. A store
-        # that is late reads on after it is released: see GuardedTier.storing.
+        # Guards slots that nobody leased while `demote` reads them. The Resizer takes it before it frees memory. A late
+        # store goes on reading after the release: see GuardedTier.storing.
         self.read_guard = threading.Lock()
         self._node_id, self._capacity = node_id, capacity
-        self._report = NOTHING_DONE  # not sent to the directory yet
-        self._lost = False  # the content of the tier is gone, and the directory does not know
-        self._reported_up, self._reported_at = False, 0.0  # the state of the tier that the directory knows, and when
-        self._served = False  # the directory knows the tier, all of it, and every node reaches it
+        self._report = NOTHING_DONE  # not yet sent to the directory
+        self._lost = False  # the tier's content is gone, and the directory does not know it
+        self._reported_up, self._reported_at = False, 0.0  # the tier's state that the directory knows, and since when
+        self._served = False  # the directory knows all of the tier, and every node reaches it
         self._flushes: set[object] = set()  # callers who want everything demoted
-        self._idle = threading.Event()  # nothing was left to demote
+        self._idle = threading.Event()  # set when nothing was left to demote
         self._pause = 0.0
         self._loop = DirectoryLoop(pool, "raykv-demoter", self._step, self._on_error)
         self._loop.start()
 
     def flush(self, seconds: float, lasting: bool = True) -> bool:
-        """Demote everything that is not in the tier yet. Returns whether that was done in time.
+        """Demote everything that is not in the tier yet. Returns whether it was done in time.
 
-        lasting: blocks that are stored later are demoted at once, too.
+        lasting: from now on blocks are demoted as soon as they are stored.
         """
         self._idle.clear()
         caller = object()
@@ -117,10 +117,10 @@ class Demoter:
         return self._pause
 
     def _heartbeat(self, directory: DirectoryLine) -> None:
-        """Report the tier and its state to the directory; where it asks, also what lies in the tier."""
+        """Report the tier's state to the directory. Where it asks, also list the blocks in the tier."""
         self._lost |= self.external.probe() is False
         up, now = self.external.up, time.monotonic()
-        if self.external.shared is None:  # it could not be opened yet
+        if self.external.shared is None:  # the tier could not be opened yet
             return
         due = self._reported_at + (SERVED_HEARTBEAT_S if self._served else HEARTBEAT_S)
         if up == self._reported_up and not self._lost and now < due:
@@ -139,9 +139,9 @@ class Demoter:
             self._report_existing(directory)
 
     def _report_existing(self, directory: DirectoryLine) -> None:
-        """Tell the directory what lies in the tier from before, and delete what there is no room for."""
-        listed = {key: size for batch in self.external.scan() for key, size in batch}  # redis may name one twice
-        if not self.external.up:  # it is listed anew when it is back
+        """List the tier's blocks to the directory, and delete those without room."""
+        listed = {key: size for batch in self.external.scan() for key, size in batch}  # redis may name a key twice
+        if not self.external.up:  # it will be listed again when it is back
             return
         fits = fitting(list(listed.values()), self._capacity)
         self.external.delete([key for key, fit in zip(listed, fits, strict=True) if not fit])
@@ -165,7 +165,7 @@ class Demoter:
             stored = self._copy(demotions)
             if self.external.faults["refused"] > refused:
                 self._rest(whole and not stored.any())
-            elif not stored.any():  # whatever is wrong with them, the directory would ask for them again at once
+            elif not stored.any():  # whatever the reason, the directory would ask for them again at once
                 self._loop.sleep(POLL_S)
         elif whole and self._served and not demotions.to_delete:
             self._idle.set()
@@ -181,7 +181,7 @@ class Demoter:
         return stored
 
     def _delete(self, keys: bytes) -> bool:
-        """Whether the tier has deleted them."""
+        """Whether the tier has deleted these keys."""
         return self.external.delete([keys[at : at + KEY_BYTES] for at in range(0, len(keys), KEY_BYTES)])
 
     def _rest(self, give_up: bool) -> None:
@@ -194,7 +194,7 @@ class Demoter:
 def fitting(sizes: list[int], capacity: int) -> list[bool]:
     """Which blocks of a tier find a slot in `capacity` bytes, the newest first. sizes: block_bytes, oldest first.
 
-    Slots are counted as the directory counts them: what it refuses is what it is told of last, the newest.
+    Counts slots like the directory. Otherwise the directory would refuse the newest blocks, which come last.
     """
     slab = slab_bytes(capacity)
     spare = max(1, capacity // slab)

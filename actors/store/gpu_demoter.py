@@ -1,7 +1,6 @@
 """Demotes the oldest blocks of a GPU to the memory of its node.
 
-The directory decides which blocks are demoted. The GpuDemoter asks it for them in a thread of its own, as the Demoter
-does for the external tier.
+The directory decides which blocks are demoted. The GpuDemoter asks for them in its own thread, like the Demoter.
 """
 
 import logging
@@ -31,7 +30,7 @@ class GpuDemoter:
 
     def __init__(self, pool: str, gpu: NodeMemory, memory: NodeMemory) -> None:
         self._gpu, self._memory = gpu, memory
-        self._report = NOTHING_DONE  # what became of the last answer
+        self._report = NOTHING_DONE  # outcome of the last answer
         self._pause = 0.0
         self._loop = DirectoryLoop(pool, "raykv-gpu-demoter", self._demote, lambda _: POLL_S)
         self._loop.start()
@@ -41,7 +40,7 @@ class GpuDemoter:
         self._loop.stop()
 
     def _demote(self, directory: DirectoryLine) -> float:
-        """Demote one batch. Returns the pause: none while there was something."""
+        """Demote one batch. Returns the pause: 0 after a batch with blocks."""
         report = tuple(self._report)
         demotions = GpuDemotions(*directory.call("demote_gpu", self._gpu.name, report, seconds=4 * METADATA_DEADLINE_S))
         source, target = np.frombuffer(demotions.source, LOCATION), np.frombuffer(demotions.target, LOCATION)
@@ -55,7 +54,7 @@ class GpuDemoter:
 def _copy(
     gpu: NodeMemory, source: NDArray[np.void], keys: NDArray[np.uint8], arena: Arena, target: NDArray[np.void]
 ) -> NDArray[np.bool_]:
-    """Copy blocks of a GPU (n LOCATIONs) into slots of an arena (n LOCATIONs). Returns (n,) which of them arrived."""
+    """Copy blocks of a GPU (n LOCATIONs) into slots of an arena (n LOCATIONs). Returns (n,) bool: which arrived."""
     source, target = gpu.arena.with_lengths(source), target.copy()
     target["bytes"] = source["bytes"]
     stored = np.zeros(len(source), np.bool_)

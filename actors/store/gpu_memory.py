@@ -29,10 +29,9 @@ def open_gpus(
 ) -> list[NodeMemory]:
     """The memory of each GPU that this process can use.
 
-    gpu_memory, transport: see PoolConfig. cluster: see `raylets.cluster_id`.
-    again: after a restart, when engines have taken what was left for NCCL.
-    Raises CapacityError where a GPU has less memory, or the node has GPUs that can't be used; DeviceError where one
-    fails.
+    gpu_memory, transport: see PoolConfig. cluster: see `raylets.cluster_id`. again: after a restart, when engines have
+    taken the room that was left for NCCL. CapacityError where a GPU has too little memory, or the node's GPUs can't be
+    used. DeviceError where a GPU fails.
     """
     if not gpu_memory:
         return []
@@ -51,7 +50,7 @@ def open_gpus(
             transports = open_transports(arena, transport, ray.util.get_node_ip_address())
             memories.append(_fixed_size_memory(f"{node_id}/{uuid}", arena, transports))
     except BaseException:
-        for memory in memories:  # all of them or none: the next try begins anew
+        for memory in memories:  # all of them or none, as the next try begins from zero
             memory.transports.close()
             memory.arena.close(unlink=True)
         raise
@@ -59,7 +58,7 @@ def open_gpus(
 
 
 def _others(node_id: str) -> int:
-    """How many GPUs other nodes have: NCCL makes a pair with each in either direction."""
+    """How many GPUs other nodes have. NCCL makes a pair with each, in either direction."""
     nodes = [node for node in ray.nodes() if node["Alive"] and node["NodeID"] != node_id]
     return int(sum(node["Resources"].get("GPU", 0) for node in nodes))
 

@@ -1,4 +1,4 @@
-"""What a node store tells Ray's metrics agent."""
+"""A node store's metrics for Ray's agent."""
 
 import logging
 import time
@@ -21,7 +21,7 @@ log = logging.getLogger("raykv")
 
 
 class StoreMetrics:
-    """Exports a store's figures once in EXPORT_S. The head's store keeps the dashboard that shows them."""
+    """Exports a store's figures once in EXPORT_S. The head's store also keeps the dashboard for them."""
 
     def __init__(self, pool: str, memories: Sequence[NodeMemory], demoter: Demoter | None) -> None:
         self._pool, self._memories, self._demoter = pool, memories, demoter
@@ -55,7 +55,7 @@ class StoreMetrics:
         return self._loop.rest_of(EXPORT_S)
 
     def _forget_gone(self) -> None:
-        """Tell no more of nodes that have left, and keep no connections to them."""
+        """Stop exporting figures of nodes that have left, and close connections to them."""
         if time.monotonic() < self._look_at or not self._routes():
             return
         self._look_at = time.monotonic() + LOOK_S

@@ -1,7 +1,7 @@
-"""One memory of a node, its own or a GPU's: what the directory calls a node.
+"""One memory of a node: its own, or a GPU's. The directory treats each as a node.
 
-It joins the directory, reports its slabs with every heartbeat, and carries out what the answers ask for. The node
-store owns one for the node and one for each GPU.
+A memory joins the directory, reports its slabs with every heartbeat, and does what the answers ask. The node store owns
+one for the node and one for each GPU.
 """
 
 import logging
@@ -25,7 +25,7 @@ PIECE_BLOCKS = 4096  # of an inventory; a piece takes the directory a millisecon
 
 
 class NodeMemory:
-    """An arena, the transports its blocks cross nodes by, and its index in locations."""
+    """An arena, the transports of its blocks, and its index in locations."""
 
     def __init__(
         self,
@@ -35,17 +35,17 @@ class NodeMemory:
         report: Callable[[], SlabReport],
         on_directory_reply: Callable[[SlabReport, SlabTarget], None],
     ) -> None:
-        """name: see `raykv.protocol.host_of`. report: of the arena's slabs. on_directory_reply: takes its answer."""
+        """name: see `raykv.protocol.location.host_of`. report: of the arena's slabs. on_directory_reply: its answer."""
         self.name, self.arena, self.transports = name, arena, transports
         self.index = -1  # in locations; -1 until it has joined
         self.joined = threading.Event()
         self._report, self._on_directory_reply = report, on_directory_reply
-        self._had_name = True  # its file, when it was last looked at
+        self._had_name = True  # whether its file had its name, at the last look
 
     def heartbeat(self, directory: DirectoryLine) -> bool:
-        """Report to the directory, and join one that does not know this memory. Returns whether it joined.
+        """Report to the directory. Join a directory that does not know this memory. Returns whether it joined.
 
-        Raises one of `directory_line.ERRORS` if the directory does not answer, or is not the one in charge.
+        Raises one of `directory_line.ERRORS` if the directory does not answer, or is not in charge.
         """
         self._look_at_file()
         if not self.joined.is_set():  # a restarted store: the directory may know its node, but not this arena
@@ -65,7 +65,7 @@ class NodeMemory:
         return False
 
     def _look_at_file(self) -> None:
-        """Say so, once, where somebody removed the arena's file. Clients find it by the store's descriptor: `door`."""
+        """Warn once if somebody removed the arena's file. Clients still find it by the store's descriptor: `door`."""
         if self._had_name and not self.arena.has_name:
             self._had_name = False
             events.tell("file_removed", memory=events.short(self.name), path=self.arena.path)
@@ -80,7 +80,7 @@ class NodeMemory:
         arena = self.arena
         described = ArenaDescription(arena.nonce, arena.slab_bytes, self._report().limit, arena.epoch)
         joined = Joined(*directory.call("join", self.name, tuple(described), seconds=JOIN_DEADLINE_S))
-        if not arena.raise_epoch(joined.epoch):  # before the inventory: grants of an older directory are void from here
+        if not arena.raise_epoch(joined.epoch):  # before the inventory: grants of an older directory are void now
             raise ValueError(f"a directory of epoch {joined.epoch} answered, {arena.epoch} is known")
         found = inventory_of(arena, joined.node)
         for piece in pieces_of(found):
@@ -93,7 +93,7 @@ class NodeMemory:
         )
 
     def _sweep(self, directory: DirectoryLine, locations: NDArray[np.void]) -> None:
-        """Tell the directory in which quarantined slots (n LOCATIONs) no write lock is held any more."""
+        """Report in which quarantined slots (n LOCATIONs) nobody holds the write lock any more."""
         verdicts = self.arena.sweep(locations)
         keys, generations = self.arena.identify(locations)
         result = SweepResult(locations.tobytes(), verdicts.tobytes(), keys.tobytes(), generations.tobytes())
@@ -101,7 +101,7 @@ class NodeMemory:
 
 
 def pieces_of(whole: Inventory) -> Iterator[Inventory]:
-    """An inventory in pieces, youngest first, parents first: others call the directory between two of them."""
+    """An inventory in pieces, the youngest blocks first. Other calls reach the directory between two pieces."""
     locations, keys = np.frombuffer(whole.locations, LOCATION), np.frombuffer(whole.keys, "V16")
     positions, stamps = (np.frombuffer(column, np.uint32) for column in (whole.positions, whole.stamps))
     order = np.lexsort((-positions.astype(np.int64), stamps))
@@ -114,7 +114,7 @@ def pieces_of(whole: Inventory) -> Iterator[Inventory]:
 
 
 def inventory_of(arena: Arena, index: int) -> Inventory:
-    """What lies in an arena. index: the node's, in the locations."""
+    """The blocks in an arena. index: the node's, in locations."""
     found = arena.inventory()
     found.ready["node"] = found.writing["node"] = index
     return Inventory(

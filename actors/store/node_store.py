@@ -1,6 +1,6 @@
 """The store of one node: owns its arenas and its external tier, serves its blocks to other nodes and pulls theirs.
 
-A store is an actor with several groups of threads. Clients of the node map its arena and copy blocks themselves; they
+A store is an actor with several groups of threads. The node's clients map its arena and copy blocks themselves. They
 call the store only for blocks that are elsewhere.
 """
 
@@ -46,10 +46,10 @@ from raykv.transports.base import Peer
 from raykv.transports.selector import open_transports
 
 log = logging.getLogger("raykv")
-GPUS_S = 5.0  # after which a GPU tier is tried again
-# Threads by concurrency group. A push waits for the peer's pull, which waits for our read: each has threads of its own,
-# else stores that are busy with each other would wait for good. So have pulls from a tier ("promote") and reads of one
-# ("tier_read"): memory waits for neither.
+GPUS_S = 5.0  # until another try to open a GPU tier
+# Threads by concurrency group. A push waits for the peer's pull, which waits for a read here. Each group has its own
+# threads, else stores that are busy with each other could wait forever. Pulls from a tier ("promote") and reads of a
+# tier ("tier_read") have their own too, so memory waits for neither.
 GROUPS = {"push": 8, "pull": 16, "read": 8, "promote": 8, "tier_read": 8, "resize": 4}
 
 
@@ -57,11 +57,11 @@ class NodeStore:
     """Owns a node's tiers: its memory, that of its GPUs, and its external tier."""
 
     def __init__(self, pool: str, node_id: str, question: Question | None = None) -> None:
-        """Raises CapacityError where the node cannot afford `cpu_memory`, or one of its GPUs `gpu_memory`; DeviceError
-        where a GPU can't be used.
+        """CapacityError where the node can't afford `cpu_memory`, or a GPU `gpu_memory`. DeviceError for an unusable
+        GPU.
 
-        Serves without the external tier while that can't be used, and without the GPU tier after a restart. question:
-        of a pool that is not started yet. Its answer is put in Ray's internal KV, and nothing is done until there are
+        Serves without the external tier while it is unusable, and after a restart also without GPUs. question: of a
+        pool that has not started yet. The answer goes to Ray's internal KV. Then the store waits until the pool has
         settings.
         """
         self._pool, self._node_id = pool, node_id
@@ -69,7 +69,7 @@ class NodeStore:
         events.begin(again, role="store", pool=pool, node=node_id[:8], pid=os.getpid())
         if question is not None and internal_kv.settings(pool) is None:
             internal_kv.put(pool, Kept.ANSWER, pickle.dumps(answer(question)), node_id)
-        compile_all("raykv.arena")  # before the settings are there, where it can
+        compile_all("raykv.arena")  # if possible before the settings are there
         sha256.load()  # for clients of this node, which would compile it otherwise
         settings = internal_kv.await_settings(pool)
         pool_fingerprint = fingerprint(pool, bytes.fromhex(settings["secret"]))
@@ -82,7 +82,7 @@ class NodeStore:
             tier = open_external(pool, pool_fingerprint, settings["external"], internal_kv.get(pool, Kept.TIER))
             up = tier[0].open(content_seed(pool))
             events.tell("external", url=parse(settings["external"]).text, capacity=tier[1], up=up)
-        # Laid out for all of the node's memory: slabs that are not offered take none.
+        # Laid out for all of the node's memory, as slabs that are not offered take none.
         slabs = min(max(total // slab, limit), SLABS_MAX)
         self._cluster = cluster.identity()
         self._arena: Arena = open_own(pool, pool_fingerprint, slab, slabs, free_memory.check, limit, self._cluster)
@@ -92,7 +92,7 @@ class NodeStore:
         report, on_reply = self._resizer.report, self._resizer.on_directory_reply
         self._memory = NodeMemory(node_id, self._arena, transports, report, on_reply)
         self._memories, self._gpu_demoters = [self._memory], list[GpuDemoter]()
-        self._heartbeats = [self._heartbeat_of(self._memory)]  # of each memory its own: none waits for another
+        self._heartbeats = [self._heartbeat_of(self._memory)]  # one for each memory, so that none waits for another
         memory, transport = settings["gpu_memory"], settings["transport"]
         self._gpu_tier = partial(open_gpus, pool, node_id, pool_fingerprint, memory, transport, self._cluster, again)
         self._gpus = Periodic("raykv-gpus", self._open_gpus_again, self._without_gpus)
@@ -113,7 +113,7 @@ class NodeStore:
         self._metrics.start()
 
     def _open_gpus(self) -> None:
-        """Open the GPU tier, and have it join. CapacityError or DeviceError where that can't be done now."""
+        """Open the GPU tier, and have it join. CapacityError or DeviceError where it can't be opened now."""
         gpus = self._gpu_tier()
         self._memories += gpus
         self._gpu_demoters += [GpuDemoter(self._pool, gpu, self._memory) for gpu in gpus]
@@ -124,14 +124,14 @@ class NodeStore:
         self._lacks_gpus = False
 
     def _open_gpus_again(self) -> None:
-        """What a dead store had on them is lost: the directory is told first."""
+        """Open the GPU tier after a restart. First tell the directory that the dead store's blocks there are lost."""
         directory = named_actors.find_directory(self._pool)
         names = [f"{self._node_id}/{gpu}" for gpu in device.visible()]
         ray.get([directory.remove_node.remote(name) for name in names], timeout=HEARTBEAT_S)
         self._open_gpus()
 
     def _without_gpus(self, error: Exception) -> float:
-        """Memory serves until they open: a dead store's GPU memory stays taken while engines have it mapped."""
+        """Memory serves until the GPUs open. A dead store's GPU memory stays taken while engines map it."""
         log.debug("%r: no GPU tier yet: %s", self, error)
         return GPUS_S
 
@@ -141,7 +141,7 @@ class NodeStore:
     # ------------------------------------------------------------------ for clients of this node
 
     def describe_arena(self, gpu: str | None = None) -> tuple[Any, ...]:
-        """The StoreDescription of the node's arena, or of that of the GPU of this UUID if the node has one.
+        """The StoreDescription of the node's arena, or of the arena on the GPU with this UUID, if any.
 
         Waits until the arena has joined the directory. Raises TimeoutError past JOIN_DEADLINE_S.
         """
@@ -157,7 +157,7 @@ class NodeStore:
     def pull(self, transfer: tuple[bytes, bytes, bytes]) -> bytes:
         """Fetch the blocks of a Transfer into slots of this node. Returns a uint8 verdict for each.
 
-        Concurrent pulls into the same slot happen once. ValueError as Transfer.arrays.
+        Concurrent pulls into the same slot happen once. ValueError like Transfer.arrays.
         """
         source, keys, target = Transfer(*transfer).arrays()
         slots = [(int(slot["slab"]), int(slot["slot"]), int(slot["gen"])) for slot in target]
@@ -169,7 +169,7 @@ class NodeStore:
 
     @ray.method(concurrency_group="push")
     def push(self, transfer: tuple[bytes, bytes, bytes]) -> bytes:
-        """Have other nodes pull the blocks of a Transfer out of slots of this node. Returns verdicts as `pull`."""
+        """Have other nodes pull the blocks of a Transfer out of slots of this node. Returns verdicts like `pull`."""
         source, keys, target = Transfer(*transfer).arrays()
         verdicts = np.full(len(target), FAILED, np.uint8)
         for index in np.unique(target["node"]).tolist():
@@ -209,7 +209,7 @@ class NodeStore:
         memory: NodeMemory,
         target: NDArray[np.void],
     ) -> NDArray[np.uint8]:
-        """As `_fetch`, of blocks that are all in the memory or tier of one index."""
+        """Like `_fetch`, for blocks in one memory or tier."""
         if self._demoter and index == self._demoter.index:
             return self._demoter.copier.load(keys, memory.arena, target)
         for own in self._memories:
@@ -218,15 +218,15 @@ class NodeStore:
         return memory.transports.pull(self._peers.get(index), source, keys, memory.arena, target)
 
     def _look_up(self, index: int) -> Peer:
-        """The store of the node that locations call `index`. Raises KeyError or ValueError where there is none."""
+        """The store of the node with this index in locations. KeyError or ValueError where there is none."""
         nodes = ray.get(named_actors.find_directory(self._pool).nodes.remote(), timeout=1.0)
         store = named_actors.find(named_actors.node_store_name(self._pool, nodes[index]))
         return Peer(nodes[index], store, external=is_tier(index))
 
     def _memory_at(self, index: int) -> NodeMemory | None:
-        """The memory of an index in locations; the node's own for one that an earlier directory gave.
+        """The memory of an index in locations. An earlier directory's index means the node's own memory.
 
-        None where it may be that of a GPU which is not open.
+        None where it may mean a GPU that is not open.
         """
         other = None if self._lacks_gpus else self._memory
         return next((memory for memory in self._memories if memory.index == index), other)
@@ -245,7 +245,7 @@ class NodeStore:
 
     @ray.method(concurrency_group="read")
     def serve(self, name: str, transport: str, *args: Any) -> Any:
-        """Answer a question of a peer's transport about the memory of that name; see Transport.serve."""
+        """Answer a peer's transport about the memory of that name; see Transport.serve."""
         return self._memory_named(name).transports.serve(transport, *args)
 
     @ray.method(concurrency_group="read")
@@ -265,15 +265,15 @@ class NodeStore:
     # ------------------------------------------------------------------ for the pool
 
     def ping(self) -> int:
-        """This process's id: the proof that it answers."""
+        """This process's id, which proves that it answers."""
         return os.getpid()
 
     def stats(self) -> dict[str, Any]:
         """Counters since this process started.
 
         pulled: blocks copied here from other nodes or from a tier. corrupt: blocks found altered on arrival.
-        transports: how other nodes were read from. tier_*: what went wrong with the external tier. refusal: why that
-        can't be written now.
+        transports: routes from other nodes. tier_*: faults of the external tier. refusal: why the tier can't be written
+        now.
         """
         faults = self._demoter.external.faults if self._demoter else {}
         return {
@@ -289,10 +289,10 @@ class NodeStore:
         }
 
     def clear(self, generation: int, content: bytes) -> None:
-        """Forget all blocks up to a generation: a restarted directory must not find them again.
+        """Forget all blocks up to a generation. A restarted directory must not find them again.
 
-        content: what the external tier's content is called from now on (CONTENT_BYTES). ValueError for another length,
-        or for what is no generation; nothing is forgotten then.
+        content: the new name of the external tier's content (CONTENT_BYTES). ValueError for another length or a bad
+        generation; nothing is forgotten then.
         """
         if len(content) != CONTENT_BYTES:
             raise ValueError(f"a content is named by {CONTENT_BYTES} bytes, not {len(content)}")
@@ -307,15 +307,15 @@ class NodeStore:
         return self._resizer.resize(cpu_memory, seconds)
 
     def sizes(self, locations: bytes) -> bytes:
-        """block_bytes (int64) of blocks, by their headers; of LOCATIONs whose `bytes` are their slots'."""
+        """block_bytes (int64) in the headers of blocks. locations: LOCATIONs whose `bytes` are their slots'."""
         return self._arena.with_lengths(np.frombuffer(locations, LOCATION))["bytes"].astype(np.int64).tobytes()
 
     def flush(self, seconds: float) -> bool:
-        """Demote all blocks to the external tier. Returns whether that was done in time; True without a tier."""
+        """Demote all blocks to the external tier. Returns whether it was done in time; True without a tier."""
         return self._demoter is None or self._demoter.flush(seconds)
 
     def flush_to_shared(self, seconds: float) -> bool:
-        """As `flush`, to a tier that outlives this node; False without one."""
+        """Like `flush`, to a tier that outlives this node; False without one."""
         return self._demoter is not None and self._demoter.external.shared is True and self._demoter.flush(seconds)
 
     def stop(self) -> None:

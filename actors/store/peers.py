@@ -1,4 +1,4 @@
-"""The stores of other nodes, as locations name them. It needs no Ray."""
+"""The stores of other nodes by index in locations. It needs no Ray."""
 
 import threading
 from collections.abc import Callable
@@ -7,17 +7,17 @@ from raykv.transports.base import Peer
 
 
 class Peers:
-    """Remembers which store a node's index in a location means, until a directory may mean another. Thread-safe."""
+    """Remembers the store of each index, until a new directory may change the indices. Thread-safe."""
 
     def __init__(self, look_up: Callable[[int], Peer]) -> None:
-        """look_up: asks the directory; its errors are passed on."""
+        """look_up: asks the directory. Its errors are passed on."""
         self._look_up = look_up
         self._lock = threading.Lock()  # guards _peers and _cleared; not held while the directory is asked
         self._peers: dict[int, Peer] = {}
         self._cleared = 0  # how often all were forgotten
 
     def get(self, index: int) -> Peer:
-        """The store that an index in locations means."""
+        """The store with this index in locations."""
         with self._lock:
             known, cleared = self._peers.get(index), self._cleared
         if known:
@@ -29,12 +29,12 @@ class Peers:
         return peer
 
     def forget(self, index: int) -> None:
-        """Its store did not answer: look it up again."""
+        """The store did not answer. Look it up again."""
         with self._lock:
             self._peers.pop(index, None)
 
     def forget_all(self) -> None:
-        """A new directory is in charge, which gives nodes other indices."""
+        """A new directory is in charge, and gives nodes other indices."""
         with self._lock:
             self._peers.clear()
             self._cleared += 1

@@ -1,4 +1,4 @@
-"""What a node says before a pool starts: whether it can take its part."""
+"""A node's answer before a pool starts: whether it can take part."""
 
 import contextlib
 import importlib
@@ -37,9 +37,9 @@ class Question(NamedTuple):
 
 
 def why_not_usable(node_id: str, seconds: float) -> str:
-    """Why Ray's workers on a node can't use raykv; empty if they can, or don't say in so many seconds.
+    """Why Ray's workers on a node can't use raykv; "" if they can, or give no answer in `seconds`.
 
-    Ray does not say it of an actor: it restarts one that can't be imported for ever, and calls to it wait.
+    Ray does not say this of an actor: it restarts an actor that can't be imported for ever, and calls wait.
     """
     pinned = NodeAffinitySchedulingStrategy(node_id, soft=False)
     try:
@@ -50,7 +50,7 @@ def why_not_usable(node_id: str, seconds: float) -> str:
             f"Ray's workers on node {node_id[:16]} can't use raykv ({missing[0] if missing else reason_of(error)}): "
             f"{what_to_install()}"
         )
-    except RayError:  # a node that was lost meanwhile, or is busy
+    except RayError:  # the node was lost meanwhile, or is busy
         pass
     return ""
 
@@ -63,12 +63,12 @@ def what_to_install() -> str:
 
 @ray.remote(num_cpus=0, max_retries=0)
 def _import() -> None:
-    """Import what a store needs. Ray sends this function whole, so that it runs even where there is no raykv."""
+    """Import what a store needs. Ray sends the whole function, so it runs even where there is no raykv."""
     importlib.import_module("raykv.actors.store.node_store")
 
 
 def answer(question: Question) -> dict[str, Any]:
-    """What a node says."""
+    """This node's answer."""
     pool, maker = question.pool, question.maker
     found = free_memory.free_bytes()
     left = left_behind_by_pool()
@@ -89,13 +89,13 @@ def answer(question: Question) -> dict[str, Any]:
 
 
 def machine() -> str:
-    """Names the shared memory of this node: equal for nodes that share it."""
+    """A name of this node's shared memory, equal for nodes that share it."""
     with open("/proc/sys/kernel/random/boot_id") as boot_id:
         return f"{boot_id.read().strip()}-{os.stat(SHM).st_dev}"
 
 
 def left_behind_by_pool() -> dict[str, int]:
-    """Bytes of shared memory that were left behind, by pool of which this user has arenas here."""
+    """Bytes of shared memory that were left behind, by pool, of all pools with arenas of this user here."""
     names = (re.fullmatch(rf"raykv-([A-Za-z0-9_-]+)-{os.getuid()}-(gpu-)?\d+", name) for name in os.listdir(SHM))
     ours = cluster.identity()
     return {name: _bytes(left_behind(name, ours)) for name in {found[1] for found in names if found}}
@@ -110,14 +110,14 @@ def _bytes(paths: list[str]) -> int:
 
 
 def _refusal(pool: str, external: str, fingerprint: bytes, maker: bytes | None) -> str:
-    """Why this node can't use its external tier, if it can't."""
+    """Why this node can't use the external tier; "" if it can."""
     try:
         tier, _ = open_external(pool, fingerprint, external, maker)
         try:
             tier.check()
         finally:
             tier.close()
-    except Exception as error:  # a library's own, too
+    except Exception as error:  # also a library's own error
         text = str(error)
         return text if "external=" in text else f"external={parse(external).text}: {text}"
     return ""

@@ -1,8 +1,8 @@
-"""How many slabs of its arena a node store offers: `raykv resize`, and what a restarted store takes up again.
+"""How many slabs of its arena a node store offers, for `raykv resize` and after a restart.
 
-The Resizer offers slabs one by one until there are as many as there are to be. To offer fewer, it reports the new
-limit to the directory, which answers which slabs it no longer uses; their memory goes to the machine once nobody can be
-reading it.
+The Resizer offers slabs one by one until it reaches its limit. To offer fewer, it reports the new limit to the
+directory. The answer names slabs that the directory no longer uses. Their memory goes to the machine once nobody can
+still be reading it.
 """
 
 import json
@@ -32,7 +32,7 @@ POLL_S = 0.05  # between looks whether the size is reached
 
 
 class SavedSize(NamedTuple):
-    """What a node was resized to, kept in Ray's internal KV: a restarted store of the node is as large again."""
+    """The size of a node after `resize`, kept in Ray's internal KV, so that a restarted store has it again."""
 
     pool: str
     node_id: str
@@ -47,11 +47,11 @@ class SavedSize(NamedTuple):
         self.restore(json.dumps(cpu_memory).encode())
 
     def get(self) -> bytes | None:
-        """What `restore` takes."""
+        """The saved bytes, for `restore`."""
         return internal_kv.get(self.pool, Kept.MEMORY, self.node_id)
 
     def restore(self, saved: bytes | None) -> None:
-        """Undo a `save`: what `get` returned before it."""
+        """Undo a `save`. saved: the result of `get` before it."""
         if saved is None:
             internal_kv.drop(self.pool, Kept.MEMORY, self.node_id)
         else:
@@ -59,10 +59,10 @@ class SavedSize(NamedTuple):
 
 
 class Resizer:
-    """Offers slabs of an arena, and gives back those that the directory no longer uses, in a thread of its own.
+    """Offers slabs of an arena, and gives back those that the directory no longer uses, in its own thread.
 
-    Three threads meet here: that one changes the arena, the heartbeat calls `report` and `on_directory_reply`, and an
-    actor's call `resize`. What they share are single values and dictionaries that they change in one operation.
+    Three threads meet here: its own changes the arena, the heartbeat's calls `report` and `on_directory_reply`, and an
+    actor's calls `resize`. They share single values, and dictionaries that each change in one operation.
     """
 
     def __init__(
@@ -73,22 +73,22 @@ class Resizer:
         demoter: Demoter | None,
         withdraw: Callable[[int], None],
     ) -> None:
-        """limit: how many slabs there are to be. withdraw: called with a slab whose memory is about to go."""
+        """limit: how many slabs to offer. withdraw: called with a slab before its memory goes."""
         self.limit = limit
         self._saved_size, self._arena, self._demoter, self._withdraw = saved_size, arena, demoter, withdraw
-        self._known_slabs = 0  # slabs that the directory knows of
+        self._known_slabs = 0  # number of slabs that the directory knows
         self._to_give_back: dict[int, int] = {}  # slab -> generation from which the directory no longer uses it
         self._grace = data_deadline(arena.slab_bytes)  # for the longest read that began before a slab was given back
-        # slab -> when its memory goes. The last owner of an arena may have given back some of these just now.
+        # slab -> when its memory goes. The arena's last owner may have given back some of these just now.
         self._to_discard = dict.fromkeys(arena.given_back(), time.monotonic() + self._grace)
         self._full = ""  # why there can't be more slabs; "" if there can
-        self._resizing = threading.Lock()  # one `resize` at a time: guards the saved size, and the limit's changes
+        self._resizing = threading.Lock()  # one `resize` at a time: guards the saved size, and changes of the limit
         self._loop = Periodic("raykv-resizer", self._step, self._on_error)
         self._loop.start()
 
     @property
     def at_limit(self) -> bool:
-        """Whether there are as many slabs as there are to be, or can be, and the directory knows."""
+        """Whether there are as many slabs as wanted, or as possible, and the directory knows."""
         return self._known_slabs == self._arena.available == self.limit or bool(self._full)
 
     @property
@@ -97,13 +97,13 @@ class Resizer:
         return self.at_limit and not self._to_give_back and not self._to_discard
 
     def report(self) -> SlabReport:
-        """The slabs of this memory, as the directory is told with every `heartbeat` and `adopt`."""
-        promised = list(self._to_give_back)  # first: what is given back meanwhile is in both
+        """The slabs of this memory, for every `heartbeat` and `adopt`."""
+        promised = list(self._to_give_back)  # read first: a slab that is given back meanwhile is in both
         given_back = {*promised, *self._arena.given_back()}
         return SlabReport(self._arena.offered, self.limit, np.array(sorted(given_back), np.int32).tobytes())
 
     def on_directory_reply(self, report: SlabReport, target: SlabTarget) -> None:
-        """The directory answered a report with the slabs that are to be given back."""
+        """The directory answered a report, with the slabs to give back."""
         self._known_slabs = report.offered - len(report.given_back) // 4
         if target.numbers:
             numbers = np.frombuffer(target.numbers, np.int32).tolist()
@@ -113,8 +113,8 @@ class Resizer:
     def resize(self, cpu_memory: float | int, seconds: float) -> int:
         """Offer another size; see KVPool.resize.
 
-        Returns the bytes that are offered after so many seconds, or as soon as the size is reached. Raises
-        CapacityError or ValueError where the node can't have that size; it keeps the size before, then.
+        Returns the bytes offered after `seconds`, or as soon as the size is reached. CapacityError or ValueError where
+        the node can't have that size. Then it keeps the old size.
         """
         end = time.monotonic() + seconds
         with self._resizing:
@@ -139,7 +139,7 @@ class Resizer:
         self._loop.stop()
 
     def _slabs_of(self, cpu_memory: float | int) -> int:
-        """The slabs of a size. Raises CapacityError or ValueError where the node can't have that."""
+        """The slabs of a size. CapacityError or ValueError where the node can't have it."""
         arena, asked = self._arena, capacity_bytes(cpu_memory, free_memory.total_bytes())
         limit = asked // arena.slab_bytes
         if not limit:
@@ -170,16 +170,16 @@ class Resizer:
         return self._grace
 
     def _offer(self) -> bool:
-        """Offer one slab more. Returns whether that was done."""
+        """Offer one more slab. Returns whether it did."""
         try:
             return self._arena.available < self.limit and not self._full and self._arena.offer_next()
-        except (CapacityError, OSError) as error:  # somebody else took the room meanwhile: what is offered stays
+        except (CapacityError, OSError) as error:  # others took the room meanwhile; offered slabs stay
             log.warning("%s: %s", self._arena.path, error)
             self._full = str(error)
             return False
 
     def _give_back(self) -> bool:
-        """Give back one slab. Returns whether there was one; the directory names one again that can't go now."""
+        """Give back one slab. Returns whether there was one. The directory will name a slab that can't go now again."""
         for slab, generation in list(self._to_give_back.items()):
             if self._arena.available > self.limit:
                 with self._read_guard():
@@ -191,9 +191,9 @@ class Resizer:
         return False
 
     def _discard(self) -> Pause:
-        """Free the memory of slabs that nobody can be reading any more. Returns the pause until more of it may go.
+        """Free the memory of slabs that nobody can still be reading. Returns the pause until more memory may go.
 
-        A late reader of such a slab, or a client that maps it late, fills it anew: that memory goes, too.
+        A late reader, or a client that maps such a slab late, fills it again; that memory goes too.
         """
         given_back, now = self._arena.given_back(), time.monotonic()
         for slab in self._to_discard.keys() - set(given_back):  # offered again

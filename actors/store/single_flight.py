@@ -1,4 +1,4 @@
-"""Concurrent requests for the same work, which is done once. It needs no Ray."""
+"""Concurrent requests for the same work, which is done only once. It needs no Ray."""
 
 import threading
 import time
@@ -12,20 +12,20 @@ from raykv.protocol.transfers import FAILED
 
 
 class SingleFlight:
-    """Does work on items once for all who ask for it at the same time. Thread-safe."""
+    """Does work on items once for all callers that ask for it at the same time. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()  # guards _flights
-        self._flights: dict[Hashable, Future[int]] = {}  # the verdict to come, by item
+        self._flights: dict[Hashable, Future[int]] = {}  # by item: the verdict to come
 
     def do(
         self, items: Sequence[Hashable], work: Callable[[list[int]], NDArray[np.uint8]], seconds: float
     ) -> NDArray[np.uint8]:
-        """Have `work` done on those items that nobody else works on, and wait for the others.
+        """Do `work` on those items that nobody else works on, and wait for the other items.
 
         work: takes indices of `items`, returns a verdict for each.
-        seconds: how long others are waited for, once the own work is done; FAILED where they take longer.
-        Returns (n,) uint8 verdicts. Raises what `work` raises; others who wait for its items get FAILED then.
+        seconds: to wait for others, after the own work; FAILED where they take longer.
+        Returns (n,) uint8 verdicts. Raises errors of `work`; other callers that wait for these items get FAILED then.
         """
         mine, flights = self._claim(items)
         verdicts = np.full(len(items), FAILED, np.uint8)

@@ -1,7 +1,7 @@
-"""Drains a node that is about to leave: blocks that are only there go to a shared tier, or else to other nodes.
+"""Drains a node that is about to leave. Blocks that only it has go to a shared tier, or else to other nodes.
 
-The supervisor drains nodes that Ray says are leaving, and those an administrator names. The directory stops placing
-blocks on such a node, promotes replicas elsewhere, and lists the sole copies; tasks on other nodes pull these.
+The supervisor drains nodes that Ray says are leaving, and nodes that an administrator names. The directory stops
+placing blocks on such a node, promotes replicas elsewhere, and lists the sole copies. Tasks on other nodes pull these.
 """
 
 import time
@@ -29,9 +29,9 @@ NO_ROOM_S = 0.2  # pause after a round that pulled nothing
 
 
 def drain(pool: str, node_id: str, seconds: float) -> int:
-    """Drain a node of the pool. Returns how many blocks are still only there, after `seconds` at most.
+    """Drain a node of the pool, for at most `seconds`. Returns how many blocks only that node still has.
 
-    Raises RayError or ValueError where the directory, or the node's store, is down.
+    RayError or ValueError where the directory, or the node's store, is down.
     """
     begin = time.monotonic()
     end = begin + seconds
@@ -71,9 +71,9 @@ def check_others(pool: str, node_id: str) -> None:
 
 
 def stay(pool: str, node_id: str) -> None:
-    """Take a drain back: blocks are stored on the node again, and a drain that goes on ends.
+    """Take a drain back: blocks are stored on the node again, and a running drain ends.
 
-    Raises RayError or ValueError where the directory is down.
+    RayError or ValueError where the directory is down.
     """
     events.tell("stay", node=node_id[:8])
     internal_kv.drop(pool, Kept.LEAVING, node_id)
@@ -81,7 +81,7 @@ def stay(pool: str, node_id: str) -> None:
 
 
 def _left(pool: str, node_id: str, before: int) -> int:
-    """How many blocks would be lost with a node; as many as before while the directory does not know."""
+    """How many blocks would be lost with a node; `before` while the directory does not know."""
     try:
         answer = ray.get(named_actors.find_directory(pool).sole_copies.remote(node_id), timeout=CALL_S)
     except (RayError, ValueError):  # restarting
@@ -113,12 +113,12 @@ def _take_over(pool: str, leaving: str, here: str, share: slice, seconds: float)
 
 def _fetch(session: Session, keys: NDArray[np.uint8], block_bytes: int, end: float) -> int:
     """Pull blocks to this node until the time `end`. Returns how many arrived."""
-    pulled, cache = 0, CacheId("", 1, block_bytes, b"")  # of whatever caches: only the blocks' size is known
+    pulled, cache = 0, CacheId("", 1, block_bytes, b"")  # of any cache: only the blocks' size is known
     for first in range(0, len(keys), KEYS_PER_CALL):
         part = keys[first : first + KEYS_PER_CALL]
         while len(part) and time.monotonic() < end:
             with Match(session, Keys(part, cache), tokens_per_s=1.0).ask() as match:
                 pulled += match.fetch(whole=True)
                 part = part[match.num_blocks + 1 :]  # skip the block that ended the match: it is gone
-    session.directory.heartbeat()  # the directory learns what was pulled before it counts
+    session.directory.heartbeat()  # so that the directory counts what was pulled
     return pulled

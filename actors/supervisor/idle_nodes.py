@@ -1,7 +1,7 @@
-"""Nodes that only pools keep busy: their stores end, so that Ray's autoscaler may take the nodes away.
+"""Nodes that only pools keep busy. Their stores end, so that Ray's autoscaler can remove the nodes.
 
-To Ray a node with any actor is busy, one of 0 CPUs, too. What a node's store has goes to other nodes first, as with any
-drain. When something else runs on the node again before Ray takes it away, the supervisor starts its store again.
+To Ray a node with any actor is busy, even with an actor of 0 CPUs. The node's blocks go to other nodes first, as in any
+drain. When something else runs on the node before Ray removes it, the supervisor starts its store again.
 """
 
 import contextlib
@@ -26,23 +26,23 @@ STOP_S = 10.0  # for the store of a node that leaves to stop
 
 
 class IdleNodes:
-    """Finds nodes that have been idle for long, and leaves them. What it notes of each is in Ray's internal KV.
+    """Finds nodes that have been idle for long, and leaves them. Its notes on each are in Ray's internal KV.
 
-    seconds: for which a node is idle before it is left; 0: none ever is. Ray node ids: without_store, of nodes that
-    were left; being_left, of those that are being emptied; long, of those that were idle for so long at the last look.
+    seconds: idle time after which a node is left; 0: none ever is. Sets of Ray node ids: without_store: nodes that were
+    left; being_left: nodes that are being emptied; long: nodes that were idle for `seconds` at the last look.
     """
 
     def __init__(self, pool: str, seconds: float, telling: threading.Lock) -> None:
-        """telling: held while the directory is told who leaves, and who stays."""
+        """telling: held while the directory is told which nodes leave or stay."""
         self._pool, self.seconds, self._telling = pool, seconds, telling
-        self._since: dict[str, float] = {}  # nodes that were idle at the last look, by when they began to be
+        self._since: dict[str, float] = {}  # by node that was idle at the last look: since when
         self.long, self.being_left = set[str](), set[str]()
         self.without_store = internal_kv.left_nodes(pool) if seconds else set()
         for node_id in self.without_store:
-            self._end_store(node_id)  # the supervisor before this one may have died before it did
+            self._end_store(node_id)  # an earlier supervisor may have died before it did so
 
     def look(self, living: set[str], served: set[str]) -> set[str]:
-        """Those of the nodes with a store that are to be left now. Nodes that are used again are taken back.
+        """Returns the nodes with a store that should be left now. Takes back nodes that are in use again.
 
         living: nodes. served: nodes whose store has answered.
         """
@@ -54,7 +54,7 @@ class IdleNodes:
             elif node_id in used or not notes[node_id]:
                 with self._telling:
                     self.take_back(node_id)
-        drained = set(internal_kv.names(self._pool, Kept.LEAVING))  # by somebody else: it has no note here
+        drained = set(internal_kv.names(self._pool, Kept.LEAVING))  # by somebody else, as it has no note here
         now, idle = time.monotonic(), (served & living) - used - drained - self.being_left - self.without_store
         self._since = {node_id: self._since.get(node_id, now) for node_id in idle}
         self.long = {node_id for node_id, since in self._since.items() if now >= since + self.seconds}
@@ -66,7 +66,7 @@ class IdleNodes:
         threading.Thread(target=self._leave, args=(node_id,), name="raykv-leave", daemon=True).start()
 
     def take_back(self, node_id: str) -> None:
-        """The node is to have a store, and takes blocks. For a caller that holds `telling`."""
+        """Let the node have a store and take blocks again. The caller holds `telling`."""
         stay(self._pool, node_id)
         internal_kv.drop(self._pool, Kept.IDLE, node_id)
         self.without_store.discard(node_id)
@@ -81,7 +81,7 @@ class IdleNodes:
 
     def _empty_and_end(self, node_id: str) -> None:
         note = secrets.token_bytes(8)
-        with self._telling:  # of two nodes at once, the second finds that the first leaves
+        with self._telling:  # if two nodes leave at once, the second finds that the first does
             check_others(self._pool, node_id)
             internal_kv.put(self._pool, Kept.IDLE, note, node_id)
             internal_kv.put(self._pool, Kept.LEAVING, b"", node_id)
@@ -108,9 +108,9 @@ class IdleNodes:
 
 
 def used_nodes() -> set[str]:
-    """Ray node ids of nodes where something runs that is not a pool's: an actor, or what has taken resources.
+    """Ray node ids of nodes where something runs that is not a pool's: an actor, or a user of resources.
 
-    The head is one of them: Ray never takes it away.
+    They include the head: Ray never removes it.
     """
     free = state.available_resources_per_node()
     taken = {

@@ -1,8 +1,8 @@
 """The supervisor: keeps one node store on every living node, and one directory that answers.
 
 Ray restarts an actor whose process died. The supervisor does what Ray does not: it starts a store on a node that joins,
-removes what a dead node had, replaces a directory that does not answer, drains nodes that are about to leave, and
-leaves nodes that nobody else uses.
+and removes rows of a dead node. It replaces a directory that does not answer. It drains nodes that are about to leave,
+and leaves nodes that nobody else uses.
 """
 
 import contextlib
@@ -40,7 +40,7 @@ log = logging.getLogger("raykv")
 LATE_S = 2.0  # after which a look at the directory is overdue
 REST_S = 4.0  # between close looks while nothing changes
 REPLACE_AFTER_S = 10.0  # a directory that answers nothing for this long is replaced
-SILENT_S = 10.0  # without a word a new store may be one that can't be imported
+SILENT_S = 10.0  # a new store that is silent for so long may be impossible to import
 RETRY_S = 30.0  # until a store that could not start is started again
 DRAIN_AGAIN_S = 10.0  # after a drain that left blocks
 NOTICE_S = 30.0  # to drain a node whose end Ray does not name
@@ -48,21 +48,21 @@ STOP_DEADLINE_S = 10.0  # for a look that is under way to end
 
 
 class Supervisor:
-    """Watches a pool's nodes once a second, closely where one changed. It has no state that a restart would lose."""
+    """Watches a pool's nodes once a second, closely after a change. A restart loses none of its state."""
 
     def __init__(self, pool: str) -> None:
         self._pool = pool
         events.begin(named_actors.restarted(), role="supervisor", pool=pool, pid=os.getpid())
         self._stores: dict[str, Any] = {}  # by Ray node id
-        self._pings: dict[str, Any] = {}  # of every store, the answer that is due
-        self._silent: dict[str, float] = {}  # since when a store has not answered, or when that was last looked into
+        self._pings: dict[str, Any] = {}  # by store: its pending answer
+        self._silent: dict[str, float] = {}  # since when a store is silent, or when that was last looked into
         self._living: set[str] = set()  # nodes, at the last look
         self._served: set[str] = set()  # nodes whose store has answered
-        self._draining: set[str] = set()  # nodes that are being emptied, or were
-        self._telling = threading.Lock()  # held while the directory is told who leaves, and who stays
-        now, failures = time.monotonic(), internal_kv.failures(pool)  # of a supervisor before this one
-        self._failed = {node_id: (now, why) for node_id, why in failures.items()}  # when and why a node has no store
-        self._answered, self._in_charge = now, ""  # when the directory answered, and which was in charge last
+        self._draining: set[str] = set()  # nodes that are being drained, or were
+        self._telling = threading.Lock()  # held while the directory is told which nodes leave or stay
+        now, failures = time.monotonic(), internal_kv.failures(pool)  # of an earlier supervisor
+        self._failed = {node_id: (now, why) for node_id, why in failures.items()}  # by node: when, why its store failed
+        self._answered, self._in_charge = now, ""  # when the directory answered, and which one was last in charge
         self._successor = Successor(pool)
         idle_node_s = (internal_kv.settings(pool) or {}).get("idle_node_s", 0.0)  # none: the pool is being stopped
         self._idle = IdleNodes(pool, idle_node_s, self._telling)
@@ -78,14 +78,14 @@ class Supervisor:
         return os.getpid()
 
     def drain(self, node_id: str, seconds: float, force: bool) -> int:
-        """Empty a node that is about to leave (see `drain`). Returns how many blocks are still only there.
+        """Empty a node that is about to leave (see `drain`). Returns how many blocks only it still has.
 
-        force: also the last node that takes blocks, for which a ValueError is raised otherwise.
+        force: drain even the last node that takes blocks; else that is a ValueError.
         """
         if not force and node_id not in self._idle.without_store:
             check_others(self._pool, node_id)
         with self._telling:
-            internal_kv.drop(self._pool, Kept.IDLE, node_id)  # from here on somebody else's use is no reason to stay
+            internal_kv.drop(self._pool, Kept.IDLE, node_id)  # from here on the node leaves even if it is used
             if node_id in self._idle.without_store:
                 internal_kv.put(self._pool, Kept.LEAVING, b"", node_id)
                 return 0
@@ -95,11 +95,11 @@ class Supervisor:
             left = drain(self._pool, node_id, seconds)
             return left
         finally:
-            if left:  # a notice, then or later, is a reason to try again
+            if left:  # a notice, now or later, starts another try
                 self._draining.discard(node_id)
 
     def cancel_drain(self, node_id: str) -> None:
-        """Have a node stay that was drained, or is being drained. ValueError where Ray says that it leaves."""
+        """Keep a node that was drained, or is being drained. ValueError where Ray says that it leaves."""
         if node_id in _noticed():
             raise ValueError(
                 f"Ray says that node {node_id[:8]} is about to leave, which raykv can't take back: see `ray status`, "
@@ -113,18 +113,18 @@ class Supervisor:
         """Watch no more. The actor is of no use afterwards."""
         events.tell("stop")
         self._loop.stop()
-        self._loop.join(STOP_DEADLINE_S)  # a look that is under way may start a store
+        self._loop.join(STOP_DEADLINE_S)  # a running look may start a store
 
     def _watch(self) -> float:
         try:
             self._look()
-        finally:  # what could not be looked at is told, too
+        finally:  # also tell what could not be looked at
             if time.monotonic() > self._exported + EXPORT_S:
                 self._export()
         return self._pause()
 
     def _export(self) -> None:
-        """Tell Ray's metrics agent how many nodes there are, and which have a store."""
+        """Export how many nodes there are, and which have a store."""
         self._exported = time.monotonic()
         self._exporter.set("start_time_seconds", self._started, role="supervisor")
         self._exporter.set("ray_nodes", len(self._living))
@@ -135,7 +135,7 @@ class Supervisor:
         self._exporter.flush()
 
     def _on_error(self, error: Exception) -> float:
-        # Ray may have been in the middle of a change: the next look sees it done.
+        # Ray may have been in the middle of a change, which the next look sees done.
         log.error("%r: %r", self, error, exc_info=error)
         return self._pause()
 
@@ -143,14 +143,14 @@ class Supervisor:
         return max(0.1, self._loop.rest_of(HEARTBEAT_S))
 
     def _look(self) -> None:
-        """Look closely, unless one question to Ray says that all is as it was: that takes seven."""
+        """Ask Ray one question. Look closely, with seven, unless all is as it was."""
         self._living, some_leave = _nodes()
         if some_leave or self._living - self._idle.without_store != self._stores.keys() or not self._at_rest():
             self._rests_until = 0.0
             self._look_closely(self._living)
 
     def _at_rest(self) -> bool:
-        """Whether the last close look is not long ago, all was well, and Ray has told of no store that died since."""
+        """Whether the last close look was recent and found all well, and Ray has told of no dead store since."""
         alive = all(is_alive(store) for store in self._stores.values())
         return alive and self._served >= self._stores.keys() and time.monotonic() < self._rests_until
 
@@ -163,7 +163,7 @@ class Supervisor:
             if time.monotonic() - self._failed.get(node_id, (-RETRY_S, ""))[0] >= RETRY_S:
                 events.tell("watch_node", node=node_id[:8])
                 self._stores[node_id] = start_store(self._pool, node_id)
-        directory = self._directory()  # while the stores start, which wait for it
+        directory = self._directory()  # while the stores start, as they wait for it
         ending = living & self._idle.being_left
         for node_id in self._stores.keys() - wanted - ending:  # a pinned actor never comes back once its node is dead
             ray.kill(self._stores.pop(node_id))
@@ -219,7 +219,7 @@ class Supervisor:
             self._draining.discard(node_id)  # the next look tries again
 
     def _drop_failed(self) -> None:
-        """Forget stores that are dead for good, to start others: at once, or later where the constructor raised."""
+        """Forget stores that are dead for good, so that others start: at once, or later if the constructor raised."""
         waiting = list(self._pings.values())
         done = ray.wait(waiting, num_returns=len(waiting), timeout=0)[0] if waiting else []
         for node_id, store in list(self._stores.items()):
@@ -244,7 +244,7 @@ class Supervisor:
                 self._look_at_silent(node_id)
 
     def _look_at_silent(self, node_id: str) -> None:
-        """Give up a store that can't be imported, which Ray would restart for ever."""
+        """Give up a store that can't be imported. Ray would restart it for ever."""
         since = self._silent.setdefault(node_id, time.monotonic())
         if time.monotonic() < since + SILENT_S:
             return
@@ -255,13 +255,13 @@ class Supervisor:
             self._has_failed(node_id, why)
 
     def _has_failed(self, node_id: str, why: str) -> None:
-        """A node's store could not start: whoever asks for the pool's state, or attaches there, is told why."""
+        """A node's store could not start. Save why, for the pool's status and for clients that attach there."""
         self._failed[node_id] = (time.monotonic(), why)
         internal_kv.put(self._pool, Kept.FAILED, why.encode(), node_id)
         log.warning("%r: node %s has no store, and is asked again in %.0f s: %s", self, node_id[:16], RETRY_S, why)
 
     def _known(self, directory: Any) -> dict[int, str]:
-        """What the directory has; also the proof that it answers."""
+        """The directory's nodes by index. The answer also proves that the directory lives."""
         try:
             known: dict[int, str] = ray.get(directory.nodes.remote(), timeout=HEARTBEAT_S)
             self._answered = time.monotonic()
@@ -279,10 +279,10 @@ class Supervisor:
             return self._start_directory(self._in_charge)
 
     def _start_directory(self, old: str, why: str = "it does not answer") -> Any:
-        """Put another directory in charge than `old`; its epoch makes all refuse that one, should it live."""
+        """Put the other directory in charge instead of `old`. Its epoch makes all refuse `old`, should it live."""
         if internal_kv.settings(self._pool) is None:
             raise RuntimeError(f"pool {self._pool!r} has no settings in Ray's internal KV: it was stopped")
-        if internal_kv.in_charge(self._pool).name != old:  # the other one took over by itself
+        if internal_kv.in_charge(self._pool).name != old:  # the other directory took over by itself
             return named_actors.find_directory(self._pool)
         directory = start_directory(self._pool, _other(old), ray.get_runtime_context().get_node_id())
         stood_by = self._successor.stands_by(_other(old))
@@ -301,7 +301,7 @@ class Supervisor:
         return named_actors.find_directory(self._pool)
 
     def _keep_successor(self, directory: Any, living: set[str]) -> None:
-        """Have the other directory stand by, on another node where there is one."""
+        """Keep the other directory standing by, on another node if there is one."""
         if not self._successor.due():
             return
         node_id = ray.get(directory.node_id.remote(), timeout=HEARTBEAT_S)
@@ -340,6 +340,6 @@ def _gcs(address: str) -> Any:
 
 
 def start_supervisor(pool: str) -> None:
-    """Start the supervisor on Ray's head, or find it. Returns at once: from here on Ray sees to it that it runs."""
+    """Start the supervisor on Ray's head, or find it. Returns at once. From here on Ray keeps it running."""
     options = named_actors.options(named_actors.supervisor_name(pool), None, threads=4)
     ray.remote(Supervisor).options(**options).remote(pool)

@@ -1,8 +1,8 @@
 """One node's arena: blocks in a file of shared memory, in slots whose headers describe them.
 
-The directory grants slots; clients and stores of the node write and read them here, and so do transports and tiers. An
-arena trusts no location: what it doesn't offer, or what holds another block by now, is a miss. Slabs and pages are
-`raykv.arena.mapping`'s, the file itself is `raykv.arena.files`', header words are `raykv.arena.header`'s.
+The directory grants slots. Clients, stores, transports and tiers of the node write and read the slots here. An arena
+trusts no location: a slot that it does not offer, or that now holds another block, is a miss. `raykv.arena.mapping` has
+slabs and pages, `raykv.arena.files` the file itself, and `raykv.arena.header` the words of headers.
 """
 
 import itertools
@@ -25,7 +25,7 @@ from raykv.protocol.stores import FREED, STILL_WRITTEN
 from raykv.system.file_locks import AGAIN_S
 from raykv.system.jit import compile_all
 
-FORMAT_S = 0.25  # to wait for another process that formats the slab: it locks all slots for microseconds
+FORMAT_S = 0.25  # to wait for a process that formats the slab: it locks all slots for microseconds
 
 Mask = NDArray[np.bool_]
 Locations = NDArray[np.void]
@@ -33,24 +33,24 @@ Fill = Callable[[Mask, Addresses], "list[int]"]  # see Arena.fill
 
 
 class BlockHeaders(NamedTuple):
-    """What headers say of n blocks."""
+    """What the headers of n blocks say."""
 
-    checksums: NDArray[np.uint64]  # (n,) xxh3_64 that each had when it was written
+    checksums: NDArray[np.uint64]  # (n,) xxh3_64 of each block when it was written
     positions: NDArray[np.uint32]  # (n,) in their chains
     there: Mask  # (n,) whether the location holds that block
 
 
 class PeerBlocks(NamedTuple):
-    """n blocks as another node reads them: as BlockHeaders, and their bytes."""
+    """n blocks as another node reads them: their BlockHeaders, and their bytes."""
 
     checksums: NDArray[np.uint64]
     positions: NDArray[np.uint32]
     there: Mask
-    runs: list[Bytes]  # bytes of those that are there, in order; neighbours as one array; unverified
+    runs: list[Bytes]  # bytes of the blocks that are there, in order; neighbours as one array; unverified
 
 
 class Contents(NamedTuple):
-    """What lies in an arena. The `node` of its locations is 0: an arena does not know its own."""
+    """The blocks in an arena. The `node` in its locations is 0, as an arena does not know its own."""
 
     ready: Locations  # (n,) of ready blocks
     keys: Bytes  # (n, 16)
@@ -73,9 +73,9 @@ class _Slots(NamedTuple):
 class Arena(Mapping):
     """One node's shared memory. Get one from `create`, `adopt`, `attach` or `open_own`.
 
-    Thread-safe. A location that the arena does not offer, that holds another block by now, or whose header was altered
-    is a miss (False), never an exception. Wrong shapes, dtypes and lengths are ValueErrors; a GPU's failure is a
-    DeviceError. After `close` everything is a miss.
+    Thread-safe. A location is a miss (False), never an exception, if the arena does not offer it, if it now holds
+    another block, or if its header was altered. Wrong shapes, dtypes and lengths are ValueErrors. A GPU's failure is a
+    DeviceError. After `close` every location is a miss.
     """
 
     def __init__(self, file: ArenaFile) -> None:
@@ -106,12 +106,12 @@ class Arena(Mapping):
 
     @classmethod
     def attach(cls, path: str, nonce: bytes) -> Self:
-        """The arena that this node's store serves, for a client. ArenaMismatch if the file is another one."""
+        """The arena that this node's store serves, for a client. ArenaMismatch if it is another arena's file."""
         return cls(files.attach(path, nonce))
 
     @property
     def lost(self) -> bool:
-        """Whether its owner is dead, and nobody can be: somebody removed the file, which the next store adopts else."""
+        """Whether its owner is dead and no store can adopt it, as somebody removed the file."""
         return not self._locks.named and not self._locks.owned_elsewhere(ALIGN)
 
     @property
@@ -120,9 +120,9 @@ class Arena(Mapping):
         return header.load(self._memory[0], header.INCARNATION)
 
     def raise_epoch(self, epoch: int) -> bool:
-        """Owner: from now on refuse grants older than `epoch`. False if the arena has heard of a newer one.
+        """Owner: refuse grants older than `epoch` from now on. False if the arena knows a newer epoch.
 
-        ValueError for what is no epoch.
+        ValueError for an impossible epoch.
         """
         if not 0 <= epoch < EPOCHS:
             raise ValueError(f"epoch {epoch}: there are less than {EPOCHS}")
@@ -133,9 +133,9 @@ class Arena(Mapping):
             return True
 
     def raise_floor(self, generation: int) -> None:
-        """Owner: from now on `inventory` leaves out blocks up to a generation; they were cleared.
+        """Owner: leave blocks up to a generation out of `inventory` from now on, as they were cleared.
 
-        ValueError for what is no generation.
+        ValueError for an impossible generation.
         """
         if not 0 <= generation < GENERATIONS:
             raise ValueError(f"generation {generation}: there are less than {GENERATIONS}")
@@ -156,9 +156,9 @@ class Arena(Mapping):
         """Copy blocks out.
 
         locations: (n,) LOCATION. keys: (n, 16) uint8. rows: n destinations, or an (n, bytes) uint8 array of them.
-        verify: a row whose bytes do not match the block's checksum is no block either, and is counted in `corrupt`.
-        used: somebody needs these blocks, which is a reason to keep them: stamp them as read.
-        Returns (n,) bool: which rows hold their block now. The content of the others is undefined.
+        verify: a row that does not match the block's checksum is a miss, and is counted in `corrupt`.
+        used: stamp the blocks as read, which is a reason to keep them.
+        Returns (n,) bool: which rows hold their block now. The content of the other rows is undefined.
         DeviceError where a GPU fails, which says nothing about the blocks.
         """
         slots = self._find(locations, keys)
@@ -187,10 +187,10 @@ class Arena(Mapping):
         """Copy blocks into the slots that were granted for them.
 
         locations, keys: as in `read`. rows: n sources. positions: (n,) of the blocks in their chains; by default 0.
-        expected: (n,) xxh3_64; a block with another one never becomes ready, and is counted in `corrupt`.
+        expected: (n,) xxh3_64; a block with another checksum never becomes ready, and is counted in `corrupt`.
         Returns (n,) bool: which blocks are ready now. A block is not written if its grant is of a past epoch, slab
-        format or generation, or if somebody else writes there.
-        DeviceError where a GPU fails: nothing is written then, and the same grants are good for another try.
+        format or generation, or if another process writes there.
+        DeviceError where a GPU fails: then nothing is written, and the same grants can be tried again.
         """
         slots = self._find(locations, keys)
         rows = _checked_rows(rows, slots.records, writable=False)
@@ -208,10 +208,10 @@ class Arena(Mapping):
         positions: NDArray[Any] | None = None,
         expected: NDArray[np.uint64] | None = None,
     ) -> Mask:
-        """As `write`, with bytes that come by other means than a copy.
+        """Like `write`, with bytes that come by other means than a copy.
 
-        fill(which, addresses): put the blocks of a (n,) mask at these addresses, one for each True, and return their
-        xxh3_64. It may take its time: the slots are locked. It clears the mask where a block did not arrive: that
+        fill(which, addresses): put the blocks of an (n,) mask at these addresses, one address for each True, and return
+        their xxh3_64. It may take long, as the slots are locked. It clears the mask where a block did not arrive: that
         slot can be written again with the same grant. If it raises, all slots can.
         """
         return self._fill(self._find(locations, keys), fill, positions, expected)
@@ -247,7 +247,7 @@ class Arena(Mapping):
         return ok
 
     def _count_corrupt(self, wrong: Mask) -> None:
-        """Several threads may count at once."""
+        """Count altered blocks. Several threads may count at once."""
         if wrong.any():
             with self._mutex:
                 self.corrupt += int(wrong.sum())
@@ -255,7 +255,7 @@ class Arena(Mapping):
     def read_headers(self, locations: Locations, keys: Bytes, used: bool = True) -> BlockHeaders:
         """What the headers of blocks say, and which blocks are there.
 
-        used: whoever asks is about to read them for another node: stamp them as read.
+        used: stamp the blocks as read: the caller is about to read them for another node.
         """
         slots = self._find(locations, keys)
         ok, claims = _check(slots)
@@ -264,12 +264,12 @@ class Arena(Mapping):
         return BlockHeaders(claims[:, 0].astype(np.uint64), claims[:, 1].astype(np.uint32), ok)
 
     def read_for_peer(self, locations: Locations, keys: Bytes) -> PeerBlocks:
-        """As `read_headers`, with the bytes of the blocks that are there. The reader must verify them."""
+        """Like `read_headers`, with the bytes of the blocks that are there. The reader must verify them."""
         headers = self.read_headers(locations, keys)
         return PeerBlocks(*headers, self.views(locations[headers.there]))
 
     def with_lengths(self, locations: Locations) -> Locations:
-        """The locations, whose `bytes` are their slots' size, with the block_bytes that their headers say."""
+        """The same locations with the block_bytes in their headers. Given `bytes` are the slots' sizes."""
         words, _, _, _, headers, _ = self._find(locations)
         lengths = words[np.maximum(headers, 0) + header.LENGTH]
         found = locations.copy()
@@ -280,7 +280,7 @@ class Arena(Mapping):
     def views(self, locations: Locations) -> list[Bytes]:
         """The bytes of slots, in place and unchecked; neighbours as one array.
 
-        ValueError if the arena offers no such slot.
+        ValueError if the arena does not offer a slot.
         """
         slots = self._find(locations)
         headers, data = slots.headers, slots.data
@@ -302,7 +302,7 @@ class Arena(Mapping):
     # ------------------------------------------------------------------ what lies there
 
     def inventory(self) -> Contents:
-        """Every ready block, and every slot that is being written, or was when its writer died: to be swept."""
+        """All ready blocks, and all slots to be swept: they are being written, or their writer died."""
         words, _ = self._memory
         found = [self._inventory_of(words, slab) for slab in range(self.offered)]
         columns = np.concatenate([part[1] for part in found]) if found else np.zeros((0, 7), np.int64)
@@ -317,7 +317,7 @@ class Arena(Mapping):
         """Locations of all slots of a slab, and the columns of `header.collect`."""
         entry, first = header.TABLE + 2 * slab, slab * (self.slab_bytes // ALIGN)
         while True:
-            # Locks first: a writer that takes one after this sees the epoch that was raised before, and is refused.
+            # Locks first: a later writer sees the epoch that was raised before, and is refused.
             busy = self._locks.busy(first, first + self.slab_bytes // ALIGN)
             slab_gen, stride = header.load(words, entry), int(words[entry + 1])
             formatted = 0 < slab_gen < GENERATIONS and stride >= ALIGN and stride % ALIGN == 0
@@ -335,9 +335,9 @@ class Arena(Mapping):
         return locations, columns
 
     def sweep(self, locations: Locations) -> NDArray[np.uint8]:
-        """(n,) what became of grants: STILL_WRITTEN, FREED (a late writer is refused from now on) or FINISHED.
+        """(n,) outcome of grants: STILL_WRITTEN, FREED (a late writer will be refused) or FINISHED.
 
-        `identify` tells which block is in a FINISHED one.
+        `identify` names the block in a FINISHED slot.
         """
         words, _, records, _, headers, _ = self._find(locations)
         states = np.where(headers < 0, FREED, STILL_WRITTEN).astype(np.uint8)
@@ -355,7 +355,7 @@ class Arena(Mapping):
         return np.ascontiguousarray(out[:, 1:]).view(np.uint8), out[:, 0].astype(np.uint64)
 
     def holds_other_length(self, locations: Locations, keys: Bytes) -> Mask:
-        """(n,) which slots hold exactly that block, of another length than the location's `bytes`.
+        """(n,) which slots hold exactly that block, but with another length than the location's `bytes`.
 
         Such a block was not altered: the reader is wrong about its size. locations: (n,) LOCATION. keys: (n, 16) uint8.
         """
@@ -378,7 +378,7 @@ class Arena(Mapping):
             )
         if keys.dtype != np.uint8 or keys.shape != (len(locations), KEY_BYTES):
             raise ValueError(f"keys: {keys.dtype} of shape {keys.shape}; give ({len(locations)}, {KEY_BYTES}) uint8")
-        # Copies, aligned and writable always: for anything else numba would compile the kernels anew.
+        # Copies, always aligned and writable: for other arrays numba would compile the kernels again.
         records = np.array(locations, order="C").view(np.int64).reshape(-1, 4)
         words, data = self._memory
         headers, payload = np.zeros((2, len(records)), np.int64)
@@ -388,7 +388,7 @@ class Arena(Mapping):
         return _Slots(words, data, records, np.array(keys, order="C").view(np.int64), headers, addresses)
 
     def _base_address(self, data: Bytes) -> int:
-        """Address of the file's first byte, where slots are addressed; `data` is the mapping."""
+        """Address of the file's first byte, from which slots are addressed. data: the mapping."""
         return address_of(data)
 
     def _altered(self, sums: NDArray[np.uint64], claimed: NDArray[np.uint64]) -> Mask:
@@ -396,7 +396,7 @@ class Arena(Mapping):
         return altered
 
     def _copy_out(self, rows: Rows, slots: Addresses, verify: bool) -> list[int] | None:
-        """Copy slots to rows. Returns their xxh3_64 if they are to be verified."""
+        """Copy slots to rows. Returns their xxh3_64 if `verify`, else None."""
         copies = block_copy.copies(rows, slots, out=True)
         if rows.device is None:
             if verify:
@@ -407,7 +407,7 @@ class Arena(Mapping):
         return block_copy.sums(slots, rows.bytes) if verify else None
 
     def _copy_in(self, rows: Rows, slots: Addresses) -> list[int]:
-        """Copy rows to slots. Returns the xxh3_64 of what is in the slots then."""
+        """Copy rows to slots. Returns the xxh3_64 of the bytes that are then in the slots."""
         copies, gpu = block_copy.copies(rows, slots, out=False), rows.device
         if gpu is None:
             return block_copy.copy_summed(copies)
@@ -426,10 +426,10 @@ class Arena(Mapping):
         header.stamp(slots.words, slots.headers, self._now(), ok)
 
     def _now(self) -> int:
-        return max(0, int(time.time()) - self._clock_base) & 0xFFFFFFFF  # as `inventory` tells it
+        return max(0, int(time.time()) - self._clock_base) & 0xFFFFFFFF  # 32 bits, as in `inventory`
 
     def _format(self, words: header.Words, records: header.Words, headers: header.Words) -> None:
-        """Give slabs the format that grants were made for, unless somebody did already."""
+        """Give slabs the format of their grants, unless another process has already."""
         if header.formatted(words, headers, records):
             return
         sound = records[(headers >= 0) & (records[:, 2] <= records[:, 3])]  # no slot is granted before its slab
@@ -461,17 +461,17 @@ def open_own(
     limit: int | None = None,
     cluster: bytes = NO_CLUSTER,
 ) -> Arena:
-    """The arena of a node store: one that a dead store of this user and pool left behind, else a new one.
+    """The arena of a node store: what a dead store of this user and pool left behind, else a new arena.
 
-    room_check: called with the bytes of a new one (`raykv.system.free_memory.check`) of which `limit` slabs are to be
-    offered, by default all; raises where the node can't afford them. cluster: see `raylets.cluster_id`.
+    room_check: called with the bytes of a new arena that offers `limit` slabs (default: all); raises where the node
+    can't afford them (`raykv.system.free_memory.check`). cluster: see `raylets.cluster_id`.
     """
     for index in itertools.count():
         path = f"{SHM}/raykv-{pool}-{os.getuid()}-{index}"
         arena = Arena.adopt(path, fingerprint, slab_bytes, slabs, cluster)
         if arena is not None:
             return arena
-        if os.path.lexists(path):  # a living store's, another user's, or another Ray cluster's
+        if os.path.lexists(path):  # of a living store, another user, or another Ray cluster
             continue
         room_check(superblock.layout(slab_bytes, slabs if limit is None else limit).size)
         try:
@@ -494,7 +494,7 @@ def _recheck(slots: _Slots, ok: Mask) -> None:
 
 
 def _checked_rows(given: Rows | Bytes, records: header.Words, writable: bool) -> Rows:
-    """As Rows; ValueError unless there is one of the right size for every location."""
+    """The rows as Rows. ValueError unless each location has a row of the right size."""
     rows = rows_of([given]) if isinstance(given, np.ndarray) else given
     if len(rows) != len(records):
         raise ValueError(f"{len(rows)} rows for {len(records)} locations")

@@ -1,6 +1,6 @@
 """Copies between slots and callers' memory, with or without a checksum, over a few threads.
 
-A block is one or more parts (one for each layer, in an engine's paged memory) that lie one after the other in its slot.
+A block has one or more parts that lie one after the other in its slot. In paged memory each layer has a part.
 """
 
 import os
@@ -20,8 +20,8 @@ Bytes = NDArray[np.uint8]
 Copies = NDArray[np.int64]  # (blocks, parts, 3): target address, source address, bytes
 T = TypeVar("T")
 
-SEGMENT = 2 << 20  # bytes that a thread takes at a time of a plain copy
-SPLIT = 8 << 20  # from so many bytes on, copies are shared between threads
+SEGMENT = 2 << 20  # bytes of a plain copy that a thread takes at a time
+SPLIT = 8 << 20  # copies of at least so many bytes are shared between threads
 SHARE = 16 << 20  # bytes that a GPU copies before they are hashed
 THREADS = min(4, len(os.sched_getaffinity(0)))
 
@@ -40,7 +40,7 @@ def copies(rows: Rows, slots: NDArray[np.int64], out: bool) -> Copies:
 
 
 def copy(table: Copies) -> None:
-    """Do the copies. Nobody may change or free the memory until this returns."""
+    """Do the copies. Nobody may change or free the memory before this returns."""
     if _is_small(table):
         checksum.copy(table.reshape(-1, 3))
     else:
@@ -48,7 +48,7 @@ def copy(table: Copies) -> None:
 
 
 def copy_summed(table: Copies) -> list[int]:
-    """As `copy`. Returns the xxh3_64 of each block that was copied."""
+    """Like `copy`. Returns the xxh3_64 of each copied block."""
     if _is_small(table):
         return checksum.copy_summed(table)
     streamed = partial(checksum.copy_summed, stream=True)
@@ -62,7 +62,7 @@ def sums(addresses: NDArray[np.int64], size: int) -> list[int]:
 
 
 def sums_behind(fetch: Callable[[slice], None], addresses: NDArray[np.int64], size: int) -> list[int]:
-    """As `sums`, of what `fetch` brings there, a share at a time: a share is hashed while the next ones come."""
+    """Like `sums`, of bytes that `fetch` brings there, a share at a time. A share is hashed while later ones come."""
     step = max(1, SHARE // size)
     table = np.stack([addresses, addresses, np.full_like(addresses, size)], axis=1)[:, None]
     shares = [table[first : first + step] for first in range(0, len(table), step)]
@@ -71,7 +71,7 @@ def sums_behind(fetch: Callable[[slice], None], addresses: NDArray[np.int64], si
         for number, share in enumerate(shares):
             fetch(slice(number * step, number * step + step))
             hashing.append(_threads().submit(checksum.copy_summed, share, stream=True))
-        last_first = [  # this thread takes what nobody has begun: the last shares
+        last_first = [  # this thread takes the last shares, which no other has begun
             checksum.copy_summed(share, stream=True) if future.cancel() else future.result()
             for share, future in zip(reversed(shares), reversed(hashing), strict=True)
         ]
@@ -87,12 +87,12 @@ def sums_of(rows: Rows) -> list[int]:
 
 
 def _is_small(table: Copies) -> bool:
-    """Whether it is not worth a second thread: then one call of a kernel does all of it."""
+    """Whether a second thread would not pay: then one call of a kernel does all copies."""
     return bool(table[..., 2].sum() < SPLIT)
 
 
 def _segments(table: Copies) -> list[NDArray[np.int64]]:
-    """The same copies in shares for threads: blocks, or pieces of SEGMENT bytes where a part is longer."""
+    """The same copies in shares for threads: whole blocks, or pieces of SEGMENT bytes where a part is longer."""
     if not table.size or table[0, :, 2].max() <= SEGMENT:
         return list(table)
     return [
@@ -103,7 +103,7 @@ def _segments(table: Copies) -> list[NDArray[np.int64]]:
 
 
 def _run(function: Callable[..., T], items: list[NDArray[np.int64]], table: Copies) -> list[T]:
-    """`function` of every item, over several threads if the copies are big enough to gain by it."""
+    """The results of `function` for every item, over several threads if the copies are large."""
     threads = 1 if _is_small(table) else min(THREADS, len(items))
     if threads <= 1:
         return [function(item) for item in items]
@@ -111,7 +111,7 @@ def _run(function: Callable[..., T], items: list[NDArray[np.int64]], table: Copi
     numbers = iter(range(len(items)))
 
     def share() -> None:
-        for i in numbers:  # each thread takes the next item: a slow core takes fewer
+        for i in numbers:  # each thread takes the next item, so a slow core takes fewer
             results[i] = function(items[i])
 
     helpers: list[Future[None]] = []
@@ -119,10 +119,10 @@ def _run(function: Callable[..., T], items: list[NDArray[np.int64]], table: Copi
         helpers += [_threads().submit(share) for _ in range(threads - 1)]
         share()
     finally:
-        for _ in numbers:  # after an exception: nobody starts another item,
+        for _ in numbers:  # after an exception no thread starts another item,
             pass
         helpers = [helper for helper in helpers if not helper.cancel()]
-        wait(helpers)  # and nobody is still copying when the caller drops its locks
+        wait(helpers)  # and none still copies when the caller drops its locks
     for helper in helpers:
         helper.result()
     return results  # type: ignore[return-value]

@@ -1,4 +1,4 @@
-"""The memory of callers that blocks are copied from or to, as Rows, checked before a byte moves."""
+"""Callers' memory that blocks are copied from or to, as Rows, checked before a byte moves."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,8 +15,8 @@ class Rows:
     """Memory that n blocks are copied from or to, each in `len(lengths)` parts: addresses instead of n objects.
 
     addresses: (n, parts) int64. lengths: (parts,) int64, bytes. memory: a reference that keeps the addresses valid.
-    device: UUID of the GPU that they are addresses of; None: host memory. after: CUDA events of what wrote and read
-    there until the rows were made. registered: host memory that GPUs reach.
+    device: UUID of the GPU with these addresses; None: host memory. after: CUDA events of the reads and writes there
+    until the rows were made. registered: it is host memory that GPUs reach.
     """
 
     addresses: NDArray[np.int64]
@@ -41,20 +41,20 @@ class Rows:
 
 
 def address_of(array: NDArray[Any]) -> int:
-    """Of its first byte. `array.ctypes.data` takes five times as long."""
+    """Address of an array's first byte. `array.ctypes.data` takes five times as long."""
     address: int = array.__array_interface__["data"][0]
     return address
 
 
 def count(of: NDArray[np.uint8], start: int) -> int:
-    """How many keys there are from `start` on."""
+    """How many keys there are from `start` on. ValueError for a bad `start`."""
     if not 0 <= start <= len(of):
         raise ValueError(f"start={start}, but there are {len(of)} keys")
     return len(of) - start
 
 
 def dense(name: str, given: Any, rows: int, block_bytes: int, exact: bool = False) -> Rows:
-    """Rows of a (rows, block_bytes) uint8 array, contiguous. It may have more rows, unless `exact`. ValueError else."""
+    """Rows of a contiguous (rows, block_bytes) uint8 array; it may have more rows unless `exact`. Else ValueError."""
     array = _view(name, given)
     fits = array.dtype == np.uint8 and array.ndim == 2 and array.shape[1] == block_bytes
     if not fits or len(array) < rows or (exact and len(array) > rows):
@@ -71,7 +71,7 @@ def dense(name: str, given: Any, rows: int, block_bytes: int, exact: bool = Fals
 
 
 def paged(given: Any, block_ids: Sequence[int], rows: int, block_bytes: int, writable: bool = False) -> Rows:
-    """Rows of which the i-th has as parts the row block_ids[i] of each array of paged memory. ValueError else."""
+    """Rows from paged memory: the parts of row i are row block_ids[i] of each array. Else ValueError."""
     if len(block_ids) != rows:
         raise ValueError(f"{len(block_ids)} block_ids for {rows} blocks")
     pages = rows_of(given if isinstance(given, (list, tuple)) else [given], "paged")
@@ -90,17 +90,17 @@ def paged(given: Any, block_ids: Sequence[int], rows: int, block_bytes: int, wri
 
 
 def _check_distinct(ids: NDArray[np.int64]) -> None:
-    """ValueError for a page that several blocks would be written to."""
+    """ValueError where several blocks would be written to one page."""
     times = np.bincount(ids)
     if times.max() > 1:
         raise ValueError(f"block_ids name page {times.argmax()} {times.max()} times: give each block a page of its own")
 
 
 def rows_of(arrays: Sequence[Any], name: str = "memory") -> Rows:
-    """Rows whose parts are the rows of each array: numpy, torch, or any with `__cuda_array_interface__`.
+    """Rows whose parts are the rows of each array: numpy, torch, or anything with `__cuda_array_interface__`.
 
-    ValueError unless those are (n, bytes) uint8 whose rows are contiguous, all on one GPU or all in host memory.
-    ImportError where they are on a GPU and CuPy is not installed.
+    ValueError unless they are (n, bytes) uint8 with contiguous rows, all on one GPU or all in host memory. ImportError
+    where they are on a GPU and CuPy is not installed.
     """
     views = [_view(name, array) for array in arrays]
     for view in views:
@@ -117,7 +117,7 @@ def rows_of(arrays: Sequence[Any], name: str = "memory") -> Rows:
 
 
 def _origin(name: str, arrays: Sequence[Any], views: list[NDArray[Any]]) -> tuple[str | None, tuple[Any, ...]]:
-    """Device and events of Rows. ValueError if the arrays are on more than one device."""
+    """Device and events of Rows. ValueError if the arrays are on several devices."""
     filled = [(array, view) for array, view in zip(arrays, views, strict=True) if view.size]
     ordinals = {
         cuda.ordinal_at(view.ctypes.data) if isinstance(view.base, _Description) else None for _, view in filled
@@ -132,9 +132,9 @@ def _origin(name: str, arrays: Sequence[Any], views: list[NDArray[Any]]) -> tupl
 
 
 def rows_within(arrays: Sequence[NDArray[np.uint8]], row_bytes: int) -> Rows:
-    """Rows of `row_bytes` that lie one after another in each of the arrays.
+    """Rows of `row_bytes` that lie one after another in each array.
 
-    ValueError unless those are contiguous uint8 of whole rows: another process may have sent them.
+    ValueError unless the arrays are contiguous uint8 of whole rows: another process may have sent them.
     """
     for array in arrays:
         if array.dtype != np.uint8 or not array.flags.c_contiguous or array.size % row_bytes:
@@ -145,7 +145,7 @@ def rows_within(arrays: Sequence[NDArray[np.uint8]], row_bytes: int) -> Rows:
 
 
 class _Description:
-    """Memory of a GPU. numpy takes its shape and address from here; nobody may read its elements."""
+    """Memory of a GPU. numpy takes its shape and address from here. Nobody may read its elements."""
 
     def __init__(self, interface: dict[str, Any]) -> None:
         names = ("shape", "typestr", "data", "strides")
@@ -153,7 +153,7 @@ class _Description:
 
 
 def _view(name: str, given: Any) -> NDArray[Any]:
-    """As `_numpy`; for memory of a GPU, an array that only describes it."""
+    """Like `_numpy`; for GPU memory, an array that only describes it."""
     is_cuda = getattr(given, "is_cuda", True)  # torch is slow to say that a CPU tensor has no interface
     if is_cuda and hasattr(given, "__cuda_array_interface__"):
         return np.asarray(_Description(given.__cuda_array_interface__))

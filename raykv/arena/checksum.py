@@ -1,8 +1,8 @@
 """Kernels that copy whole blocks, and compute their checksums, without the GIL.
 
-An engine's Python is busy while its blocks are copied: taking the GIL again between two tiles, or two layers of a
-block, costs as much as copying 100 KiB. `raykv.arena.block_copy` spreads blocks over threads. Blocks in whole stripes
-of XXH3 are copied by `raykv.arena.xxh3`, others by memcpy and the xxhash library, called at their addresses.
+An engine's Python is busy while its blocks are copied. Taking the GIL again between two tiles or layers would cost as
+much as copying 100 KiB. `raykv.arena.block_copy` spreads blocks over threads. `raykv.arena.xxh3` copies blocks in whole
+stripes of XXH3. Other blocks go by memcpy and the xxhash library, called at their addresses.
 """
 
 import ctypes
@@ -29,14 +29,14 @@ FUNCTIONS = types.Array(types.int64, 1, "C")
 
 
 def _address(library: ctypes.CDLL, *names: str) -> int:
-    """Of the first of these functions that the library has. Raises ImportError if it has none."""
+    """Address of the first of these functions that the library has. ImportError if it has none."""
     if found := address(library, *names):
         return found
     raise ImportError(f"{library._name} has no {names[0]}: install the wheel of xxhash from PyPI (pip install xxhash)")
 
 
 def _functions() -> NDArray[np.int64]:
-    """Addresses of memcpy and of XXH3's streaming functions, which python-xxhash itself calls."""
+    """Addresses of memcpy and of XXH3's streaming functions, which python-xxhash calls itself."""
     xxhash = ctypes.CDLL(importlib.import_module("xxhash._xxhash").__file__)
     names = [
         ["XXH3_createState"],
@@ -64,7 +64,7 @@ def _memcpy(target: int, source: int, length: int, function: int) -> None:
 
 @kernel
 def _stream(target: int, source: int, length: int, function: int) -> None:
-    """As `_memcpy`, past the caches but for what lies before and behind whole rows."""
+    """Like `_memcpy`, but past the caches, except for the bytes before and after whole rows."""
     head = min(-target % xxh3.STRIPE, length)
     done = head + (length - head) // xxh3.ROW * xxh3.ROW
     call(function, target, source, head)
@@ -109,14 +109,15 @@ def _copy_tiles(table: Copies, tile: int, functions: NDArray[np.int64], sums: ND
 
 
 def copy(table: Copies, stream: bool = False) -> None:
-    """Do the copies. Their memory must stay as it is until this returns. stream: do not keep them in the caches."""
+    """Do the copies. Their memory must not change before this returns. stream: keep them out of the caches."""
     _copy(table, stream, _FUNCTIONS)
 
 
 def copy_summed(table: Copies, stream: bool = False) -> list[int]:
-    """As `copy`, of (blocks, parts, 3), blocks of equal parts. Returns xxh3_64 of each block's bytes in order.
+    """Like `copy`, for (blocks, parts, 3), with equal parts in all blocks. Returns xxh3_64 of each block's bytes in
+    order.
 
-    Equal source and target: nothing is copied, the checksum is computed. stream: do not keep the copy in the caches.
+    Equal source and target: only computes the checksum. stream: keep the copy out of the caches.
     """
     sums = np.empty(len(table), np.int64)
     if _in_stripes(table):
@@ -136,8 +137,8 @@ def judge(
 ) -> NDArray[np.uint8]:
     """Verdicts of n blocks that arrived.
 
-    written: (n,) what Arena.write returned. payloads: their bytes. sums: (n,) expected xxh3_64. A block that was not
-    written is ALTERED if its bytes have another checksum, else FAILED.
+    written: (n,) result of Arena.write. payloads: bytes of the blocks. sums: (n,) expected xxh3_64. A block that was
+    not written is ALTERED if its bytes have another checksum, else FAILED.
     """
     return np.array(
         [

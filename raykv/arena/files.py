@@ -1,8 +1,8 @@
-"""The files of arenas in shared memory: made, adopted after their owner died, opened by clients, found and removed.
+"""The files of arenas in shared memory: made, adopted from a dead owner, opened by clients, found and removed.
 
-An owner, a node store, holds a lock on its file's first page for as long as it lives: the kernel drops it with the
-process. A file whose owner's lock is free was left behind, unless its Ray cluster still runs and is another one: there
-the owner may be restarting. `raykv.arena.mapping` maps what is opened here.
+A node store owns its file by a lock on the first page. The kernel drops the lock when the process ends. A file with a
+free lock was left behind. But if another Ray cluster has it and still runs, its owner may be restarting.
+`raykv.arena.mapping` maps the files that are opened here.
 """
 
 import os
@@ -32,9 +32,9 @@ class ArenaFile(NamedTuple):
 
 
 def create(path: str, fingerprint: bytes, slab_bytes: int, slabs: int, cluster: bytes = NO_CLUSTER) -> ArenaFile:
-    """A new file, owned: `slabs` times `slab_bytes` (a multiple of 256 KiB), of which no slab is offered yet.
+    """A new file, owned: `slabs` times `slab_bytes` (a multiple of 256 KiB). It offers no slab yet.
 
-    It appears under its name whole and locked, or not at all. FileExistsError if there is such a file.
+    It appears under its name whole and locked, or not at all. FileExistsError if the name is taken.
     """
     words = superblock.new_page(fingerprint, slab_bytes, slabs, cluster)
     fd = os.open(os.path.dirname(path), os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
@@ -42,7 +42,7 @@ def create(path: str, fingerprint: bytes, slab_bytes: int, slabs: int, cluster: 
         lock(fd, 0, ALIGN)
         layout = superblock.layout(slab_bytes, slabs)
         os.ftruncate(fd, layout.size)
-        os.posix_fallocate(fd, 0, layout.headers)  # every client writes to these pages, whatever slab it uses
+        os.posix_fallocate(fd, 0, layout.headers)  # every client writes to these pages, whichever slab it uses
         os.pwrite(fd, words.tobytes(), 0)
         os.link(f"/proc/self/fd/{fd}", path, dst_dir_fd=fd, follow_symlinks=True)  # a dir_fd makes it linkat
     except BaseException:
@@ -52,10 +52,10 @@ def create(path: str, fingerprint: bytes, slab_bytes: int, slabs: int, cluster: 
 
 
 def adopt(path: str, fingerprint: bytes, slab_bytes: int, slabs: int, cluster: bytes = NO_CLUSTER) -> ArenaFile | None:
-    """The file that a dead owner left behind, now owned.
+    """The file that a dead owner left behind, now owned. None without such a file.
 
-    None if there is none; if its owner lives, is another user or of another Ray cluster that runs (the file is left
-    alone); or if it has another fingerprint or geometry (the file is unlinked, which its clients survive).
+    A file whose owner lives, or is another user or of another running Ray cluster, is left alone. A file with another
+    fingerprint or geometry is unlinked; its clients survive that.
     """
     try:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -76,7 +76,7 @@ def adopt(path: str, fingerprint: bytes, slab_bytes: int, slabs: int, cluster: b
 
 
 def has_name(path: str, fd: int) -> bool:
-    """Whether an open file is still what its path names."""
+    """Whether the path still names the open file."""
     try:
         named, opened = os.stat(path), os.fstat(fd)
     except FileNotFoundError:
@@ -85,7 +85,7 @@ def has_name(path: str, fd: int) -> bool:
 
 
 def attach(path: str, nonce: bytes) -> ArenaFile:
-    """The file that this node's store serves; its nonce tells it from others. ArenaMismatch if this is not it.
+    """The file that this node's store serves, told by its nonce. ArenaMismatch for another file.
 
     path: see `Mapping.door`.
     """
@@ -102,24 +102,24 @@ def attach(path: str, nonce: bytes) -> ArenaFile:
 
 
 def arenas_of(pool: str, cluster: bytes = NO_CLUSTER) -> list[str]:
-    """Paths of this user's arenas of a pool, on this machine, but for those of other Ray clusters that run."""
+    """Paths of this user's arenas of a pool on this machine, except those of other running Ray clusters."""
     ours, others = re.compile(rf"raykv-{pool}-{os.getuid()}-(gpu-)?\d+"), _others(cluster)
     found = [entry.path for entry in os.scandir(SHM) if ours.fullmatch(entry.name)]
     return [path for path in found if _cluster_of(path) not in others]
 
 
 def left_behind(pool: str, cluster: bytes = NO_CLUSTER) -> list[str]:
-    """Those of `arenas_of` that no living store owns."""
+    """The paths in `arenas_of` that no living store owns."""
     return [path for path in arenas_of(pool, cluster) if not _owned(path)]
 
 
 def remove_left_behind(pool: str, cluster: bytes = NO_CLUSTER) -> int:
-    """Remove those of `arenas_of` that no living store owns. Returns how many there were."""
+    """Remove the files in `arenas_of` that no living store owns. Returns how many."""
     return sum(remove(path, cluster) for path in left_behind(pool, cluster))
 
 
 def remove(path: str, cluster: bytes = NO_CLUSTER) -> bool:
-    """Remove an arena that no living store owns, nor one of another Ray cluster. Returns whether it was removed.
+    """Remove an arena, unless a living store or another Ray cluster owns it. Returns whether it was removed.
 
     This takes the owner's lock: by now another store may have adopted the file, or created a new one of that name.
     """
@@ -132,25 +132,25 @@ def remove(path: str, cluster: bytes = NO_CLUSTER) -> bool:
         if unowned:
             os.unlink(path)
         return unowned
-    except FileNotFoundError:  # another store that stops was faster
+    except FileNotFoundError:  # another stopping store was faster
         return False
     finally:
         os.close(fd)
 
 
 def _take(path: str, fd: int, cluster: bytes) -> bool:
-    """Own a file that was left behind, and that nobody unlinked before we had its lock."""
+    """Own a file that was left behind. False if somebody unlinked it before this process had the lock."""
     return lock(fd, 0, ALIGN) and has_name(path, fd) and superblock.cluster_of(fd) not in _others(cluster)
 
 
 def _others(cluster: bytes) -> set[bytes]:
-    """Ray clusters of which this machine has nodes, but for one."""
+    """Other Ray clusters with nodes on this machine."""
     return raylets.clusters() - {cluster}
 
 
 def _cluster_of(path: str) -> bytes:
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)  # a pipe may be called so
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)  # a pipe may have the name
     except OSError:
         return NO_CLUSTER
     try:
@@ -160,7 +160,7 @@ def _cluster_of(path: str) -> bytes:
 
 
 def _owned(path: str) -> bool:
-    """Whether a living store owns it, or another user's process."""
+    """Whether a living store, or another user's process, owns it."""
     try:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError:

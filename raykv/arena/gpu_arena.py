@@ -1,6 +1,6 @@
 """An arena whose slots are in a GPU's memory, and copies between such an arena and others of its node.
 
-The headers are in a file of shared memory, as every arena's; that file's payload is never allocated.
+Its headers are in a file of shared memory, like those of every arena. The file's payload is never allocated.
 """
 
 import itertools
@@ -25,7 +25,7 @@ from raykv.errors import CapacityError, DeviceError
 from raykv.protocol.location import ALIGN
 from raykv.protocol.transfers import ALTERED, FAILED, PULLED
 
-UNKNOWN = 0  # for a checksum: nobody has computed it
+UNKNOWN = 0  # stands for a checksum that nobody has computed
 LET_GO_S = 5.0  # for other processes to unmap the memory of a store that stops; clients look every 2.5 s
 LET_GO_LOOK_S = 0.02  # between two looks whether they have
 
@@ -33,21 +33,21 @@ LET_GO_LOOK_S = 0.02  # between two looks whether they have
 class GpuArena(Arena):
     """An arena whose slots are on a GPU. Get one from `open_new` or `map`.
 
-    Nothing computes checksums on a GPU: a block that a GPU wrote has none (UNKNOWN) until it is copied to host memory;
-    one that came from host memory keeps its own. The memory goes with the process that allocated it: no GpuArena is
-    ever adopted.
+    Nothing computes checksums on a GPU. A block that a GPU wrote has none (UNKNOWN) until it is copied to host memory.
+    A block from host memory keeps its own. The memory goes with the process that allocated it, so no GpuArena is ever
+    adopted.
     """
 
     gpu: str  # UUID
     _open: Callable[[], Region]
-    _ours: bool = False  # this process allocated the memory
+    _ours: bool = False  # whether this process allocated the memory
     _region: Region | None  # None: not opened yet. Guarded by `_mutex`
 
     @classmethod
     def open_new(
         cls, pool: str, fingerprint: bytes, gpu: Device, slab_bytes: int, slabs: int, cluster: bytes = NO_CLUSTER
     ) -> Self:
-        """A new one, owned, that offers all of its slabs. CapacityError where the GPU, or /dev/shm, has no room.
+        """A new arena, owned, that offers all of its slabs. CapacityError where the GPU or /dev/shm has no room.
 
         cluster: see `raylets.cluster_id`.
         """
@@ -64,10 +64,10 @@ class GpuArena(Arena):
 
     @classmethod
     def _create_next(cls, pool: str, fingerprint: bytes, slab_bytes: int, slabs: int, cluster: bytes) -> Self:
-        """The file, with all of its headers allocated, that offers no slab yet."""
+        """A new file with all of its headers allocated. It offers no slab yet."""
         for index in itertools.count():
             path = f"{files.SHM}/raykv-{pool}-{os.getuid()}-gpu-{index}"
-            files.remove(path, cluster)  # a dead store's; the GPU memory went with it
+            files.remove(path, cluster)  # a dead store's file; the GPU memory went with the store
             try:
                 arena = cls.create(path, fingerprint, slab_bytes, slabs, cluster)
             except FileExistsError:
@@ -103,7 +103,7 @@ class GpuArena(Arena):
 
     @property
     def handle(self) -> bytes:
-        """CUDA IPC handle: a client maps the memory by it."""
+        """CUDA IPC handle, by which a client maps the memory."""
         return self._open().handle
 
     def _base_address(self, data: Bytes) -> int:
@@ -178,7 +178,7 @@ class GpuArena(Arena):
     def read_for_peer(self, locations: Locations, keys: Bytes) -> PeerBlocks:
         """Copies the blocks to host memory, and computes the checksums that are UNKNOWN."""
         checksums, positions, there = self.read_headers(locations, keys)
-        size = int(locations["bytes"][there].max(initial=0))  # of others, any number may have been sent
+        size = int(locations["bytes"][there].max(initial=0))  # locations that are not there may have any `bytes`
         blocks = np.empty((int(there.sum()), size), np.uint8)
         there[there] = arrived = self.read(locations[there], keys[there], blocks, used=False)
         blocks = blocks[arrived]
@@ -205,10 +205,10 @@ def copy_between(
     target_locations: Locations,
     used: bool = True,
 ) -> NDArray[np.uint8]:
-    """Copy blocks of one size between two arenas of a node store, of which one is a GPU's as a rule.
+    """Copy blocks of one size between two arenas of a node store. Usually one of them is a GPU's.
 
     used: as in Arena.read. Returns (n,) verdicts FAILED, PULLED or ALTERED. DeviceError where a GPU fails. ValueError
-    where there is not one target for each source, or a slot of another size, into which more would be copied.
+    unless each source has one target, in a slot of the same size.
     """
     verdicts = np.full(len(source_locations), ALTERED, np.uint8)
     size = int(source_locations["bytes"].max(initial=0))
@@ -216,7 +216,7 @@ def copy_between(
         (side["bytes"] != size).any() for side in (source_locations, target_locations)
     ):
         raise ValueError(f"{len(verdicts)} blocks of {size} bytes for {len(target_locations)} slots: sizes differ")
-    if isinstance(source, GpuArena) and isinstance(target, GpuArena):  # one may not reach the other
+    if isinstance(source, GpuArena) and isinstance(target, GpuArena):  # one GPU may not reach the other
         checksums, positions, there, runs = source.read_for_peer(source_locations, keys)
         blocks, checksums = runs[0].reshape(-1, size), checksums[there]
         written = target.write(target_locations[there], keys[there], blocks, positions[there], checksums)
@@ -248,4 +248,4 @@ def _slots_as_rows(arena: Arena, addresses: Addresses, size: int, other: Arena) 
         return replace(rows, device=arena.gpu)
     if isinstance(other, GpuArena):
         return replace(rows, registered=arena.register(other.gpu, addresses))
-    return rows  # a confused caller's: nobody has to copy a block within a node's memory
+    return rows  # only a confused caller gets here: nobody has to copy a block within a node's memory

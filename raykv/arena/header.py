@@ -1,11 +1,15 @@
 """The words of an arena's file that several processes read and write at once: superblock, slab table, slot headers.
 
-Every access goes through these kernels: atomic loads and stores and fences order them against the payload. A header is
+Every access goes through these kernels. Atomic loads and stores, and fences, order it against the payload. A header is
 eight 8-byte words: word (generation << 2 | state), key (2), length, chain position, last-read stamp, checksum, unused.
 
-Arguments of the kernels: `words` is the file as a flat int64 array; `shape` = (slab_bytes, first header, first payload
-byte, slabs), of which the header counts in words; `locations` (n, 4) and `keys` (n, 2) are int64 views of LOCATION and
-key arrays; `header` (n,) is the first word of each slot's header, -1 where there is no such slot; `ok` is an (n,) mask.
+Arguments of the kernels:
+
+- words: the file as a flat int64 array;
+- shape: (slab_bytes, first header, first payload byte, slabs); the first header counts in words;
+- locations (n, 4), keys (n, 2): int64 views of LOCATION and key arrays;
+- header (n,): first word of each slot's header; -1: there is no such slot;
+- ok: (n,) mask.
 """
 
 import platform
@@ -32,25 +36,25 @@ Mask = NDArray[np.bool_]
 Shape = tuple[int, int, int, int]
 
 FREE, WRITING, READY = 0, 1, 2
-MAGIC, VERSION, NONCE, FINGERPRINT = 0, 1, 2, 4  # of the superblock; nonce and fingerprint are two words each
+MAGIC, VERSION, NONCE, FINGERPRINT = 0, 1, 2, 4  # of the superblock; nonce and fingerprint have two words each
 SLAB_BYTES, SLABS, OFFERED, EPOCH, INCARNATION, CLOCK_BASE, FLOOR, DISCARDS, CLUSTER = range(6, 15)
 TABLE = 512  # first word of the slab table: (slab generation, stride) of every slab
-GIVEN_BACK = -1  # for a stride: the slab's memory was, or is to be, discarded
+GIVEN_BACK = -1  # as a stride: the slab's memory was discarded, or is to be
 HEADER_WORDS = 8
 KEY, LENGTH, POSITION, STAMP, CHECKSUM = 1, 3, 4, 5, 6
 
-# Types of arguments of kernels. What is only read may be read-only, so these take any array.
+# Types of arguments of kernels. Arguments that are only read may be read-only arrays, so these types take any array.
 INT, SHAPE = types.int64, types.UniTuple(types.int64, 4)
 WORDS = types.Array(types.int64, 1, "C")
 COLUMN = types.Array(types.int64, 1, "C", readonly=True)
-ROWS = types.Array(types.int64, 2, "C", readonly=True)  # a row each: a location, a key or what was found
+ROWS = types.Array(types.int64, 2, "C", readonly=True)  # a row is a location, a key or a result
 ROWS_OUT = types.Array(types.int64, 2, "C")
 MASK, FLAGS = types.Array(types.bool_, 1, "C"), types.Array(types.uint8, 1, "C")
 
 
 @intrinsic  # type: ignore[untyped-decorator]
 def _load(typing_context: Any, words: Any, at: Any) -> Any:
-    """The word, before anything that follows in program order (acquire)."""
+    """Load the word, before anything that follows in program order (acquire)."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         array = context.make_array(signature.args[0])(context, builder, args[0])
@@ -80,7 +84,7 @@ def load(words: Words, at: int) -> int:
 
 @kernel(WORDS, INT, INT)
 def store(words: Words, at: int, value: int) -> None:
-    """One word, released and visible to all before this returns."""
+    """Write one word, released and visible to all before this returns."""
     _store(words, at, value)
     fence()
 
@@ -89,7 +93,7 @@ def store(words: Words, at: int, value: int) -> None:
 def locate(words: Words, shape: Shape, locations: Words, header: Words, payload: Words) -> None:
     """Fill `header`, and the offset of each slot in the file (`payload`).
 
-    Anybody may have sent the locations, or written the superblock: nothing is multiplied that could overflow.
+    The locations and the superblock may come from anybody, so no product here can overflow.
     """
     offered = min(_load(words, OFFERED), shape[3])
     for i in range(len(locations)):
@@ -121,7 +125,7 @@ def check(words: Words, header: Words, locations: Words, keys: Words, claims: Wo
 
 @kernel(WORDS, WORDS, ROWS, ROWS, MASK)
 def recheck(words: Words, header: Words, locations: Words, keys: Words, ok: Mask) -> None:
-    """After a copy: clear `ok` where the header has changed since `check`: the copy may be of another block."""
+    """After a copy: clear `ok` where the header has changed since `check`, as the copy may be of another block."""
     fence()
     for i in range(len(locations)):
         h = header[i]
@@ -142,7 +146,7 @@ def stamp(words: Words, header: Words, now: int, ok: Mask) -> None:
 
 @kernel(WORDS, WORDS, ROWS)
 def formatted(words: Words, header: Words, locations: Words) -> bool:
-    """Whether every slab has the format that its grants were made for, or a later one."""
+    """Whether every slab has the format of its grants, or a later one."""
     for i in range(len(locations)):
         if header[i] >= 0 and _load(words, TABLE + 2 * (locations[i, 0] >> 32)) < locations[i, 2]:
             return False
@@ -151,7 +155,7 @@ def formatted(words: Words, header: Words, locations: Words) -> bool:
 
 @kernel(WORDS, WORDS, ROWS, MASK)
 def begin(words: Words, header: Words, locations: Words, ok: Mask) -> None:
-    """Under the slots' locks: set `writing`, or clear `ok` where the grant is of a past epoch, format or generation."""
+    """Under the slots' locks: set `writing`. Clear `ok` where the grant is of a past epoch, format or generation."""
     for i in range(len(locations)):
         if not ok[i]:
             continue
@@ -170,7 +174,7 @@ def begin(words: Words, header: Words, locations: Words, ok: Mask) -> None:
 
 @kernel(WORDS, WORDS, ROWS, MASK)
 def undo(words: Words, header: Words, locations: Words, ok: Mask) -> None:
-    """Under the slots' locks, after `begin`: free the slot, whose old block is gone; the same grant may begin again."""
+    """Under the slots' locks, after `begin`: free the slot. Its old block is gone. The same grant may begin again."""
     for i in range(len(locations)):
         if ok[i]:
             _store(words, header[i], (locations[i, 3] - 1) << 2 | FREE)
@@ -183,7 +187,7 @@ def finish(
 ) -> None:
     """Fill in the headers of copied blocks, `ready` last.
 
-    Where `ok` is no longer true the header stays `writing`, to be swept.
+    Where `ok` has been cleared the header stays `writing`, to be swept.
     """
     fence()
     for i in range(len(locations)):
@@ -210,7 +214,7 @@ def reclaim(words: Words, header: Words, locations: Words, ok: Mask, states: NDA
             word, generation, slab = _load(words, header[i]), locations[i, 3], locations[i, 0] >> 32
             states[i] = FREED
             if _load(words, TABLE + 2 * slab) != locations[i, 2]:
-                continue  # a slab of another format holds nothing of this grant: its headers are not ours to touch
+                continue  # the slab has another format, so its headers are not this grant's to touch
             if word & 3 == READY and word >> 2 >= generation and word >> 2 > floor:
                 states[i] = FINISHED
             elif word >> 2 <= generation:
@@ -230,9 +234,9 @@ def identify(words: Words, header: Words, out: Words) -> None:
 
 @kernel(WORDS, SHAPE, INT, INT, INT)
 def reformat(words: Words, shape: Shape, slab: int, generation: int, stride: int) -> None:
-    """Under the lock of all of the slab's headers: forget its blocks, and give it slots of `stride` bytes.
+    """Under the lock of all headers of the slab: forget its blocks, and give it slots of `stride` bytes.
 
-    stride: GIVEN_BACK: none.
+    stride: GIVEN_BACK for no slots.
     """
     smallest = words[TABLE + 2 * slab + 1]
     smallest = stride if smallest <= 0 else min(smallest, stride)
@@ -248,7 +252,7 @@ def reformat(words: Words, shape: Shape, slab: int, generation: int, stride: int
 
 @kernel(WORDS, INT, INT, MASK, ROWS_OUT)
 def collect(words: Words, first: int, stride: int, locked: Mask, out: Words) -> None:
-    """Fill (state, generation, key, key, length, position, stamp) of every slot of a slab; a locked one is WRITING."""
+    """Fill (state, generation, key, key, length, position, stamp) of every slot of a slab. A locked slot is WRITING."""
     for slot in range(len(out)):
         h = first + slot * HEADER_WORDS
         word = _load(words, h)

@@ -1,9 +1,9 @@
-"""An arena's file as this process has it in memory: its slabs, and the pages behind them.
+"""An arena's file in this process's memory: its slabs, and the pages behind them.
 
-The owner offers slabs one after the other: a slab's pages are allocated and faulted in before anybody may use it. When
-the pool shrinks, a slab is given back, and later its pages are discarded. Every process fills its own page tables for
-the slabs that it uses, and registers slabs with CUDA where a GPU is to reach them. `raykv.arena.arena` reads and
-writes the blocks.
+The owner offers slabs one after the other. It allocates and faults in a slab's pages before anybody may use the slab.
+When the pool shrinks, a slab is given back, and its pages are discarded later. Every process fills its own page tables
+for the slabs that it uses, and registers slabs with CUDA that a GPU must reach. `raykv.arena.arena` reads and writes
+the blocks.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ log = logging.getLogger("raykv")
 Bytes = NDArray[np.uint8]
 Addresses = NDArray[np.int64]
 _MADV_REMOVE, _MADV_HUGEPAGE, _MADV_POPULATE_WRITE = 9, 14, 23
-_madvise = ctypes.CDLL(None).madvise  # mmap.madvise keeps the GIL, for as long as a slab takes to fault in
+_madvise = ctypes.CDLL(None).madvise  # mmap.madvise would keep the GIL while a slab is faulted in
 _madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
@@ -50,7 +50,7 @@ class Mapping:
         self._size = layout.size
         # Guards replacing `_memory`, and the owner's changes of epoch and floor. Taken inside `_slab_lock`.
         self._mutex = threading.Lock()
-        # Guards which slabs are offered, given back, discarded and registered; held while the owner faults a slab in.
+        # Guards which slabs are offered, given back, discarded and registered. Held while the owner faults a slab in.
         self._slab_lock = threading.Lock()
         self._map(file.fd)
         self._locks = SlotLocks(file.fd, layout.headers, 8 * header.HEADER_WORDS)
@@ -60,19 +60,19 @@ class Mapping:
         self._memory = data[: self._shape[2]].view(np.int64), data  # replaced as one, so that a reader has a pair
         self._populated: set[int] = set()
         self._registered: dict[int, str | None] = {}  # by slab: the GPU that asked first. None: CUDA refused
-        self._registering: set[int] = set()  # slabs that some thread is at
+        self._registering: set[int] = set()  # slabs that a thread is registering now
         self._discards = header.load(self._memory[0], header.DISCARDS)
         first = data.ctypes.data + self._shape[2]
         cuda.when_gone(data, host_copy.unregister, first, self.slab_bytes, self._registered)
 
     @property
     def door(self) -> str:
-        """Owner: by what other processes open the file: its path, or this process's descriptor if that was removed."""
+        """Owner: the path by which other processes open the file, or this process's descriptor if it was removed."""
         return self.path if self.has_name else f"/proc/{os.getpid()}/fd/{self._locks.fd}"
 
     @property
     def has_name(self) -> bool:
-        """Owner: whether the file is where its path says; somebody may have removed it. True after `close`."""
+        """Owner: whether the file is still at its path; somebody may have removed it. True after `close`."""
         return self._locks.fd < 0 or files.has_name(self.path, self._locks.fd)
 
     @property
@@ -86,7 +86,7 @@ class Mapping:
         return self.offered - len(self.given_back())
 
     def given_back(self) -> list[int]:
-        """Numbers of slabs that were offered once, and whose memory was, or is to be, discarded."""
+        """Numbers of slabs that were offered once, and whose memory was discarded, or is to be."""
         words, _ = self._memory
         strides = words[header.TABLE + 1 :][: 2 * self.offered : 2]
         found: list[int] = np.flatnonzero(strides == header.GIVEN_BACK).tolist()
@@ -94,7 +94,7 @@ class Mapping:
 
     @property
     def epoch(self) -> int:
-        """The newest directory epoch that this arena has heard of; grants of an older one are refused."""
+        """The newest directory epoch that this arena knows. Grants of an older epoch are refused."""
         return header.load(self._memory[0], header.EPOCH)
 
     def region(self, slab: int) -> tuple[int, int]:
@@ -107,7 +107,7 @@ class Mapping:
     # ------------------------------------------------------------------ the owner changes the size
 
     def offer_next(self) -> bool:
-        """Owner: allocate, fault in and offer one more slab; slabs that were given back come first.
+        """Owner: allocate, fault in and offer one more slab. Slabs that were given back come first.
 
         Returns False if all are offered. CapacityError if there is no room.
         """
@@ -118,7 +118,7 @@ class Mapping:
             if slab >= self.slabs or self._locks.fd < 0:
                 return False
             _advise(data, *self._payload(slab), _MADV_HUGEPAGE)
-            self._populate(data, {slab})  # before it is allocated: only a fault is given huge pages
+            self._populate(data, {slab})  # before it is allocated, as only a fault gets huge pages
             try:
                 os.posix_fallocate(self._locks.fd, *self._payload(slab))
                 os.posix_fallocate(self._locks.fd, *self._headers(slab))
@@ -137,9 +137,9 @@ class Mapping:
             return True
 
     def give_back(self, slab: int, generation: int) -> bool:
-        """Owner: forget a slab's blocks, so that its memory can go. Grants up to a generation are refused from then on.
+        """Owner: forget a slab's blocks, so that its memory can go. Refuse grants up to a generation from then on.
 
-        Returns False if somebody writes there, or if the generation is not newer than the slab's, or of a past epoch.
+        Returns False if somebody writes there, or if the generation is of a past epoch or not newer than the slab's.
         The memory stays until `discard`: a reader that checked its headers before may still be copying.
         """
         with self._slab_lock:
@@ -161,7 +161,7 @@ class Mapping:
                 self._discard(slab)
 
     def refilled(self) -> list[int]:
-        """Slabs that were given back and have pages: not discarded yet, or touched afterwards by a late reader."""
+        """Slabs that were given back and have pages: not discarded yet, or touched later by a late reader."""
         return [
             slab
             for slab in self.given_back()
@@ -171,7 +171,7 @@ class Mapping:
     def _has_data(self, start: int, length: int) -> bool:
         try:
             return os.lseek(self._locks.fd, start, os.SEEK_DATA) < start + length
-        except OSError:  # nothing up to the file's end
+        except OSError:  # there is no data up to the file's end
             return False
 
     def _discard(self, slab: int) -> None:
@@ -180,7 +180,7 @@ class Mapping:
             host_copy.unregister(self.region(0)[0], self.slab_bytes, {slab: self._registered.pop(slab)})
         for region in (self._payload(slab), self._headers(slab)):
             _advise(self._memory[1], *region, _MADV_REMOVE)
-        self._discards += 1  # after the pages went: who registers the slab before maps the file again
+        self._discards += 1  # after the pages went: a process that registered the slab before maps the file again
         header.store(self._memory[0], header.DISCARDS, self._discards)
 
     def _payload(self, slab: int) -> tuple[int, int]:
@@ -195,18 +195,18 @@ class Mapping:
     # ------------------------------------------------------------------ every process prepares its pages
 
     def populate(self, gpu: str | None = None) -> None:
-        """Fill this process's page tables for all slabs that may be used; the first copies would wait for it otherwise.
+        """Fill this process's page tables for all slabs that may be used. Otherwise the first copies would wait for it.
 
-        gpu: UUID of a GPU that is to reach them, too.
+        gpu: UUID of a GPU that must reach them too.
         """
         slabs = set(range(self.offered)).difference(self.given_back())
         self._populate(self._memory[1], slabs)
         if gpu:
-            for slab in slabs.difference(self.given_back()):  # one at a time: copies of others do not wait for all
+            for slab in slabs.difference(self.given_back()):  # one at a time: others' copies need not wait for all
                 self.register(gpu, np.array([self.region(slab)[0]]))
 
     def _populate(self, data: Bytes, slabs: set[int]) -> None:
-        """Fill the page tables, once a slab: a fault a page costs more than the copy of the page."""
+        """Fill the page tables, once per slab: faulting page by page costs more than the copies."""
         for slab in slabs - self._populated:
             _advise(data, *self._payload(slab), _MADV_POPULATE_WRITE)
             self._populated.add(slab)
@@ -214,12 +214,12 @@ class Mapping:
     def register(self, gpu: str, addresses: Addresses) -> bool:
         """Page-lock the slabs of these slots, so that GPUs reach them. Returns whether GPUs reach them all.
 
-        A slab that another thread is locking is not waited for: they do not reach it yet.
+        Does not wait for a slab that another thread is locking: GPUs do not reach that slab yet.
         """
         with self._slab_lock:
             words, data = self._memory
             if ((addresses < data.ctypes.data) | (addresses >= data.ctypes.data + len(data))).any():
-                return False  # of a mapping that is no longer ours: closed, or replaced by another thread
+                return False  # the mapping was closed, or another thread replaced it
             if header.load(words, header.DISCARDS) != self._discards:
                 # GPUs would go on with pages that the owner discarded: the next copy finds another mapping
                 self._map_again(data)
@@ -232,7 +232,7 @@ class Mapping:
                 return False
             registering |= missing
         try:
-            for slab in missing:  # CUDA takes tens of milliseconds a GiB: nobody waits for a lock meanwhile
+            for slab in missing:  # CUDA takes tens of milliseconds a GiB, so no lock is held
                 registered[slab] = self._register(gpu, first + slab * self.slab_bytes)
         finally:
             with self._slab_lock:
@@ -257,7 +257,7 @@ class Mapping:
                 self._map(self._locks.fd)
 
     def close(self, unlink: bool = False) -> None:
-        """Let the file go: copies under way finish, every later call finds nothing. unlink: remove its name, too."""
+        """Let the file go. Copies under way finish, and every later call finds nothing. unlink: remove its name too."""
         if unlink and self._locks.fd >= 0 and self.has_name:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self.path)
@@ -267,7 +267,7 @@ class Mapping:
 
 
 def _mmap(fd: int, size: int) -> mmap.mmap:
-    """The file, mapped through a description of its own: a mapping that a forked child keeps must not keep locks."""
+    """The file, mapped through its own description: a mapping that a forked child keeps must not keep locks."""
     own = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
     try:
         return mmap.mmap(own, size)
@@ -276,6 +276,6 @@ def _mmap(fd: int, size: int) -> mmap.mmap:
 
 
 def _advise(data: Bytes, start: int, length: int, advice: int) -> None:
-    """madvise. It may be refused: an older kernel, or no huge pages, is only slower."""
+    """madvise. A refusal only makes things slower: an older kernel, or no huge pages."""
     if start + length <= len(data):
         _madvise(data.ctypes.data + start, length, advice)

@@ -1,6 +1,6 @@
 """An arena file's first page, and where its regions lie: superblock and slab table, headers, payload.
 
-The words of the page are named in `raykv.arena.header`, whose kernels read those that change.
+`raykv.arena.header` names the words of the page, and its kernels read the words that change.
 """
 
 import os
@@ -38,7 +38,7 @@ def layout(slab_bytes: int, slabs: int) -> Layout:
 
 
 def new_page(fingerprint: bytes, slab_bytes: int, slabs: int, cluster: bytes) -> NDArray[np.int64]:
-    """The first page of a new arena. ValueError for a geometry that is not possible."""
+    """The first page of a new arena. ValueError for an impossible geometry."""
     if not _is_possible(slab_bytes, slabs):
         raise ValueError(
             f"{slabs} slabs of {slab_bytes} bytes: give 1 to {SLABS_MAX}, of a multiple of {SLAB_UNIT} bytes up to "
@@ -55,7 +55,7 @@ def new_page(fingerprint: bytes, slab_bytes: int, slabs: int, cluster: bytes) ->
 
 
 def read(fd: int) -> NDArray[np.int64] | None:
-    """The file's first page, or None if this is not a whole arena, or says what no process of ours has written."""
+    """The file's first page. None if the file is not a whole arena, or if the page has impossible numbers."""
     page = os.pread(fd, ALIGN, 0)
     if len(page) < ALIGN:
         return None
@@ -65,7 +65,7 @@ def read(fd: int) -> NDArray[np.int64] | None:
         return None
     if os.fstat(fd).st_size != layout(slab_bytes, slabs).size:
         return None
-    counters = words[header.OFFERED : header.DISCARDS + 1].view(np.uint64)  # negative ones are above every limit
+    counters = words[header.OFFERED : header.DISCARDS + 1].view(np.uint64)  # negative numbers are above every limit
     most = np.array([slabs, EPOCHS - 2, *[GENERATIONS] * 4], np.uint64)  # the next directory's epoch is one more
     return words if (counters <= most).all() else None
 
@@ -80,7 +80,7 @@ def nonce_of(words: NDArray[np.int64]) -> bytes:
 
 
 def cluster_of(fd: int) -> bytes:
-    """The Ray cluster of the file's last owner; NO_CLUSTER where it says none."""
+    """The Ray cluster of the file's last owner; NO_CLUSTER where the file names none."""
     try:
         return os.pread(fd, len(NO_CLUSTER), 8 * header.CLUSTER) or NO_CLUSTER
     except OSError:  # it is no file
@@ -88,7 +88,7 @@ def cluster_of(fd: int) -> bytes:
 
 
 def put_cluster(fd: int, cluster: bytes) -> None:
-    """Owner: say which Ray cluster it is of."""
+    """Owner: write the Ray cluster of the file's owner."""
     os.pwrite(fd, cluster, 8 * header.CLUSTER)
 
 

@@ -1,7 +1,7 @@
 """XXH3_64bits of a block in whole stripes, computed from the registers through which the block is copied.
 
-A library can only read again what was copied. Past the caches that costs as much as the copy: the stores here leave the
-caches out (as memcpy's do, of one long copy), and the checksum is done with what was loaded.
+A library could only read the copy again, which costs as much as the copy if it is past the caches. The stores here
+leave the caches out, like memcpy's in a long copy, and the checksum uses the loaded registers.
 
 Source of the algorithm: https://github.com/Cyan4973/xxHash/blob/dev/doc/xxhash_spec.md, with its names.
 """
@@ -19,10 +19,10 @@ from raykv.system.intrinsics import emit_prefetch
 from raykv.system.jit import kernel
 
 STRIPE = 64  # bytes that the accumulators take at a time
-ROW = 1024  # bytes between two scrambles: "block" in the specification
-SHORTEST = 241  # bytes of which this is the checksum; shorter input has others
-AHEAD = 4096  # bytes that are asked for in advance: the processor's prefetch stops at a page's end
-SUM, COPY, STREAM = range(3)  # what is done with the bytes beside the sum; streamed ones are not kept in the caches
+ROW = 1024  # bytes between two scrambles; the specification calls it a block
+SHORTEST = 241  # bytes from which on this is the checksum; shorter input has other algorithms
+AHEAD = 4096  # bytes to prefetch ahead: the processor's prefetch stops at a page's end
+SUM, COPY, STREAM = range(3)  # what happens to the bytes beside the sum; streamed bytes are kept out of the caches
 
 PRIME32_1, PRIME32_2, PRIME32_3 = 0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D
 PRIME64_1, PRIME64_2, PRIME64_3 = 0x9E3779B185EBCA87, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9
@@ -68,7 +68,7 @@ def _store(builder: Any, lanes: Any, address: Any, offset: int, stream: bool) ->
 
 
 def _accumulated(builder: Any, lanes: Any, data: Any, secret: Any) -> Any:
-    """XXH3_accumulate_512: each lane takes its neighbour's word, and the product of the halves of its own."""
+    """XXH3_accumulate_512: each lane takes its neighbour's word, and the product of its own word's halves."""
     keyed = builder.xor(data, secret)
     product = builder.mul(builder.and_(keyed, _each(0xFFFFFFFF)), builder.lshr(keyed, _each(32)))
     swapped = builder.shuffle_vector(data, ir.Constant(_LANES, ir.Undefined), _SWAPPED)
@@ -76,9 +76,9 @@ def _accumulated(builder: Any, lanes: Any, data: Any, secret: Any) -> Any:
 
 
 def _stripes(number: int, mode: int, summed: bool = True) -> Any:
-    """In a kernel: (accumulators, target, source, secret), addresses. So many stripes one after the other.
+    """In a kernel: (accumulators, target, source, secret), all addresses. Does so many stripes one after the other.
 
-    summed: else the accumulators and the secret are not used.
+    summed: False: accumulators and secret are not used.
     """
 
     @intrinsic  # type: ignore[untyped-decorator]
@@ -109,7 +109,7 @@ _stream_plain_row = _stripes(ROW // STRIPE, STREAM, summed=False)
 
 @intrinsic  # type: ignore[untyped-decorator]
 def _begin(typing_context: Any) -> Any:
-    """In a kernel: the address of accumulators, which are the same ones in each call of a function."""
+    """In a kernel: the address of the accumulators, the same in each call within a function."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         lanes = cgutils.alloca_once_value(builder, ir.Constant(_LANES, list(INITIAL)))
@@ -179,7 +179,7 @@ def stream_rows(target: int, source: int, rows: int) -> None:
 
 @kernel
 def mode_of(target: int, source: int, stream: bool) -> int:
-    """What to do with the bytes of a part. Equal addresses: nothing. stream: if the target's address allows it."""
+    """What to do with the bytes of a part: SUM for equal addresses. stream: STREAM, if the target is aligned."""
     if target == source:
         return SUM
     return STREAM if stream and target % STRIPE == 0 else COPY
@@ -189,8 +189,8 @@ def mode_of(target: int, source: int, stream: bool) -> int:
 def copy_block(parts: NDArray[np.int64], stream: bool, secret: int) -> int:
     """Copy a block's parts. Returns the XXH3_64bits of its bytes in order.
 
-    parts: (n, 3) int64: target address, source address, bytes: each a multiple of STRIPE, SHORTEST in all. Equal
-    addresses: nothing is copied. stream: not through the caches; call `intrinsics.fence` after the last block.
+    parts: (n, 3) int64: target address, source address, bytes. Bytes are multiples of STRIPE, together at least
+    SHORTEST. Equal addresses: nothing is copied. stream: past the caches; call `intrinsics.fence` after the last block.
     secret: address of SECRET.
     """
     accumulators: int = _begin()

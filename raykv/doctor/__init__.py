@@ -1,1 +1,1 @@
-"""`raykv doctor`: what keeps a node from its part of a pool, or makes it slower there, and what to do about it."""
+"""`raykv doctor`: what keeps a node from its part of a pool, or slows it there, and what to do about it."""

@@ -1,4 +1,4 @@
-"""Looks at every node of the Ray cluster at once."""
+"""Examines every node of the Ray cluster at once."""
 
 import platform
 import time
@@ -20,24 +20,24 @@ from raykv.doctor.finding import OK, WRONG, Finding
 from raykv.errors import reason_of
 
 DEADLINE_S = 60.0  # of every question, to all nodes at once
-CLOCK_ASKS = 3  # the fastest answer is the surest
+CLOCK_ASKS = 3  # questions for a clock; the fastest answer is the most exact
 
 
 class Unanswered(NamedTuple):
-    """What a node says that has no answer."""
+    """Stands for the answer of a node that gave none."""
 
     why: str
 
 
 class Examination:
-    """Of all living nodes. hosts: their names by Ray node id, in the order of ray.nodes()."""
+    """An examination of all living nodes. hosts: names by Ray node id, in the order of ray.nodes()."""
 
     def __init__(self) -> None:
-        """In a process that has joined the Ray cluster."""
+        """For a process that has joined the Ray cluster."""
         self.hosts = {str(node["NodeID"]): str(node["NodeManagerHostname"]) for node in ray.nodes() if node["Alive"]}
 
     def findings(self) -> Iterator[Finding]:
-        """All that needs no pool, check by check."""
+        """The findings that need no pool, check by check."""
         software = _ask(examiner.software, self.hosts)
         here = {"python": platform.python_version(), "numba": version("numba"), "raykv": version("raykv")}
         answered = {node: said for node, said in software.items() if not isinstance(said, Unanswered)}
@@ -53,7 +53,7 @@ class Examination:
         yield from self._doors(list(answered))
 
     def _facts(self, nodes: list[str], raykv: str) -> Iterator[Finding]:
-        """Of nodes that have this version of raykv."""
+        """Findings of nodes that have this version of raykv."""
         usable = []
         for node, protocol in _ask(examiner.protocol, nodes).items():
             if isinstance(protocol, Unanswered):
@@ -83,7 +83,7 @@ class Examination:
         return judgement.of_clock(node, ahead, unsure)
 
     def _doors(self, nodes: list[str]) -> Iterator[Finding]:
-        """Whether each node can connect to each other, at a port that the system picks."""
+        """Findings on whether each node can connect to each other node, at a port that the system picks."""
         listening = _asked(examiner.listen, nodes)
         doors = _answers(listening)
         for node, door in doors.items():
@@ -110,12 +110,12 @@ class Examination:
 
 
 def _ask(question: Any, nodes: Iterable[str], *args: Any) -> dict[str, Any]:
-    """What nodes answer to one of examiner's questions; Unanswered where they don't."""
+    """Nodes' answers to one of examiner's questions; Unanswered where there is none."""
     return _answers(_asked(question, nodes, *args))
 
 
 def _asked(question: Any, nodes: Iterable[str], *args: Any) -> dict[str, Any]:
-    """A question on its way to nodes, which answer by themselves or, as generators, one answer after another."""
+    """Put a question to nodes. A task answers once; a generator gives one answer after another."""
     return {
         node: question.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote(*args)
         for node in nodes
@@ -123,7 +123,7 @@ def _asked(question: Any, nodes: Iterable[str], *args: Any) -> dict[str, Any]:
 
 
 def _answers(asked: dict[str, Any]) -> dict[str, Any]:
-    """The first of each node."""
+    """The first answer of each node."""
     ready, _ = ray.wait(list(asked.values()), num_returns=len(asked), timeout=DEADLINE_S) if asked else ([], [])
     return {node: _answer(answer, answer in ready) for node, answer in asked.items()}
 

@@ -1,6 +1,6 @@
-"""What is looked at on a node, as tasks: an actor would stay on the Actors page of Ray's dashboard.
+"""The checks that run on a node, as tasks: an actor would stay on the Actors page of Ray's dashboard.
 
-Ray sends these functions whole, so that they run even where there is no raykv. So they use nothing of raykv's.
+Ray sends these functions whole, so they run even where there is no raykv. So they use nothing of raykv's.
 """
 
 import contextlib
@@ -21,13 +21,13 @@ AT_A_TIME = 32  # connections
 
 @ray.remote(num_cpus=0, max_retries=0)
 def software() -> dict[str, str]:
-    """Versions of `python`, `numba` and `raykv`; why raykv can't be used here as `why_not`, if it can't."""
+    """Versions of `python`, `numba` and `raykv`. Where raykv can't be used: why, as `why_not`."""
     found = {"python": platform.python_version(), "numba": "none"}
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         found["numba"] = importlib.metadata.version("numba")
     try:
         found["raykv"] = str(importlib.import_module("raykv").__version__)
-    except Exception as error:  # whatever a broken installation raises
+    except Exception as error:  # a broken installation may raise anything
         found["why_not"] = f"{error}" if isinstance(error, ImportError) else repr(error)
     return found
 
@@ -54,20 +54,20 @@ def clock() -> float:
 
 @ray.remote(num_cpus=0, max_retries=0, _generator_backpressure_num_objects=1)  # type: ignore[call-overload, untyped-decorator]
 def listen() -> Iterator[tuple[str, int]]:
-    """(host, port) where this node listens, as the lanes between stores do, as long as its answers are kept.
+    """(host, port) where this node listens, like the lanes between stores. It listens while its answers are kept.
 
     OSError if it can't.
     """
     host = ray.util.get_node_ip_address()
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.create_server((host, 0), family=family, backlog=1024) as door:  # the system accepts for it
-        for _ in range(2):  # Ray goes on when somebody asks for the second answer, or for none any more
+    with socket.create_server((host, 0), family=family, backlog=1024) as door:  # the system accepts connections
+        for _ in range(2):  # Ray goes on when somebody asks for the second answer, or drops the generator
             yield host, int(door.getsockname()[1])
 
 
 @ray.remote(num_cpus=0, max_retries=0)
 def reach(doors: list[tuple[str, int]]) -> list[str]:
-    """Why this node can't connect there, for each (host, port); "" where it can."""
+    """Why this node can't connect, for each (host, port); "" where it can."""
 
     def why_not(door: tuple[str, int]) -> str:
         try:

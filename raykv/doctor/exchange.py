@@ -1,4 +1,4 @@
-"""Blocks that go both ways between each two nodes of a running pool, as an engine's do."""
+"""Blocks that go both ways between each two nodes of a running pool, like an engine's."""
 
 import time
 from collections.abc import Iterator
@@ -20,11 +20,11 @@ from raykv.errors import reason_of
 BLOCK_BYTES, BLOCKS = 512 << 10, 8  # together half of the smallest arena
 TURNS = 3  # the first makes the connections, and the fastest counts
 DEADLINE_S = 60.0  # for a task on another node
-RATE = 1.0  # tokens a second: a read waits for an external tier as long as it takes
+RATE = 1.0  # tokens a second: so low that a read waits for an external tier as long as it takes
 
 
 class Reading(NamedTuple):
-    """Blocks that were read, those of them that were wrong, and the seconds it took."""
+    """Number of blocks that were read, number of wrong ones, and the seconds that it took."""
 
     read: int
     wrong: int
@@ -40,7 +40,7 @@ def store(pool: str, seed: int) -> int:
 
 @ray.remote(num_cpus=0, max_retries=0)
 def read(pool: str, seed: int) -> Reading:
-    """Read here what another node stored with that seed."""
+    """Read here the blocks that another node stored with that seed."""
     cache = opened(pool)
     keys, blocks = content(cache, seed)
     out = np.zeros_like(blocks)
@@ -53,7 +53,7 @@ def read(pool: str, seed: int) -> Reading:
 
 @lru_cache(1)
 def opened(pool: str) -> raykv.KVCache:
-    """The cache of these blocks. Tasks of a node run in one worker mostly, and that attaches once."""
+    """The cache of these blocks. A node's tasks mostly run in one worker, which attaches once."""
     return raykv.attach(pool).cache(
         model="raykv doctor", dtype="uint8", layout="rows", block_tokens=1, block_bytes=BLOCK_BYTES
     )
@@ -67,7 +67,7 @@ def content(cache: raykv.KVCache, seed: int) -> tuple[Any, Any]:
 
 
 def findings(pool: raykv.KVPool, hosts: dict[str, str]) -> Iterator[Finding]:
-    """Of each node's store, and of each two nodes that have one. hosts: names by Ray node id."""
+    """Findings of each node's store, and of each two nodes with a store. hosts: names by Ray node id."""
     stats, idle = pool.stats(), internal_kv.left_nodes(pool.name)
     serve = []
     for node in hosts:
@@ -87,7 +87,7 @@ def findings(pool: raykv.KVPool, hosts: dict[str, str]) -> Iterator[Finding]:
 
 
 def _exchange(pool: raykv.KVPool, hosts: dict[str, str], reader: str, source: str, seed: int) -> Finding:
-    """Have a node read what another one stores."""
+    """Have one node read what another one stores."""
     whose, see = f"{hosts[source]} ({source[:16]})", f"see `raykv status --name {pool.name}`"
     seconds = []
     for turn in range(TURNS):
@@ -108,6 +108,6 @@ def _exchange(pool: raykv.KVPool, hosts: dict[str, str], reader: str, source: st
 
 
 def _at(node: str, task: Any, *args: Any) -> Any:
-    """What a task returns, as one of that node."""
+    """The result of a task that runs on that node."""
     pinned = NodeAffinitySchedulingStrategy(node, soft=False)
     return ray.get(task.options(scheduling_strategy=pinned).remote(*args), timeout=DEADLINE_S)

@@ -1,4 +1,4 @@
-"""What a node that has raykv says of itself."""
+"""What a node with raykv says of itself."""
 
 import os
 import re
@@ -21,13 +21,14 @@ HUGE_PAGES = "/sys/kernel/mm/transparent_hugepage/shmem_enabled"
 
 
 class Facts(NamedTuple):
-    """machine: equal for nodes that share their memory. room, total, shm: what is free of it, all of it, and the size
-    of /dev/shm, in bytes. left: bytes in /dev/shm by pool, of stores that do not live any more; alive: those of these
-    pools that have other stores here that do.
-    kernels: the folder of machine code. unwritable: better ones, that can't be written by this user alone.
-    huge_pages: the kernel's word for files in memory, "" if it has none. gpus: how many raykv can use. driver: the
-    version of NVIDIA's, "" without. no_nixl: why NIXL can't be used, "" if it can. rdma: whether there is a card.
-    niceness: of Ray's workers. no_tls: where Ray uses it, why the pool can't; "" if it can. tls: whether Ray does.
+    """Facts about one node.
+
+    machine: equal for nodes that share memory. room: free memory; total: all memory; shm: size of /dev/shm; in bytes.
+    left: by pool, bytes in /dev/shm of dead stores. alive: pools in `left` with a live store here too.
+    kernels: the folder of machine code. unwritable: better folders that others can write, or this user can't.
+    huge_pages: the kernel's setting for files in memory, or "". gpus: number of GPUs that raykv can use.
+    driver: version of NVIDIA's, or "". no_nixl: why NIXL can't be used, or "". rdma: whether there is an RDMA card.
+    niceness: of Ray's workers. tls: whether Ray uses TLS. no_tls: why the pool then can't use it, or "".
     """
 
     machine: str
@@ -49,7 +50,7 @@ class Facts(NamedTuple):
 
 
 def look() -> Facts:
-    """Of this node, from one of its Ray workers."""
+    """Facts about this node, from one of its Ray workers."""
     stats, ours = os.statvfs(SHM), cluster.identity()
     kernels, unwritable = jit.cache_folder()
     left = {pool: size for pool, size in left_behind_by_pool().items() if size}
@@ -83,7 +84,7 @@ def _no_tls() -> str:
 
 
 def _found(path: str, pattern: str) -> str:
-    """What a file of the kernel's says; "" where there is no such file, or it says something else."""
+    """The match in a file of the kernel's; "" where the file or the match is missing."""
     try:
         match = re.search(pattern, Path(path).read_text(encoding="utf-8"))
     except OSError:

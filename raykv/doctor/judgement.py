@@ -1,4 +1,4 @@
-"""What is wrong with a node, by what it says of itself."""
+"""Judges a node by what it says of itself."""
 
 from collections.abc import Iterator
 from importlib.metadata import metadata
@@ -13,13 +13,13 @@ from raykv.protocol.calls import VERSION
 from raykv.system import free_memory
 from raykv.system.extras import to_install
 
-CLOCKS_S = 1.0  # that two clocks may be apart, beyond what the question took
+CLOCKS_S = 1.0  # two clocks may be so far apart, beyond the time that the question took
 INSTALLED = ("python", "numba")
 PYTHONS = SpecifierSet(metadata("raykv")["Requires-Python"])
 
 
 def of_software(node: str, there: dict[str, str], here: dict[str, str]) -> list[Finding]:
-    """there, here: what `examiner.software` says of the node, and of the driver."""
+    """there, here: answers of `examiner.software` on the node and on the driver."""
     found = []
     for what in INSTALLED:
         state, text = OK, there[what]
@@ -37,7 +37,7 @@ def of_software(node: str, there: dict[str, str], here: dict[str, str]) -> list[
 
 
 def of_protocol(node: str, version: str, protocol: int) -> Finding:
-    """Of a node whose raykv has the driver's version."""
+    """The finding about messages, of a node whose raykv has the driver's version."""
     if protocol != VERSION:
         text = f"{version} of other sources: its messages have version {protocol}, here they have {VERSION}"
         return Finding(node, "raykv", WRONG, f"{text}: {what_to_install()}")
@@ -45,7 +45,7 @@ def of_protocol(node: str, version: str, protocol: int) -> Finding:
 
 
 def of_facts(node: str, facts: Facts, neighbours: int, running: set[str]) -> Iterator[Finding]:
-    """neighbours: nodes that share its memory, and itself. running: names of pools of this Ray cluster."""
+    """neighbours: number of nodes that share its memory, with itself. running: names of pools of this Ray cluster."""
     yield _memory(node, facts, neighbours)
     yield from _left(node, facts.left, running | facts.alive)
     yield _kernels(node, facts)
@@ -57,7 +57,7 @@ def of_facts(node: str, facts: Facts, neighbours: int, running: set[str]) -> Ite
 
 
 def of_clock(node: str, ahead: float, unsure: float) -> Finding:
-    """ahead: seconds that its clock is before the driver's, known to `unsure` seconds."""
+    """ahead: seconds by which its clock is ahead of the driver's. unsure: error of `ahead` in seconds."""
     text = f"{ahead:+.2f} s from here, give or take {unsure:.2f}"
     if abs(ahead) - unsure > CLOCKS_S:
         return Finding(node, "clock", ADVICE, f"{text}: logs will not match; run an NTP client such as chrony there")
@@ -65,7 +65,7 @@ def of_clock(node: str, ahead: float, unsure: float) -> Finding:
 
 
 def of_tokens(node: str, chunks: int) -> Finding:
-    """chunks: that engines of the node found to hold other tokens than their keys stand for."""
+    """chunks: number that engines of the node found to hold other tokens than their keys stand for."""
     text = (
         f"{chunks} chunks held other tokens than their keys stand for; engines with verify_tokens dropped and computed "
         f"them. That is a fault of raykv or of the engine: keep the engines' logs, and report it. `raykv clear` counts "
@@ -93,7 +93,7 @@ def _memory(node: str, facts: Facts, neighbours: int) -> Finding:
 
 
 def _left(node: str, left: dict[str, int], alive: set[str]) -> Iterator[Finding]:
-    """Memory of stores that do not live any more. As a start does, this only warns; see `_memory`."""
+    """Findings on memory of dead stores. Like a start, this only warns; see `_memory`."""
     for pool, size in sorted(left.items()):
         text = f"{_gib(size)} in /dev/shm of pool {pool}, "
         if pool in alive:

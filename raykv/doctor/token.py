@@ -1,4 +1,4 @@
-"""Ray's token, here and in the cluster. Whoever sends another one than the cluster's does not get as far as this."""
+"""Ray's token, here and in the cluster. A process with a wrong token can't join, so it never gets here."""
 
 import ray
 
@@ -7,7 +7,7 @@ from raykv.doctor.finding import OK, WRONG, Finding
 
 
 def finding() -> Finding:
-    """Of this process, at its node. Unless it is OK no node answers: Ray's calls into this process are turned away."""
+    """The finding of this process, at its node. Unless it is OK no node answers: Ray's calls back are turned away."""
     context = ray.get_runtime_context()
     node = context.get_node_id()
     if not token.is_sent():

@@ -3,8 +3,9 @@
     rows = prefix_ordered(dataset, tokenizer, engines=2)
     rows.map_batches(LLMPredictor, fn_constructor_kwargs={"model": ...}, compute=ActorPoolStrategy(size=2))
 
-Ray Data hands a block of rows whole to one actor, blocks in their order to whoever has room. So a block is a run of
-`raykv.scheduling.order`; and since actors take turns, blocks of as many stretches of it are dealt in turn.
+Ray Data hands a whole block of rows to one actor, and gives the next block to any actor with room. So a block is a run
+of `raykv.scheduling.order`. Actors take turns, so the order is cut into a stretch for each engine, and blocks are dealt
+from the stretches in turn.
 """
 
 import itertools
@@ -27,27 +28,27 @@ from raykv.keys import ROOT_BYTES, chain
 from raykv.scheduling import split
 from raykv.scheduling.batches import Prompts
 
-BLOCK_TOKENS = 64  # prompts are compared by so many at a time: to share fewer saves next to nothing
-KEY_BYTES = 8  # two that are equal by chance cost a place in the order, and nothing else
-BLOCKS = 8  # of Ray Data, an engine, at least, so that loads are even
+BLOCK_TOKENS = 64  # prompts are compared by so many tokens at a time: a shorter shared prefix saves next to nothing
+KEY_BYTES = 8  # two keys that are equal by chance only cost a place in the order
+BLOCKS = 8  # of Ray Data, for each engine, at least, so that loads are even
 ROWS = 1000  # of a block, about, at most
 RANK = "__raykv_rank"
 
 
 def prefix_ordered(dataset: ray.data.Dataset, tokenizer: Any, engines: int, column: str = "prompt") -> ray.data.Dataset:
-    """The rows of a dataset, materialized, so ordered and cut into blocks that engines compute few prefixes twice.
+    """The rows of a dataset, materialized, in an order and blocks that let engines compute few prefixes twice.
 
-    tokenizer: of the engines' model; or a function of what is in `column`, for instance of messages, that returns token
-    ids (it runs in Ray tasks). engines: actors that will take blocks. Equal loads are meant: by tokens of different
-    prefixes, not by what is generated.
+    tokenizer: of the engines' model. Or a function that turns a value of `column`, such as messages, into token ids; it
+    runs in Ray tasks. engines: actors that will take blocks. Loads are equal by tokens of different prefixes, not by
+    what is generated.
 
-    A block is a run of rows, depth first over their tree of shared prefixes. An actor gets it whole, and its rows in
-    order, as long as batches are no larger than blocks. Which actor gets which block is Ray Data's choice. The context
-    of what is returned has `preserve_order` set, so that blocks stay in their order behind stages in between.
+    A block is a run of rows, depth first over their tree of shared prefixes. An actor gets a whole block, and its rows
+    in order, as long as batches are no larger than blocks. Ray Data chooses which actor gets which block. The context
+    of the returned dataset has `preserve_order` set, so that later stages keep the order of blocks.
 
-    All rows are in Ray's object store then, twice while they are put in order. This process holds 8 bytes for every 64
-    tokens of every prompt, and some 550 a prompt. Raises KeyError for a column that is not there, ValueError for less
-    than one engine or what is no list of token ids.
+    All rows are in Ray's object store afterwards, twice while they are put in order. This process holds 8 bytes for
+    every 64 tokens of every prompt, and about 550 bytes for each prompt. KeyError for an unknown column. ValueError for
+    less than one engine, or for values that are no lists of token ids.
     """
     encode = getattr(tokenizer, "encode", tokenizer)
     tables, put = dataset.to_arrow_refs(), ray.put(encode)
@@ -67,7 +68,7 @@ def prefix_ordered(dataset: ray.data.Dataset, tokenizer: Any, engines: int, colu
 
 
 def dealt(prompts: Prompts, engines: int) -> list[list[int]]:
-    """Indices of the prompts of each block, in the order in which engines that take turns get them."""
+    """Indices of the prompts of each block, in the order in which engines that take turns get the blocks."""
     stretches = split(prompts, engines)
     blocks = max(BLOCKS, -(-len(prompts) // (engines * ROWS)))
     cut = [[[part[i] for i in run] for run in split([prompts[i] for i in part], blocks)] for part in stretches]
@@ -76,8 +77,8 @@ def dealt(prompts: Prompts, engines: int) -> list[list[int]]:
 
 @ray.remote
 def _keys(table: pa.Table, column: str, encode: Callable[[Any], Any]) -> list[NDArray[np.uint8]]:
-    """Of each row's prompt: (blocks, KEY_BYTES) uint8."""
-    prompts = table.column(column).to_pylist() if table.num_rows else []  # of no rows Ray Data knows no columns
+    """Keys of each row's prompt: (blocks, KEY_BYTES) uint8."""
+    prompts = table.column(column).to_pylist() if table.num_rows else []  # without rows, Ray Data knows no columns
     return [chain(bytes(ROOT_BYTES), encode(prompt), BLOCK_TOKENS)[:, :KEY_BYTES].copy() for prompt in prompts]
 
 
@@ -89,7 +90,7 @@ def _with_ranks(table: pa.Table, ranks: NDArray[np.int64]) -> pa.Table:
 class LLMPredictor:
     """vLLM's `LLM` on a pool, for `map_batches`: adds `generated_text` to the rows of a batch.
 
-    And `num_cached_tokens`, how many of a prompt were not computed.
+    It also adds `num_cached_tokens`, the number of a prompt's tokens that were not computed.
     """
 
     def __init__(
@@ -113,7 +114,7 @@ class LLMPredictor:
         self.column = column
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """batch: arrays of as many rows, by column."""
+        """batch: arrays by column, all with the same number of rows."""
         outputs = self.llm.generate(batch[self.column].tolist(), self.sampling_params, use_tqdm=False)
         return {
             **batch,

@@ -1,4 +1,4 @@
-"""A pool from inside an engine's own processes, which Ray did not start."""
+"""A pool in an engine's own processes, which Ray did not start."""
 
 import os
 import random
@@ -14,7 +14,7 @@ from raykv.config import NAMESPACE
 
 
 def attach(pool: str, gpu: str | None = None) -> pools.KVPool:
-    """The pool, from any process under a Ray actor: as on the actor's node. gpu: `device` of `raykv.attach`.
+    """The pool, from any process under a Ray actor, as on the actor's node. gpu: `device` of `raykv.attach`.
 
     Such a process is a driver of its own and may join another raylet of the machine, whose arena is not its node's.
     """
@@ -30,9 +30,10 @@ def attach(pool: str, gpu: str | None = None) -> pools.KVPool:
 
 @contextmanager
 def _own_random() -> Iterator[None]:
-    """Random numbers that no other process has: Ray names its subscriptions by them, but engines seed all ranks alike.
+    """Inside, random numbers differ in every process. Ray names its subscriptions by them, but engines seed all ranks
+    alike.
 
-    Drivers of one name would take each other's long polls, a thousand a second.
+    Drivers with the same name would take each other's long polls, a thousand a second.
     """
     state = random.getstate()
     random.seed()

@@ -1,4 +1,4 @@
-"""Where a prompt's blocks are, for routers: asked of the directory without being a client of the pool."""
+"""Where a prompt's blocks are, for routers. They ask the directory without being clients of the pool."""
 
 import asyncio
 import json
@@ -17,30 +17,29 @@ from raykv.system import sha256
 
 log = logging.getLogger("raykv")
 
-SHARE = 0.2  # of the pool's deadline: a request is not held up for longer
+SHARE = 0.2  # of the pool's deadline: a router holds up a request no longer
 
 
 class PrefixLookup:
-    """Asks a pool's directory from an event loop, and knows what was announced of a model.
+    """Asks a pool's directory from an event loop, and has the announcements of models.
 
-    While the directory does not answer in time nobody waits for it: it is looked for in the background, once a second.
-    Not thread-safe.
+    While the directory does not answer in time, nobody waits for it: a background task looks for it once a second. Not
+    thread-safe.
     """
 
     def __init__(self, pool: str, model: str) -> None:
-        """model: as it was announced."""
-        self.announced: dict[str, Any] | None = None  # how prompts become keys; None while that is unknown
+        """model: its announced name."""
+        self.announced: dict[str, Any] | None = None  # how prompts become keys; None until it is known
         self._pool, self._model = pool, model
-        self._others: dict[str, dict[str, Any]] = {}  # announced, by name
+        self._others: dict[str, dict[str, Any]] = {}  # announcements by name
         self._wanted: set[str] = set()  # names that were asked for since the last look
         self._line = DirectoryLine(pool)
-        self._deadline = 0.0  # of a question, in seconds: known with the pool's settings, before the first one
-        self._answers = False  # the directory answered the last question in time
+        self._deadline = 0.0  # of a question, in seconds; known from the pool's settings before the first question
+        self._answers = False  # whether the directory answered the last question in time
         self._search: asyncio.Task[None] | None = None
 
     def announced_of(self, other: str) -> dict[str, Any] | None:
-        """What was announced of another name, such as a LoRA adapter's. None while that is unknown: it is looked
-        for."""
+        """The announcement of another name, such as a LoRA adapter's. None: unknown yet; it will be looked up."""
         found = self._others.get(other)
         if found is None:
             self._wanted.add(other)
@@ -48,14 +47,14 @@ class PrefixLookup:
         return found
 
     def look(self) -> None:
-        """Look for the directory and the announcement anew, in the background. What is known is used until then."""
+        """Look for the directory and the announcement again, in the background. Old answers are used until then."""
         if self._search is None or self._search.done():
             self._search = asyncio.get_running_loop().create_task(self._look())
 
     async def locate_prefix(self, keys: NDArray[np.uint8]) -> dict[str, int]:
-        """By Ray node id, how many blocks of the longest ready prefix of `keys` lie there.
+        """By Ray node id, how many blocks of the longest ready prefix of `keys` are there.
 
-        keys: (n, 16) uint8, at most KEYS_PER_CALL. Empty where the directory does not answer in time.
+        keys: (n, 16) uint8, at most KEYS_PER_CALL. Returns {} where the directory does not answer in time.
         """
         if self._answers:
             try:
@@ -80,15 +79,15 @@ class PrefixLookup:
                 return
 
     def _find(self, others: set[str]) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
-        """Find the directory. Returns what was announced of the model, and of other names, where it was.
+        """Find the directory. Returns the announcement of the model, and the known announcements of `others`.
 
-        Raises ValueError where the pool, its directory or the model's announcement is missing.
+        ValueError where the pool, its directory or the model's announcement is missing.
         """
         settings = internal_kv.settings(self._pool)
         if settings is None:
             raise ValueError(f"there is no pool {self._pool!r}")
         self._deadline = SHARE * settings["deadline"]
-        sha256.load()  # in this thread: keys are made on the event loop
+        sha256.load()  # in this thread, as keys are made on the event loop
         announced = self._announced(self._model)
         if announced is None:
             raise ValueError(f"nobody has announced {self._model!r} in pool {self._pool!r}")

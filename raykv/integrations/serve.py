@@ -40,15 +40,15 @@ from raykv.integrations import prefix_lookup
 
 log = logging.getLogger("raykv")
 
-WORTH = 4  # waiting requests that a replica may have more than others, and still be the best for a prompt it has whole
-ASKED = 64  # blocks of a prompt, evenly spaced, that the directory is asked about: a long prompt costs no more
+WORTH = 4  # waiting requests that a replica with the whole prompt may have more than others, and still come first
+ASKED = 64  # blocks of a prompt, evenly spaced, to ask the directory about: a long prompt costs no more
 NO_KEYS = np.zeros((0, 16), np.uint8)
 
 
 def announce(cache: KVCache, model: str) -> None:
     """Tell the routers of `model` how prompts become keys of `cache`. For the constructor of a deployment.
 
-    model: the name that routers are given in request_router_kwargs. Raises RayError if Ray does not answer.
+    model: the name in the routers' request_router_kwargs. RayError if Ray does not answer.
     """
     prefix_lookup.announce(cache.session.name, model, root=cache.root.hex(), block_tokens=cache.block_tokens)
 
@@ -56,16 +56,16 @@ def announce(cache: KVCache, model: str) -> None:
 class PrefixRouter(PowerOfTwoChoicesRequestRouter):  # type: ignore[misc]
     """Prefers replicas on nodes that hold much of a prompt to replicas with shorter queues, within limits.
 
-    A node that holds a whole prompt makes up for a queue that is longer by WORTH requests, and one that holds a part of
-    it for as much less. Where no node holds enough to matter, or the pool does not answer in time, Serve chooses as
-    always: the better of two random replicas.
+    A node with the whole prompt makes up for a queue that is longer by WORTH requests; a node with a part of it for as
+    much less. Where no node holds enough to matter, or the pool does not answer in time, Serve chooses as always: the
+    better of two random replicas.
 
-    request_router_kwargs: `model`, as announced, and `pool`. The prompt is the request's keyword `token_ids`, its
-    keywords `lora` and `salt` are those of KVCache.keys; override `keys` for requests of another form.
+    request_router_kwargs: `model`, as announced, and `pool`. The prompt is the request's keyword `token_ids`; its
+    keywords `lora` and `salt` are those of KVCache.keys. Override `keys` for requests of another form.
     """
 
     def initialize_state(self, model: str, pool: str = "default") -> None:
-        """Called by Serve with request_router_kwargs. model: as announced. pool: its name."""
+        """Called by Serve with request_router_kwargs. model: its announced name. pool: its name."""
         self.lookup = prefix_lookup.PrefixLookup(pool, model)
         self._warned = False
 
@@ -74,7 +74,7 @@ class PrefixRouter(PowerOfTwoChoicesRequestRouter):  # type: ignore[misc]
         self.lookup.look()  # new replicas may announce another cache
 
     def announced(self, request: PendingRequest) -> dict[str, Any] | None:
-        """What was announced of the model that a request asks for; None while that is unknown."""
+        """The announcement of a request's model; None until it is known."""
         return self.lookup.announced
 
     async def keys(self, request: PendingRequest, announced: dict[str, Any]) -> NDArray[np.uint8]:
@@ -102,7 +102,7 @@ class PrefixRouter(PowerOfTwoChoicesRequestRouter):  # type: ignore[misc]
         return ranked(able, shares, self._queue_lengths(able)) or by_chance
 
     async def _shares(self, request: PendingRequest) -> dict[str, float]:
-        """By node id, how much of the prompt is there, from 0 to 1."""
+        """By node id, the share of the prompt that is there, from 0 to 1."""
         announced = self.announced(request)
         if announced is None:
             return {}
@@ -110,7 +110,7 @@ class PrefixRouter(PowerOfTwoChoicesRequestRouter):  # type: ignore[misc]
             prompt = await self.keys(request, announced)
         except ValueError:  # the replica will say what is wrong with it
             return {}
-        except Exception as error:  # a router that raises would leave the request waiting for good
+        except Exception as error:  # if a router raised, the request would wait for good
             if not self._warned:
                 self._warned = True
                 log.warning("requests are routed without a look at the pool, since one's keys failed: %r", error)
@@ -123,7 +123,7 @@ class PrefixRouter(PowerOfTwoChoicesRequestRouter):  # type: ignore[misc]
         return {node: count / len(asked) for node, count in blocks.items()}
 
     def _queue_lengths(self, replicas: list[RunningReplica]) -> list[int]:
-        """The last known ones; a replica that was not heard of lately counts as idle."""
+        """The last known queue lengths; a replica without recent news counts as idle."""
         return [self.replica_queue_len_cache.get(replica.replica_id) or 0 for replica in replicas]
 
     def _get_pending_request_matching_metadata(self, request_metadata: Any = None) -> PendingRequest | None:
@@ -133,7 +133,7 @@ class PrefixRouter(PowerOfTwoChoicesRequestRouter):  # type: ignore[misc]
 
 
 def with_adapter(replicas: Sequence[RunningReplica], adapter: str) -> list[RunningReplica]:
-    """Those that have loaded it: another would load it first, which takes longer than a prefix. adapter: "": any."""
+    """Replicas that have loaded an adapter: loading it takes longer than a prefix. adapter: "" for any replica."""
     return [replica for replica in replicas if not adapter or adapter in replica.multiplexed_model_ids]
 
 
@@ -142,7 +142,7 @@ def ranked(
 ) -> list[list[RunningReplica]]:
     """Replicas in groups, best first; none at all where no node has enough of the prompt to matter.
 
-    shares: by node id, how much of the prompt is there. queues: length of each replica's.
+    shares: by node id, the share of the prompt that is there. queues: length of each replica's.
     """
     gains = [int(WORTH * shares.get(replica.node_id, 0.0)) for replica in replicas]
     if not any(gains):

@@ -38,10 +38,10 @@ Shape = tuple[int, int, int, int, int]
 class Prefill:
     """A prompt that the model has seen.
 
-    past_key_values: of the whole prompt, batch 1: what comes next is the token after it.
+    past_key_values: of the whole prompt, batch 1; continue with the token after the prompt.
     logits: (vocab,), of the prompt's last position.
     pool_tokens: leading tokens that came from the pool instead of being computed.
-    nodes: Ray node ids that those were on, in order, each once; empty if there were none.
+    nodes: Ray node ids where these tokens' blocks were, in order, each once; () without any.
     """
 
     past_key_values: DynamicCache
@@ -51,12 +51,12 @@ class Prefill:
 
 
 class PromptCache(DynamicCache):  # type: ignore[misc]
-    """KV of a whole prompt. Refuses the same prompt once more, which the model would take for its continuation."""
+    """KV of a whole prompt. Refuses the same prompt again: the model would take it for a continuation."""
 
-    prompt_tokens = 0  # that it held when `prefill` was done
+    prompt_tokens = 0  # tokens that it held when `prefill` was done
 
     def update(self, key_states: Any, value_states: Any, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
-        """As of DynamicCache. Raises ValueError for a first continuation that repeats the prompt."""
+        """Like DynamicCache's. ValueError for a first continuation that repeats the prompt."""
         if layer_idx == 0 and self._repeats_prompt(value_states):
             raise ValueError(
                 f"the {self.prompt_tokens} tokens of the prompt were given to the model a second time, with a cache "
@@ -66,9 +66,9 @@ class PromptCache(DynamicCache):  # type: ignore[misc]
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def _repeats_prompt(self, values: torch.Tensor) -> bool:
-        """By the first layer's values: in a rotary model these depend on the tokens only, and not on their positions.
+        """Compare the first layer's values: in a rotary model they depend only on the tokens, not on their positions.
 
-        A prompt of one token may well be followed by the same.
+        A prompt of one token is not checked, as the same token may well follow it.
         """
         if not 1 < self.prompt_tokens == self.get_seq_length() == values.shape[-2]:
             return False
@@ -87,13 +87,13 @@ def model_cache(
 ) -> KVCache:
     """The cache of `pool` that engines with this model share.
 
-    pool: of raykv.start or raykv.attach. block_tokens: tokens of a block, equal in all engines that are to share.
+    pool: of raykv.start or raykv.attach. block_tokens: tokens of a block, equal in all engines that share.
     model: a causal language model of transformers, on one device, with full attention in every layer.
     name, revision: must tell this model's weights and settings from any other's. Default: where it was loaded from, and
-        the commit that the hub named.
-    tenant: who is charged for the blocks (see KVPool.cache).
+    the commit that the hub named.
+    tenant: charged for the blocks (see KVPool.cache).
     Returns a KVCache whose other arguments are read off the model.
-    Raises ValueError for a model without a name, or one whose layers keep anything but full attention.
+    ValueError for a model without a name, or with layers that keep anything but full attention.
     """
     name = name or model.config.name_or_path
     if not name:
@@ -130,14 +130,14 @@ def prefill(
     lora: str | None = None,
     salt: str | None = None,
 ) -> Prefill:
-    """Run `model` over a prompt, except over the leading blocks that the pool has; store the new full blocks.
+    """Run `model` over a prompt, except over the leading blocks that the pool has, and store the new full blocks.
 
     model: a causal language model. cache: of `model_cache` with this model.
-    input_ids: 1-D, at least one token. At least the last is always computed: its logits are wanted.
-    lora: the active adapter, if any. salt: what tells this request's tenant from others (see KVCache.keys).
-    Returns a Prefill.
-    A pool that is down or empty makes this an ordinary prefill. Raises ValueError for input that is not 1-D, or a cache
-    whose blocks are not this model's. To generate with `model.generate`, use `generate` of this module instead.
+    input_ids: 1-D, at least one token. At least the last token is always computed, for its logits.
+    lora: the active adapter, if any. salt: tells this request's tenant from others (see KVCache.keys).
+    Returns a Prefill. With a pool that is down or empty this is an ordinary prefill.
+    ValueError for input that is not 1-D, or a cache whose blocks are not this model's. To generate with
+    `model.generate`, use `generate` of this module instead.
     """
     ids = torch.as_tensor(input_ids)
     if ids.ndim != 1 or not len(ids):
@@ -170,11 +170,12 @@ def generate(
     salt: str | None = None,
     **generate_kwargs: Any,
 ) -> Any:
-    """As `model.generate(input_ids, **generate_kwargs)`, after a prefill that reads what the pool has of the prompt.
+    """Like `model.generate(input_ids, **generate_kwargs)`, after a prefill that reads the prompt's blocks from the
+    pool.
 
     input_ids: 1-D, at least one token. lora, salt: see `prefill`. generate_kwargs: of `model.generate`.
-    Returns what `model.generate` returns: by default (1, prompt and new tokens) int64.
-    Raises ValueError as `prefill` does, and for what needs several sequences (num_beams, num_return_sequences).
+    Returns the result of `model.generate`: by default (1, prompt and new tokens) int64.
+    ValueError like `prefill`, and for arguments that need several sequences (num_beams, num_return_sequences).
     """
     config = generate_kwargs.get("generation_config") or model.generation_config
     for name in ("num_beams", "num_return_sequences"):
@@ -182,7 +183,7 @@ def generate(
         if count > 1:
             raise ValueError(f"{name}={count}: the pool's prefill is of one sequence; leave it out, or at 1")
     past = prefill(model, cache, input_ids, lora=lora, salt=salt).past_key_values
-    past.crop(-1)  # `generate` computes at least one token of the prompt: the last one's logits are what it begins with
+    past.crop(-1)  # `generate` computes at least one token of the prompt: it begins with the last one's logits
     ids = torch.as_tensor(input_ids)[None].to(model.device)
     return model.generate(ids, attention_mask=torch.ones_like(ids), past_key_values=past, **generate_kwargs)
 
@@ -207,7 +208,7 @@ def restore(blocks: torch.Tensor, shape: Shape, model: Any) -> PromptCache:
 def extract(past: DynamicCache, shape: Shape, start: int, stop: int) -> torch.Tensor:
     """Blocks `start` to `stop` of a cache, in host memory: (stop - start, block_bytes) uint8.
 
-    past: of a prompt of at least `stop` blocks, batch 1. shape: of `block_shape`. Raises ValueError for other layers.
+    past: of a prompt of at least `stop` blocks, batch 1. shape: of `block_shape`. ValueError for other layers.
     """
     _, _, kv_heads, block_tokens, head_dim = shape
     count = stop - start

@@ -1,1 +1,1 @@
-"""How processes of a pool talk: frames and tokens, who listens, calls in flight, the way to the directory."""
+"""How processes of a pool talk: frames and tokens, listeners, calls in flight, the way to the directory."""

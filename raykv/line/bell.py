@@ -1,4 +1,4 @@
-"""What wakes a thread that rests: a ring, or the end of a connection. So it need not look for either."""
+"""A bell wakes a resting thread, and so does the end of a connection. The thread need not poll for either."""
 
 import os
 import select
@@ -7,23 +7,23 @@ from raykv.line.wire import Stream
 
 
 class Bell:
-    """One thread waits for it, any may ring it."""
+    """One thread waits for the bell; any thread may ring it."""
 
     def __init__(self) -> None:
         self._rung = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
     def ring(self) -> None:
-        """End the wait, or the next one if nobody waits now."""
+        """End the wait. If nobody waits now, end the next wait."""
         os.eventfd_write(self._rung, 1)
 
     def wait(self, seconds: float | None, connection: Stream | None = None) -> bool:
         """Wait for a ring, at most so many seconds (None: for ever). Returns whether it rang.
 
-        connection: its end ends the wait, too; what comes in there does not, and is not read.
+        connection: its end ends the wait too. Bytes that arrive there do not, and are not read.
         """
         poll = select.poll()
         poll.register(self._rung, select.POLLIN)
-        if connection is not None and connection.fileno() >= 0:  # a closed one has ended
+        if connection is not None and connection.fileno() >= 0:  # a closed connection has ended
             poll.register(connection, select.POLLRDHUP)
         poll.poll(None if seconds is None else seconds * 1e3)
         try:

@@ -17,14 +17,14 @@ from raykv.protocol.location import Address
 from raykv.protocol.packing import packed, unpacked
 
 log = logging.getLogger("raykv")
-SUCCESSION_S = 1.0  # for a directory whose process ended to be replaced: until then Ray is not asked for it
-SOCKET_AGAIN_S = 5.0  # until a socket is tried again, after it failed and Ray's calls were used
+SUCCESSION_S = 1.0  # after a directory's process ended, Ray is not asked for it so long: it is about to be replaced
+SOCKET_AGAIN_S = 5.0  # until a failed socket is tried again; meanwhile calls go through Ray
 
-ERRORS = (RayError, ConnectionError, TimeoutError, ValueError)  # what a call raises where the directory does not answer
+ERRORS = (RayError, ConnectionError, TimeoutError, ValueError)  # errors of a call where the directory does not answer
 
 
 class Sent(NamedTuple):
-    """A call that was sent. ref: Ray's, where it went through Ray. request, pipeline: where it went over the socket."""
+    """A call that was sent. ref: Ray's, if sent through Ray. request, pipeline: if sent over the socket."""
 
     method: str
     ref: Any = None
@@ -33,20 +33,20 @@ class Sent(NamedTuple):
 
 
 class DirectoryLine:
-    """Calls methods of the directory (`raykv.actors.directory.directory.DirectoryActor`). Thread-safe but for `find`.
+    """Calls methods of the directory (`raykv.actors.directory.directory.DirectoryActor`). Thread-safe except `find`.
 
-    Every argument and answer is of None, bool, int, str, bytes, and tuples and dicts of them.
-    actor: its handle; None if none was found. way: "socket" or "ray", as of the last `find`.
+    Arguments and answers are None, bool, int, str, bytes, and tuples and dicts of them. actor: the directory's handle;
+    None if none was found. way: "socket" or "ray", as of the last `find`.
     """
 
     def __init__(self, pool: str, side: bytes = CLIENT) -> None:
-        """Finds nothing yet. side: whose calls these are; see `raykv.actors.directory.server.CALLS`."""
+        """Makes no connection yet. side: CLIENT or STORE; see `raykv.protocol.calls.CALLS`."""
         self._pool, self._side = pool, side
         self.actor: Any = None
         self._pipeline: Pipeline | None = None
         self._socket_at = 0.0  # time.monotonic() from which the socket is tried again
-        self._last: Address | None = None  # where it was connected last
-        self._ended_at = 0.0  # time.monotonic() when nobody listened there any more; 0: they did
+        self._last: Address | None = None  # address of the last connection
+        self._ended_at = 0.0  # time.monotonic() since when nobody listens there; 0: somebody does
 
     @property
     def way(self) -> str:
@@ -54,20 +54,20 @@ class DirectoryLine:
 
     @property
     def address(self) -> Address | None:
-        """Of the directory's socket; None while calls go through Ray."""
+        """Address of the directory's socket; None while calls go through Ray."""
         pipeline = self._pipeline
         return None if pipeline is None else pipeline.address
 
     @property
     def connection(self) -> Stream | None:
-        """To the directory; None where it has failed, and while calls go through Ray."""
+        """The connection to the directory; None after it failed, and while calls go through Ray."""
         pipeline = self._pipeline
         return pipeline.socket if pipeline is not None and pipeline.alive else None
 
     def find(self) -> bool:
-        """Find the directory in charge, and connect; a connection to it is kept. Returns whether there is one.
+        """Find the directory in charge and connect to it, unless connected. Returns whether there is a directory.
 
-        Whether it answers shows a call. Waits for Ray's internal KV, and a little for the directory's socket.
+        A call shows whether it answers. Waits for Ray's internal KV, and briefly for the directory's socket.
         """
         try:
             name, address = internal_kv.in_charge(self._pool)
@@ -96,13 +96,13 @@ class DirectoryLine:
             return None
 
     def _is_being_replaced(self) -> bool:
-        """Whether its process has just ended: a call through Ray would wait for one that is about to be replaced."""
+        """Whether the directory's process has just ended. A call through Ray would wait for the old directory."""
         return bool(self._ended_at) and time.monotonic() < self._ended_at + SUCCESSION_S
 
     def look(self) -> bool:
-        """For the thread that tends the line: deliver answers that nobody waits for, and try the socket again in time.
+        """For the thread that tends the line: deliver answers that nobody waits for, and retry the socket when due.
 
-        Returns whether the connection, if there is one, has not failed.
+        Returns False after the connection failed.
         """
         pipeline = self._pipeline
         if pipeline is None:
@@ -113,7 +113,7 @@ class DirectoryLine:
         return pipeline.alive
 
     def send(self, method: str, *arguments: Any) -> Sent:
-        """Call a method. Raises ConnectionError where that is known to fail."""
+        """Call a method. ConnectionError where sending is known to fail."""
         pipeline = self._pipeline
         if pipeline is None:
             return Sent(method, getattr(self._found(), method).remote(*arguments))
@@ -122,13 +122,13 @@ class DirectoryLine:
         return Sent(method, None, request, pipeline)
 
     def wait(self, sent: Sent, seconds: float) -> Any:
-        """The answer. Raises one of ERRORS where there is none, which a ValueError says of a call that failed there."""
+        """The answer. Raises one of ERRORS without an answer. ValueError: the call failed in the directory."""
         if sent.pipeline is None or sent.request is None:
             return _ray_get(sent.ref, seconds)
         return _result(sent.method, sent.pipeline.wait(sent.request, seconds))
 
     def call(self, method: str, *arguments: Any, seconds: float) -> Any:
-        """The answer to a call. Raises one of ERRORS."""
+        """Call a method, and wait for its answer. Raises one of ERRORS."""
         return self.wait(self.send(method, *arguments), seconds)
 
     async def acall(self, method: str, *arguments: Any, seconds: float) -> Any:
@@ -140,10 +140,10 @@ class DirectoryLine:
         return _result(method, await pipeline.answer(packed((method, *arguments)), seconds))
 
     def tell(self, method: str, *arguments: Any, deliver: Callable[[Any], None] | None = None) -> None:
-        """Call a method, and go on. Raises ConnectionError where that is known to fail.
+        """Call a method, and do not wait. ConnectionError where sending is known to fail.
 
-        deliver: called with the answer, by whatever thread reads it; with None if the call failed. The directory sends
-        the answer with that of the next call.
+        deliver: called with the answer by the thread that reads it; with None if the call failed. The directory sends
+        this answer together with its next answer.
         """
         pipeline = self._pipeline
         if pipeline is None:
@@ -160,7 +160,7 @@ class DirectoryLine:
         pipeline.send(packed((None, method, *arguments)), on_answer)
 
     def close(self) -> None:
-        """End the connection. Calls that wait fail."""
+        """End the connection. Waiting calls fail."""
         pipeline, self._pipeline = self._pipeline, None
         if pipeline is not None:
             pipeline.close()
@@ -174,7 +174,7 @@ class DirectoryLine:
 def _ray_get(ref: Any, seconds: float) -> Any:
     try:
         return ray.get(ref, timeout=seconds)
-    except SystemError as error:  # what Ray makes of what a signal's handler raises, but for Ctrl-C
+    except SystemError as error:  # Ray turns an error of a signal's handler into SystemError, except for Ctrl-C
         raise error.__cause__ or error from None
 
 

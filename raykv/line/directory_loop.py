@@ -1,4 +1,4 @@
-"""Periodic steps that need the directory: every store's heartbeats and demotion."""
+"""Periodic steps that need the directory: heartbeats and demotion of every store."""
 
 import logging
 import time
@@ -12,9 +12,9 @@ log = logging.getLogger("raykv")
 
 
 class DirectoryLoop(Periodic):
-    """Takes steps with a line to the directory in charge. After an error it looks for the directory anew.
+    """Takes steps with a line to the directory in charge. After an error it looks for the directory again.
 
-    A single late answer is no reason to: looking needs Ray's GCS, which may be away while the directory is well.
+    It does not after a single late answer: looking needs Ray's GCS, which may be down while the directory is well.
     """
 
     def __init__(
@@ -58,5 +58,5 @@ class DirectoryLoop(Periodic):
 
 
 def is_absence(error: Exception) -> bool:
-    """Whether an error says no more than that the directory is dead, restarting or replaced."""
+    """Whether an error only says that the directory is dead, restarting or replaced."""
     return isinstance(error, ERRORS)

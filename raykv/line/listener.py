@@ -1,6 +1,6 @@
-"""A listener: one thread that accepts connections, has each prove the token, and hands over the frames that come in.
+"""A listener: one thread that accepts connections, checks each peer's proof of the token, and hands over frames.
 
-What has not shown the token is bounded in number, time and bytes, and costs no thread. No error ends the loop.
+Connections without proof are limited in number, time and bytes, and cost no thread. No error ends the loop.
 """
 
 import contextlib
@@ -23,38 +23,38 @@ from raykv.protocol.location import Address
 
 log = logging.getLogger("raykv")
 
-UNPROVEN = 1024  # connections that have not proved the token, of at most an eighth of the files that may be open
+UNPROVEN = 1024  # connections without proof, at most; also at most an eighth of the files that may be open
 ACCEPTS = 16  # connections accepted at a time, between two rounds of answers
-ACCEPT_AGAIN_S = 0.1  # until the next try to accept, after the system could not, for want of file descriptors, say
-RECEIVE_BYTES = 256 << 10  # at a time
-UNHURRIED_BYTES = 16 << 10  # of answers of a connection that wait for the next one, at most
-SHAKE_S = 0.005  # of steps of TLS at a time, between two rounds of answers
-BULK_BYTES = 128 << 10  # a frame as long is served alone, between two rounds of shorter ones
+ACCEPT_AGAIN_S = 0.1  # until the next try to accept after a failure, such as a lack of file descriptors
+RECEIVE_BYTES = 256 << 10  # that one call of the system receives
+UNHURRIED_BYTES = 16 << 10  # bytes of a connection's answers that wait for the next answer, at most
+SHAKE_S = 0.005  # for steps of TLS, between two rounds of answers
+BULK_BYTES = 128 << 10  # a frame of so many bytes is served alone, between two rounds of shorter ones
 
 
 class Unhurried(bytes):
-    """An answer that nobody waits for: it is sent with the next one, which saves a call of the system."""
+    """An answer that nobody waits for. It goes out with the next answer, which saves a system call."""
 
 
 class Connection:
-    """A connection that was accepted. Only the listener's thread uses it, but for one that was lent.
+    """An accepted connection. The listener's thread uses it, or the thread that it is lent to.
 
-    outbox: of one answer at most. events: that the listener waits for; 0 while it is lent. side: what the peer proved
-    to be. frame_bytes: of the longest frame that is taken of it. greeted: it has taken a step of TLS.
+    outbox: bytes of one answer at most. events: the listener waits for these; 0 while lent. side: what the peer proved
+    to be. frame_bytes: of the longest frame that it may send. greeted: it has taken a step of TLS.
     """
 
     def __init__(self, peer: socket.socket) -> None:
         self.socket: wire.Stream = peer
         self.inbox, self.outbox = bytearray(), bytearray()
-        self.unhurried = b""  # answers that go with the next one
+        self.unhurried = b""  # answers that go with the next answer
         self.challenge = self.side = b""
         self.frame_bytes = 0
         self.prove_until = time.monotonic() + wire.HANDSHAKE_S
         self.proven, self.greeted, self.events = False, False, selectors.EVENT_READ
-        self.gone: OSError | None = None  # the peer: what it said before it left is served all the same
+        self.gone: OSError | None = None  # what showed the peer gone; its earlier requests are still served
 
     def send(self, data: bytes) -> None:
-        """Send without waiting; what the socket does not take now is sent later, and nothing to a peer that is gone."""
+        """Send without waiting. The rest is sent later; a peer that is gone gets nothing."""
         if self.gone:
             return
         try:
@@ -69,21 +69,21 @@ class Connection:
 
 
 class Listener:
-    """Serves connections of one port. A server gives it `serve`, which is called with every frame, in its thread.
+    """Serves connections of one port. Calls `serve` with every frame, in the listener's thread.
 
-    address: what whoever wants to connect must know. served: connections that have proved the token. unproven: those
-    that have not, oldest first. most_unproven: how many of these may be; one more ends the oldest.
+    address: what a peer needs to connect. served: connections that have proved the token. unproven: the other
+    connections, oldest first. most_unproven: limit of `unproven`; one more connection ends the oldest.
     """
 
     def __init__(
         self, host: str, name: str, frame_bytes: dict[bytes, int], serve: Callable[[Connection, bytes], bytes | None]
     ) -> None:
-        """host: an address of this node. name: the thread's. frame_bytes: of the longest frame that is taken, by the
-        sides that may connect.
+        """host: an address of this node. name: the thread's. frame_bytes: bytes of the longest frame, by the sides that
+        may connect.
 
-        serve: returns the bytes to answer with. None: it has lent the connection to another thread, and the loop leaves
-        it alone until `give_back` or `drop`. What it raises ends the connection.
-        OSError where it is not possible to listen at `host`, or Ray uses TLS and has no certificate for it.
+        serve: returns the bytes of the answer. None: it has lent the connection to another thread. The loop leaves a
+        lent connection alone until `give_back` or `drop`. An error of `serve` ends the connection. OSError where it
+        can't listen at `host`, or where Ray uses TLS and has no certificate for the host.
         """
         if tls.used():
             tls.check(host)
@@ -98,11 +98,11 @@ class Listener:
         self.served: set[Connection] = set()
         self._returned: deque[Connection] = deque()  # by `give_back`
         self._bulk: deque[tuple[Connection, bytes]] = deque()  # long frames that wait for their turn
-        self._shaking: deque[Connection] = deque()  # whose step of TLS does: it takes a millisecond, also a stranger's
+        self._shaking: deque[Connection] = deque()  # waiting for a step of TLS, which takes a millisecond
         self._wake, self._waker = socket.socketpair()
         self._waker.setblocking(False)
         self._closed = False
-        self._accept_at = 0.0  # time.monotonic() from which connections are accepted again; 0: they are
+        self._accept_at = 0.0  # time.monotonic() when accepting begins again; 0: it accepts now
         self._buffer = memoryview(bytearray(RECEIVE_BYTES))
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._wake, selectors.EVENT_READ, None)
@@ -111,21 +111,21 @@ class Listener:
         self._thread.start()
 
     def close(self) -> None:
-        """End all connections, and accept no more. From any thread."""
+        """End all connections, and accept no more. Any thread may call it."""
         self._closed = True
         self._notify()
 
     def give_back(self, connection: Connection) -> None:
-        """Listen to a connection again that was lent. From any thread."""
+        """Listen again to a connection that was lent. Any thread may call it."""
         self._returned.append(connection)
         self._notify()
         if self._closed:
             self.drop(connection)
 
     def next_frame(self, connection: Connection) -> bytes | None:
-        """What came in on a connection that is lent; None while nothing whole did. From the thread that has it.
+        """The next frame of a connection that is lent; None while no whole frame came. For the thread that has it.
 
-        Raises OSError where the peer is gone, or sends more than a frame may have.
+        OSError where the peer is gone, or sends a frame that is too long.
         """
         body = wire.take_frame(connection.inbox, connection.frame_bytes)
         if body is None:
@@ -135,7 +135,7 @@ class Listener:
         return body
 
     def drop(self, connection: Connection) -> None:
-        """End a connection that was lent. From any thread."""
+        """End a connection that was lent. Any thread may call it."""
         self.served.discard(connection)
         connection.socket.close()
 
@@ -149,7 +149,7 @@ class Listener:
         while not self._closed:
             try:
                 self._round()
-            except Exception as error:  # a loop that ends would refuse everybody for good
+            except Exception as error:  # if the loop ended, everybody would be refused for good
                 log.error("a listener goes on after %r", error, exc_info=error)
                 time.sleep(ACCEPT_AGAIN_S)
         for connection in [*self.unproven, *self.served.copy()]:
@@ -177,7 +177,7 @@ class Listener:
         self._expire()
 
     def _pause(self) -> float | None:
-        """Seconds until something is due that no peer says."""
+        """Seconds until the next thing to do without a peer's bytes; None: nothing is due."""
         if self._bulk or self._shaking:
             return 0.0
         due = [self._accept_at] if self._accept_at else []
@@ -200,7 +200,7 @@ class Listener:
                 peer, _ = self._socket.accept()
             except BlockingIOError:
                 return
-            except OSError as error:  # that of a peer that is gone already, or no file descriptor was left
+            except OSError as error:  # the peer is gone already, or no file descriptor is left
                 log.debug("a connection could not be accepted: %r", error)
                 self._selector.unregister(self._socket)
                 self._accept_at = time.monotonic() + ACCEPT_AGAIN_S
@@ -210,7 +210,7 @@ class Listener:
     def _greet(self, peer: socket.socket, connection: Connection) -> None:
         self.unproven[connection] = None
         if len(self.unproven) > self.most_unproven:
-            oldest = next((each for each in self.unproven if each.events), connection)  # the others wait for us
+            oldest = next((each for each in self.unproven if each.events), connection)  # others wait for this thread
             if oldest.challenge:
                 self._attempt(self._attend, oldest)  # its proof may have come meanwhile
             if oldest in self.unproven:
@@ -229,7 +229,7 @@ class Listener:
         connection.send(connection.challenge)
 
     def _shake(self, connection: Connection) -> None:
-        """Go on with TLS, at its turn, and begin as soon as all is encrypted."""
+        """Take a step of the TLS handshake, in turn. Send the challenge once all is encrypted."""
         if connection in self.unproven and isinstance(connection.socket, TlsSocket):  # it has not ended meanwhile
             self._watch(connection)
             connection.greeted = True
@@ -237,10 +237,10 @@ class Listener:
                 self._challenge(connection)
 
     def _attend(self, connection: Connection) -> None:
-        """Read what a peer sent, or send it what waits. While answers wait, no more questions are read."""
+        """Read bytes from a peer, or send it the waiting answer. While an answer waits, no more requests are read."""
         if not connection.challenge:
             self._leave_alone(connection)
-            add = self._shaking.appendleft if connection.greeted else self._shaking.append  # who has begun goes first
+            add = self._shaking.appendleft if connection.greeted else self._shaking.append  # begun handshakes go first
             add(connection)
             return
         if connection.outbox:
@@ -253,7 +253,7 @@ class Listener:
         self._work(connection)
 
     def _work(self, connection: Connection) -> None:
-        """Serve what is whole in the inbox, up to a long frame."""
+        """Serve the whole frames in the inbox, up to the first long one."""
         if not connection.proven:
             self._prove(connection)
         while connection.proven and not connection.outbox:
@@ -271,13 +271,13 @@ class Listener:
         self._listen_to(connection)
 
     def _answer_bulk(self, body: bytes, connection: Connection) -> None:
-        """Serve a long frame, at its turn, and go on with the connection."""
+        """Serve a long frame, in turn, and go on with the connection."""
         self._watch(connection)
         if self._answer(connection, body):
             self._work(connection)
 
     def _answer(self, connection: Connection, body: bytes) -> bool:
-        """Serve a frame. Returns whether the connection was not lent."""
+        """Serve a frame. Returns False if the connection was lent."""
         answer = self._serve(connection, body)
         if answer is None:
             self._leave_alone(connection)
@@ -290,7 +290,7 @@ class Listener:
         return True
 
     def _watch(self, connection: Connection) -> None:
-        """Wait for what a peer sends, until `_leave_alone`."""
+        """Listen to a peer until `_leave_alone`."""
         connection.events = selectors.EVENT_READ
         self._selector.register(connection.socket, connection.events, connection)
 
@@ -305,20 +305,20 @@ class Listener:
             self._selector.modify(connection.socket, events, connection)
 
     def _attempt(self, step: Callable[[Connection], None], connection: Connection) -> None:
-        """Take a step with a connection. What goes wrong ends that connection only."""
+        """Take a step with a connection. An error ends that connection only."""
         try:
             step(connection)
-        except BlockingIOError:  # a socket that seemed ready
+        except BlockingIOError:  # the socket only seemed ready
             pass
         except (OSError, ValueError) as error:
             log.debug("a connection ends: %r", error)
             self._end(connection)
-        except Exception as error:  # a bug of ours, not of the peer's
+        except Exception as error:  # a bug of raykv's, not of the peer's
             log.error("a connection ends: %r", error, exc_info=error)
             self._end(connection)
 
     def _prove(self, connection: Connection) -> None:
-        """End a connection whose peer does not know the token, and show the others that we know it."""
+        """Check a peer's proof, and answer with this side's. ConnectionError where the peer does not know the token."""
         if len(connection.inbox) < CHALLENGE_BYTES + PROOF_BYTES:
             return
         shown = bytes(connection.inbox[: CHALLENGE_BYTES + PROOF_BYTES])
@@ -345,7 +345,7 @@ class Listener:
     def _resume(self, connection: Connection) -> None:
         connection.socket.setblocking(False)
         self._watch(connection)
-        self._work(connection)  # what came before it was lent
+        self._work(connection)  # frames that came before it was lent
 
     def _end(self, connection: Connection) -> None:
         self.unproven.pop(connection, None)
@@ -355,8 +355,8 @@ class Listener:
         connection.socket.close()
 
     def _hang_up(self, connection: Connection) -> None:
-        """End a connection that may be lent: who has it is using the descriptor, and closes it."""
-        with contextlib.suppress(OSError):  # it ended already
+        """End a connection that may be lent. The thread that has it uses the descriptor, and closes it."""
+        with contextlib.suppress(OSError):  # it has ended already
             connection.socket.shutdown(socket.SHUT_RDWR)
         if connection.events:
             connection.socket.close()

@@ -1,4 +1,4 @@
-"""A daemon thread that repeats one step: heartbeats, demotion, resizing, watching."""
+"""A daemon thread that repeats a step: heartbeats, demotion, resizing, watching."""
 
 import threading
 import time
@@ -11,9 +11,9 @@ Pause = float | None  # seconds; None: until `wake`
 
 
 class Periodic:
-    """Takes a step, pauses, and takes the next one until `stop`. An error in a step does not end it.
+    """Takes a step, pauses, and takes the next step, until `stop`. An error in a step does not end it.
 
-    One thread takes the steps; every method may be called from any thread.
+    One thread takes the steps. Any thread may call the methods.
     """
 
     def __init__(
@@ -23,9 +23,9 @@ class Periodic:
         on_error: Callable[[Exception], Pause],
         connection: Callable[[], Stream | None] = lambda: None,
     ) -> None:
-        """name: the thread's. step: returns the pause after it. on_error: the same, of what a step raised.
+        """name: the thread's. step: returns the pause after it. on_error: gets a step's error, and returns the pause.
 
-        connection: returns one whose end ends the pause, if there is one.
+        connection: returns a connection whose end ends the pause, or None.
         """
         self._step, self._on_error, self._connection = step, on_error, connection
         self._began = 0.0
@@ -37,11 +37,11 @@ class Periodic:
         self._thread.start()
 
     def wake(self) -> None:
-        """Take the next step now, or as soon as the present one ends."""
+        """Take the next step now, or as soon as the present step ends."""
         self._bell.ring()
 
     def stop(self) -> None:
-        """Take no further step. The present one goes on; `join` waits for it."""
+        """Take no further step. The present step goes on; `join` waits for it."""
         self._stopped.set()
         self._bell.ring()
 
@@ -54,7 +54,7 @@ class Periodic:
         self._stopped.wait(seconds)
 
     def rest_of(self, period: float) -> float:
-        """Seconds left of a period that began with the present step: the pause that keeps steps so far apart."""
+        """Seconds that remain of a period that began with this step. As a pause it spaces steps by the period."""
         return max(0.0, period - (time.monotonic() - self._began))
 
     def _run(self) -> None:

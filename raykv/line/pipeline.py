@@ -1,12 +1,12 @@
 """Requests and answers on one socket, several in flight, from any thread and any event loop.
 
-Answers come in the order of their requests. No thread reads for the others: whoever waits for an answer reads, and
-delivers what comes for others, until its own is there; then the next who waits goes on reading. A loop that waits has
-the socket among those that it watches.
+Answers come in the order of their requests. There is no thread that reads for the others. A thread that waits for an
+answer reads, and delivers other threads' answers, until its own answer comes. Then the next waiting thread reads. A
+loop that waits watches the socket.
 
 A signal's handler may raise in the main thread wherever a call returns or a function begins. Between `acquire` and its
-`try` a lock would stay taken for good. So the turn to read is an item of a dict: it is taken inside of a `try`, and
-given up without any call.
+`try` a lock would stay taken for good. So the turn to read is an item of a dict. It is taken inside a `try`, and given
+up without any call.
 """
 
 import asyncio
@@ -25,23 +25,23 @@ from raykv.protocol.calls import CLIENT
 from raykv.protocol.location import Address
 
 log = logging.getLogger("raykv")
-RECEIVE_BYTES = 256 << 10  # at a time
+RECEIVE_BYTES = 256 << 10  # that one call of the system receives
 ANSWER_BYTES = 1 << 30  # the longest
-SEND_S = 0.25  # for a peer to take a request; then it is given up
+SEND_S = 0.25  # for a peer to take a request; then the request fails
 Answer = bytes | ConnectionError
 READER = "reader"
-Deliver = Callable[[Answer], None]  # called with an answer, or with what ended the connection, by whoever reads it
+Deliver = Callable[[Answer], None]  # called with an answer, or the connection's error, by the thread that reads
 
 
 class Request:
-    """A request whose answer a thread waits for. answer: None until it is there. gone: nobody waits any more."""
+    """A request whose answer a thread waits for. answer: None until it comes. gone: nobody waits any more."""
 
     __slots__ = ("answer", "gone", "woken")
 
     def __init__(self) -> None:
         self.answer: Answer | None = None
         self.gone = False
-        self.woken: queue.SimpleQueue[None] = queue.SimpleQueue()  # the answer is there, or nobody reads
+        self.woken: queue.SimpleQueue[None] = queue.SimpleQueue()  # the answer has come, or nobody reads
 
     def deliver(self, answer: Answer) -> None:
         self.answer = answer
@@ -49,24 +49,24 @@ class Request:
 
 
 class Pipeline:
-    """A connection to a Listener. Thread-safe. Once it has failed, every request fails: make another.
+    """A connection to a Listener. Thread-safe. Once it has failed, every request fails: make another Pipeline.
 
-    address: of the listener. socket: to it, to be watched only. alive: whether it has not failed.
+    address: of the listener. socket: the connection, only to be watched. alive: False once it has failed.
     """
 
     def __init__(self, address: Address, side: bytes = CLIENT) -> None:
-        """side: see `wire.connect`, which also says what is raised."""
+        """side: see `wire.connect`. Raises the same errors."""
         self.address = address
         self.socket = wire.connect(address, side)
         self._readable, self._usable = select.poll(), select.poll()
         self._readable.register(self.socket, select.POLLIN)
         self._usable.register(self.socket, select.POLLIN | select.POLLOUT)
-        self._sending = threading.Lock()  # guards that requests are sent whole, in the order of `_due`
+        self._sending = threading.Lock()  # held so that requests are sent whole, and in the order of `_due`
         self._turn: dict[str, object] = {}  # READER: who reads the socket, uses _inbox, and takes from _due
         self._due: deque[Deliver] = deque()
-        self._waiting: deque[Request] = deque()  # what threads are in `wait` for
+        self._waiting: deque[Request] = deque()  # requests of the threads in `wait`
         self._inbox, self._buffer = bytearray(), memoryview(bytearray(RECEIVE_BYTES))
-        self._loops: Counter[asyncio.AbstractEventLoop] = Counter()  # requests that each waits for
+        self._loops: Counter[asyncio.AbstractEventLoop] = Counter()  # number of requests that each loop waits for
         self.alive, self._why = True, "the connection has failed"
 
     @property
@@ -75,9 +75,9 @@ class Pipeline:
         return READER in self._turn
 
     def send(self, body: bytes, deliver: Deliver) -> None:
-        """Send a request. Raises ConnectionError where that fails; that is delivered, too.
+        """Send a request. Where that fails, raises ConnectionError, and delivers it too.
 
-        deliver: must not use this pipeline, nor wait.
+        deliver: must neither use this pipeline nor wait.
         """
         data = memoryview(wire.frame(body))
         with self._sending:
@@ -89,7 +89,7 @@ class Pipeline:
                 return
             except OSError as error:
                 self.alive, why = False, f"a request could not be sent: {error!r}"
-            except BaseException:  # a signal's: half a request may have been sent
+            except BaseException:  # a signal's error: half a request may have been sent
                 self.alive = False
                 self._hang_up()
                 raise
@@ -97,7 +97,7 @@ class Pipeline:
         raise ConnectionError(why)
 
     def wait(self, request: Request, seconds: float) -> bytes:
-        """The answer to a request whose `deliver` was sent along. Raises TimeoutError, ConnectionError."""
+        """The answer to a request that was sent with `request.deliver`. TimeoutError or ConnectionError without one."""
         end = time.monotonic() + seconds
         try:
             self._waiting.append(request)
@@ -115,15 +115,15 @@ class Pipeline:
                     del self._turn[READER]
             except KeyError:  # nobody reads
                 pass
-            self._pass_on()  # it may have been this one's turn to read
+            self._pass_on()  # this thread may have had the turn to read
         return _checked(request.answer)
 
     async def answer(self, body: bytes, seconds: float) -> bytes:
-        """Send a request, and wait for its answer without blocking the loop. Raises TimeoutError, ConnectionError."""
+        """Send a request, and wait for the answer without blocking the loop. Raises TimeoutError, ConnectionError."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Answer] = loop.create_future()
         if not self._loops[loop]:
-            loop.add_reader(self.socket, self.look)  # where a thread reads, that delivers the answer
+            loop.add_reader(self.socket, self.look)  # while a thread reads, it delivers the answer
         self._loops[loop] += 1
         try:
             self.send(body, lambda answer: _resolve_in(loop, future, answer))
@@ -136,7 +136,7 @@ class Pipeline:
                 loop.remove_reader(self.socket)
 
     def look(self) -> None:
-        """Deliver answers that nobody waits for, and see whether the connection has failed. Does not wait."""
+        """Deliver answers that nobody waits for, and notice a failed connection. Does not wait."""
         mine = object()
         try:
             if self._turn.setdefault(READER, mine) is mine:
@@ -153,17 +153,17 @@ class Pipeline:
             self._pass_on()
 
     def close(self) -> None:
-        """End the connection. Requests that wait fail."""
+        """End the connection. Waiting requests fail."""
         self._fail("the connection was closed")
 
     def __del__(self) -> None:
-        with contextlib.suppress(AttributeError):  # it never was connected
+        with contextlib.suppress(AttributeError):  # it was never connected
             self.socket.close()
 
     # ------------------------------------------------------------------
 
     def _put(self, data: memoryview) -> None:
-        """Send all of it, in SEND_S. Reads meanwhile: a peer whose answers nobody reads takes no requests."""
+        """Send all of `data` within SEND_S. Read meanwhile: a peer takes no requests while nobody reads its answers."""
         end = time.monotonic() + SEND_S
         while data:
             try:
@@ -175,16 +175,16 @@ class Pipeline:
                 self.look()
 
     def _read_until(self, request: Request, end: float) -> None:
-        """Read and deliver until the request's answer is there. queue.Empty at `end`."""
+        """Read and deliver until the request's answer has come. queue.Empty at `end`."""
         while request.answer is None:
             if (left := end - time.monotonic()) <= 0:
                 raise queue.Empty
             self._read(left)
-            if not self.alive and request.answer is None:  # a signal took it from who was to deliver it
+            if not self.alive and request.answer is None:  # a signal interrupted its delivery
                 raise ConnectionError(self._why)
 
     def _read(self, seconds: float) -> None:
-        """Wait for bytes so long, and deliver the answers that are whole."""
+        """Wait for bytes so many seconds, and deliver the whole answers."""
         if not self._readable.poll(seconds * 1e3):
             return
         try:
@@ -200,49 +200,49 @@ class Pipeline:
             return
         except OSError as error:
             self._end(str(error))
-        except BaseException:  # a signal's: an answer may have been lost, and the next would be taken for it
+        except BaseException:  # a signal's error: an answer may be lost, and the next answer would be taken for it
             self._hang_up()
             raise
 
     def _pass_on(self) -> None:
-        """Have a thread read that waits for its answer; whoever reads now does so when it is done."""
+        """Give the turn to read to a waiting thread. If somebody reads now, that thread does so at its end."""
         with contextlib.suppress(IndexError, ValueError):  # none waits, or others have removed it
             while (first := self._waiting[0]).gone:
                 self._waiting.remove(first)
             if not self.is_read:
                 first.woken.put(None)
-        if self._due and not self.alive and not self.is_read:  # it failed while somebody else read
+        if self._due and not self.alive and not self.is_read:  # it failed while another thread read
             self.look()
 
     def _fail(self, why: str) -> None:
-        """All that waits fails, at once or when whoever reads now is done."""
+        """Fail all waiting requests: now, or when the present reader is done."""
         self._why = why
         self._hang_up()
         self.look()
 
     def _end(self, why: str) -> None:
-        """For the reader: fail all that waits. What is sent from now on fails, and calls this again."""
+        """For the reader: fail all waiting requests. A later request fails and calls this again."""
         self._hang_up()
         while self._due:
             _deliver(self._due.popleft(), ConnectionError(why))
 
     def _hang_up(self) -> None:
-        """Who reads or sends wakes up. The socket is not closed: others may be using the descriptor."""
+        """Wake threads that read or send. The socket stays open, as they may be using the descriptor."""
         self.alive = False
-        with contextlib.suppress(OSError):  # not connected any more
+        with contextlib.suppress(OSError):  # it is no longer connected
             self.socket.shutdown(socket.SHUT_RDWR)
 
 
 def _checked(answer: Answer) -> bytes:
     if isinstance(answer, ConnectionError):
-        raise ConnectionError(*answer.args)  # an exception of its own for everybody who waits
+        raise ConnectionError(*answer.args)  # each waiting thread gets an exception of its own
     return answer
 
 
 def _deliver(deliver: Deliver, answer: Answer) -> None:
     try:
         deliver(answer)
-    except Exception as error:  # it is not the fault of who reads
+    except Exception as error:  # the reader is not at fault
         log.error("an answer could not be delivered: %r", error, exc_info=error)
 
 

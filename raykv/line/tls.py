@@ -1,4 +1,4 @@
-"""TLS around the sockets of a pool, where Ray uses it: with Ray's certificates, which both sides verify.
+"""TLS around a pool's sockets, where Ray uses TLS. Both sides verify each other by Ray's certificates.
 
 RAY_USE_TLS, RAY_TLS_SERVER_CERT, RAY_TLS_SERVER_KEY and RAY_TLS_CA_CERT are settings of Ray's.
 """
@@ -15,21 +15,21 @@ from math import inf
 from typing import Any, Self
 
 FILES = "RAY_TLS_SERVER_CERT", "RAY_TLS_SERVER_KEY", "RAY_TLS_CA_CERT"
-TURNS = 3  # of each side, in which a handshake is done
-ADDRESS_MISMATCH = 64  # X509_V_ERR_IP_ADDRESS_MISMATCH, of OpenSSL
-RECEIVE_BYTES, SEND_BYTES = 128 << 10, 128 << 10  # that a call of the system moves
-HELLO_BYTES = 32 << 10  # of a handshake, from one side, and of answers that TLS itself wants to give
-WORN_BYTES = 1 << 38  # that a key may protect, below the 2^24.5 records of RFC 8446, 5.5: nobody here renews keys
+TURNS = 3  # turns of each side, in which a handshake ends
+ADDRESS_MISMATCH = 64  # OpenSSL's X509_V_ERR_IP_ADDRESS_MISMATCH
+RECEIVE_BYTES, SEND_BYTES = 128 << 10, 128 << 10  # that one call of the system moves
+HELLO_BYTES = 32 << 10  # at most, of one side's handshake, and of answers that TLS itself wants to give
+WORN_BYTES = 1 << 38  # that a key may protect, below the 2^24.5 records of RFC 8446, 5.5: raykv does not renew keys
 
 
 def used() -> bool:
-    """Whether Ray uses TLS: all that crosses nodes must be encrypted then."""
+    """Whether Ray uses TLS. Then all bytes between nodes must be encrypted."""
     return os.environ.get("RAY_USE_TLS", "").lower() in ("1", "true")
 
 
 @functools.cache
 def context(purpose: ssl.Purpose) -> ssl.SSLContext:
-    """For connections to listeners (SERVER_AUTH) or of clients (CLIENT_AUTH). OSError where Ray's files are no good."""
+    """For connections to listeners (SERVER_AUTH) or of clients (CLIENT_AUTH). OSError for unusable files of Ray's."""
     missing = [name for name in FILES if not os.environ.get(name)]
     if missing:
         raise FileNotFoundError(f"RAY_USE_TLS is set, and {' and '.join(missing)} not: set them as for Ray")
@@ -39,7 +39,7 @@ def context(purpose: ssl.Purpose) -> ssl.SSLContext:
             raise PermissionError(f"{name} {os.environ[name]} can't be read by this user: Ray's processes must")
     made = ssl.create_default_context(purpose, cafile=authority)
     made.verify_mode = ssl.CERT_REQUIRED
-    # as Ray's gRPC verifies: an authority need not be a root, and Python 3.13 is stricter
+    # as in Ray's gRPC: an authority need not be a root, and Python 3.13 would be stricter
     made.verify_flags = (made.verify_flags | ssl.VERIFY_X509_PARTIAL_CHAIN) & ~ssl.VERIFY_X509_STRICT
     made.minimum_version = ssl.TLSVersion.TLSv1_3
     if purpose is ssl.Purpose.CLIENT_AUTH:
@@ -49,7 +49,7 @@ def context(purpose: ssl.Purpose) -> ssl.SSLContext:
 
 
 def check(host: str) -> None:
-    """OSError unless other processes take this one's certificate for that of the address `host`."""
+    """OSError unless other processes accept this process's certificate for the address `host`."""
     ours, theirs = ssl.MemoryBIO(), ssl.MemoryBIO()
     try:
         client = context(ssl.Purpose.SERVER_AUTH).wrap_bio(ours, theirs, server_hostname=host)
@@ -69,20 +69,20 @@ def check(host: str) -> None:
 class TlsSocket:
     """A connection in TLS, with the calls and flags of a plain socket that raykv uses.
 
-    One thread may send while another receives. Nothing is ever sent in clear. plain: the socket, which waits as its
+    One thread may send while another receives. Nothing is ever sent in clear. plain: the socket; it waits as its
     timeout and limits say.
     """
 
     def __init__(self, plain: socket.socket, host: str = "") -> None:
-        """host: where the other side listens; "" where this side does. OSError where Ray's files are no good."""
+        """host: where the other side listens; "" on the listening side. OSError for unusable files of Ray's."""
         self.plain = plain
         self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
         made = context(ssl.Purpose.SERVER_AUTH if host else ssl.Purpose.CLIENT_AUTH)
         self._tls = made.wrap_bio(self._incoming, self._outgoing, server_side=not host, server_hostname=host or None)
-        self._mutex = threading.RLock()  # held while OpenSSL works; a signal's handler may use the connection, too
-        self._records, self._owed = memoryview(b""), 0  # what is not sent yet, and of how many bytes of plain text
+        self._mutex = threading.RLock()  # held while OpenSSL works; a signal's handler may use the connection too
+        self._records, self._owed = memoryview(b""), 0  # records not yet sent, and their bytes of plain text
         self._limit = plain.gettimeout()  # seconds that a call may wait
-        self._said = self._received = 0  # bytes of the peer's part of the handshake, and of plain text
+        self._said = self._received = 0  # bytes of the peer's handshake, and of plain text
         self._ended = False  # the peer has said that it sends no more
 
     def __enter__(self) -> Self:
@@ -105,7 +105,7 @@ class TlsSocket:
         self.plain.settimeout(seconds)
 
     def limit(self, seconds: float) -> None:
-        """What `raykv.line.wire.set_limits` has set for the plain socket."""
+        """Set the limit that `raykv.line.wire.set_limits` has set for the plain socket."""
         self._limit = seconds
 
     def setblocking(self, flag: bool) -> None:
@@ -116,11 +116,11 @@ class TlsSocket:
 
     @property
     def worn(self) -> bool:
-        """Whether its keys have protected as much as they should."""
+        """Whether its keys have protected as many bytes as they should."""
         return self._received > WORN_BYTES
 
     def agree(self, end: float) -> None:
-        """Do the handshake, as who has connected. TimeoutError at `end` (time.monotonic()). Raises as `shake`."""
+        """Do the handshake on the connecting side. TimeoutError at `end` (time.monotonic()). Else raises as `shake`."""
         done = self._shaken()
         while not done:
             if (left := end - time.monotonic()) <= 0:
@@ -129,9 +129,9 @@ class TlsSocket:
             done = self.shake()
 
     def shake(self) -> bool:
-        """Go on with the handshake, by what has come. Returns whether it is done.
+        """Go on with the handshake after bytes came. Returns whether it is done.
 
-        Raises as a socket, and ConnectionError where a side refuses the other, or says too much.
+        Raises like a socket. ConnectionError where a side refuses the other, or sends too many bytes.
         """
         received = self.plain.recv(HELLO_BYTES)
         self._said += len(received)
@@ -141,7 +141,7 @@ class TlsSocket:
         return self._shaken()
 
     def _shaken(self) -> bool:
-        """Take a step, and say to the peer what follows. Returns whether the handshake is done."""
+        """Take a step of the handshake, and send the reply. Returns whether the handshake is done."""
         try:
             self._tls.do_handshake()
             return True
@@ -150,12 +150,12 @@ class TlsSocket:
         except ssl.SSLError as error:
             raise ConnectionError(f"TLS: {error}") from error
         finally:
-            if said := self._outgoing.read():  # it fits into a socket that has sent nothing else
-                with suppress(OSError):  # the next step finds out
+            if said := self._outgoing.read():  # the reply fits into a socket that has sent nothing else
+                with suppress(OSError):  # the next step finds the error
                     self.plain.send(said)
 
     def send(self, data: Any, flags: int = 0) -> int:
-        """As a socket's. After BlockingIOError or 0 the next call must begin with the same bytes."""
+        """Like a socket's. After BlockingIOError or 0, the next call must begin with the same bytes."""
         return self.sendmsg([memoryview(data)], (), flags)
 
     def sendall(self, data: Any) -> None:
@@ -164,7 +164,7 @@ class TlsSocket:
             view = view[self.send(view) :]
 
     def sendmsg(self, views: Iterable[memoryview], ancillary: Iterable[Any] = (), flags: int = 0) -> int:
-        """As a socket's, with the rule of `send`. 0 where it is to be called again."""
+        """Like a socket's, with the rule of `send`. 0: call it again."""
         if not self._records:
             with self._mutex:
                 self._owed = self._encrypt(views)
@@ -178,7 +178,7 @@ class TlsSocket:
         return bytes(data[: self.recv_into(data, 0, flags)])
 
     def recv_into(self, buffer: Any, nbytes: int = 0, flags: int = 0) -> int:
-        """As a socket's. With a buffer below RECEIVE_BYTES some may be left here, which no poll sees."""
+        """Like a socket's. With a buffer below RECEIVE_BYTES some bytes may stay here, which no poll sees."""
         view = memoryview(buffer)
         view = view[: nbytes or len(view)]
         limit = 0.0 if flags & socket.MSG_DONTWAIT else self._limit
@@ -191,14 +191,14 @@ class TlsSocket:
             with self._mutex:
                 self._incoming.write(records)
             got = self._decrypt(view)
-            if not got and time.monotonic() >= end:  # a part of a record came, or one without bytes for us
+            if not got and time.monotonic() >= end:  # only part of a record came, or a record without plain text
                 raise TimeoutError("no record came in time") if self.plain.gettimeout() else BlockingIOError
         return got
 
     def recvmsg_into(
         self, views: Sequence[memoryview], ancillary: int = 0, flags: int = 0
     ) -> tuple[int, Any, int, Any]:
-        """As a socket's, but for the first of the views alone. With MSG_WAITALL, too, it waits until something came."""
+        """Like a socket's, but fills the first view only. Even with MSG_WAITALL it returns once some bytes came."""
         view = views[0]
         done = got = self.recv_into(view)
         with suppress(BlockingIOError, TimeoutError):
@@ -207,7 +207,7 @@ class TlsSocket:
         return done, [], 0, None
 
     def _encrypt(self, views: Iterable[memoryview]) -> int:
-        """Make records of these, up to SEND_BYTES. Returns of how many bytes."""
+        """Make records of at most SEND_BYTES. Returns how many bytes of plain text they hold."""
         done = 0
         for view in views:
             while view and done < SEND_BYTES:
@@ -216,7 +216,7 @@ class TlsSocket:
         return done
 
     def _decrypt(self, view: memoryview) -> int:
-        """Fill it from the records that came. Returns with how many bytes."""
+        """Fill `view` from the records that came. Returns how many bytes were written."""
         done = 0
         with self._mutex:
             try:

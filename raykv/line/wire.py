@@ -1,9 +1,9 @@
-"""Sockets between the processes of a pool: who may connect, and how messages are framed.
+"""Sockets between the processes of a pool: the proof of the token, and the frames of messages.
 
-A listener begins a connection with a challenge of 32 random bytes. The connecting side answers with a challenge of its
-own and its proof: the HMAC-SHA256 of the side's name and both challenges, keyed by the listener's token, which it got
-through Ray. The listener answers with its proof. A side ends a connection where the other's proof is wrong. From then
-on each side sends frames: a length (uint32, little-endian) and so many bytes. Where Ray uses TLS, all of it is in TLS.
+The listener begins a connection with a challenge of 32 random bytes. The connecting side answers with its own challenge
+and its proof: the HMAC-SHA256 of its side's name and both challenges. The key is the listener's token, which it got
+through Ray. The listener answers with its own proof. A side ends a connection where the other's proof is wrong. Then
+each side sends frames: a length (uint32, little-endian) and so many bytes. Where Ray uses TLS, all of it is in TLS.
 """
 
 import hmac
@@ -23,21 +23,20 @@ LENGTH = struct.Struct("<I")
 TIMEVAL = struct.Struct("@ll")  # seconds and microseconds, as the kernel takes them
 CHALLENGE_BYTES = PROOF_BYTES = 32
 TOKEN_BYTES = 32
-LISTENER = b"listener"  # the side beside CLIENT and STORE: sides are in a proof, so that none can be sent back
+LISTENER = b"listener"  # the third side, after CLIENT and STORE; a proof names its side, so it can't be sent back
 HANDSHAKE_S = 1.0  # to connect, and for both sides to prove the token
 KEEPALIVE_IDLE_S = 5  # until TCP probes an idle peer
 KEEPALIVE_S = 2  # between TCP's probes of a peer that does not answer
 KEEPALIVE_PROBES = 3
-VIEWS = 64  # of memory that one call of the system sends or receives
-GONE_S = KEEPALIVE_IDLE_S + KEEPALIVE_PROBES * KEEPALIVE_S  # after so long a peer is gone that says or takes nothing
+VIEWS = 64  # views of memory that one call of the system sends or receives
+GONE_S = KEEPALIVE_IDLE_S + KEEPALIVE_PROBES * KEEPALIVE_S  # a peer that says or takes nothing for so long is gone
 
 
 def connect(address: Address, side: bytes = CLIENT) -> Stream:
-    """A connection whose sides have both proved the token; it blocks.
+    """A connection after both sides proved the token. It blocks.
 
-    side: what this process is there: a CLIENT, or a STORE.
-    Raises ConnectionError, also where nobody answers in time, or somebody without the token does; OSError where Ray
-    uses TLS, and its files are no good.
+    side: what this process is: a CLIENT or a STORE. ConnectionError where nobody answers in time, or the other side
+    lacks the token. OSError for unusable TLS files.
     """
     host, port, token = address
     try:
@@ -72,12 +71,12 @@ def challenge() -> bytes:
 
 
 def proof(token: bytes, side: bytes, challenges: bytes) -> bytes:
-    """Shows that a side knows the token. challenges: the listener's, then the other side's."""
+    """Shows that a side knows the token. challenges: the listener's, then the connecting side's."""
     return hmac.digest(token, side + challenges, "sha256")
 
 
 def prepare(peer: socket.socket) -> None:
-    """Send small messages at once, and notice a peer that vanishes, or does not take what is sent."""
+    """Send small messages at once. Notice a peer that vanishes, or does not take bytes."""
     peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in (
@@ -95,9 +94,9 @@ def frame(body: bytes) -> bytes:
 
 
 def take_frame(inbox: bytearray, longest: int) -> bytes | None:
-    """The first message of what came in, which is taken from it; None while it is not whole.
+    """Remove the first message from the received bytes; None while it is not whole.
 
-    ConnectionError if it is longer than so many bytes.
+    ConnectionError if it has more than `longest` bytes.
     """
     if len(inbox) < LENGTH.size:
         return None
@@ -114,23 +113,23 @@ def take_frame(inbox: bytearray, longest: int) -> bytes | None:
 
 
 def receive(peer: Stream, count: int, end: float | None = None) -> bytes:
-    """Exactly `count` bytes. Raises as `receive_into`."""
+    """Exactly `count` bytes. Raises like `receive_into`."""
     data = bytearray(count)
     receive_into(peer, memoryview(data), end)
     return bytes(data)
 
 
 def receive_into(peer: Stream, view: memoryview, end: float | None) -> None:
-    """Fill `view`. TimeoutError at `end` (time.monotonic()); ConnectionError if the peer closes before."""
+    """Fill `view`. TimeoutError at `end` (time.monotonic()); ConnectionError if the peer closes first."""
     while len(view):
         peer.settimeout(None if end is None else max(0.001, end - time.monotonic()))
         view = view[receive_some(peer, [view]) :]
 
 
 def set_limits(peer: Stream, seconds: float) -> None:
-    """Have it block, but each call of the system only for so long: in one such call it moves many bytes.
+    """Make a connection block, but limit each system call to so many seconds: one call moves many bytes.
 
-    A call in which nothing moved raises BlockingIOError.
+    A call in which no byte moved raises BlockingIOError.
     """
     peer.settimeout(None)
     if isinstance(peer, TlsSocket):
@@ -141,7 +140,7 @@ def set_limits(peer: Stream, seconds: float) -> None:
 
 
 def receive_some(peer: Stream, views: Sequence[memoryview]) -> int:
-    """Fill the first of these, as far as bytes come in time. Returns how many. ConnectionError if the peer closed."""
+    """Fill the first of these views with the bytes that come in time. Returns how many. ConnectionError at the end."""
     got = peer.recvmsg_into(views[:VIEWS], 0, socket.MSG_WAITALL)[0]
     if not got:
         raise ConnectionError("the peer closed the connection")
@@ -149,9 +148,9 @@ def receive_some(peer: Stream, views: Sequence[memoryview]) -> int:
 
 
 def send_all(peer: Stream, views: Sequence[memoryview], end: float) -> None:
-    """Send these one after the other. BlockingIOError where `set_limits` says so; TimeoutError after `end`.
+    """Send these views one after the other. BlockingIOError by the limit of `set_limits`; TimeoutError after `end`.
 
-    end: time.monotonic(). A peer that takes a little now and then would keep the thread for ever.
+    end: time.monotonic(). Without it, a peer that takes a few bytes now and then would keep the thread for ever.
     """
     left = list(views)
     while left:
@@ -161,7 +160,7 @@ def send_all(peer: Stream, views: Sequence[memoryview], end: float) -> None:
 
 
 def after(views: Sequence[memoryview], done: int) -> list[memoryview]:
-    """What is left of views whose first `done` bytes were sent or received."""
+    """The rest of the views after their first `done` bytes were sent or received."""
     for i, view in enumerate(views):
         if done < len(view):
             return [view[done:], *views[i + 1 :]]

@@ -1,1 +1,1 @@
-"""What a pool tells Ray's metrics agent, which Prometheus scrapes: `metric` names it all, `exporter` hands it over."""
+"""A pool's metrics for Ray's agent, which Prometheus scrapes. `metric` names them all, `exporter` hands them over."""

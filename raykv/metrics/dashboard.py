@@ -1,4 +1,4 @@
-"""The Grafana dashboard and the alert rules of a pool, made of the table of metrics."""
+"""The Grafana dashboard and the alert rules of a pool, made from the table of metrics."""
 
 import re
 from typing import Any, NamedTuple
@@ -22,7 +22,7 @@ class Panel(NamedTuple):
 
 
 class Alert(NamedTuple):
-    """For so long, the expression has series."""
+    """An alert that fires when its expression has had series for `lasts`."""
 
     name: str
     lasts: str
@@ -179,7 +179,7 @@ ALERTS = (
 def expression(text: str, pool: str = "") -> str:
     """PromQL with every `@name` as the metric's full name. pool: a selector such as `{pool=~"$pool"}`, or all pools.
 
-    Raises KeyError for a name that is no metric.
+    KeyError for an unknown metric.
     """
 
     def full(found: re.Match[str]) -> str:
@@ -196,7 +196,7 @@ def expression(text: str, pool: str = "") -> str:
 
 
 def dashboard() -> dict[str, Any]:
-    """A dashboard as Grafana imports it."""
+    """A dashboard in the form that Grafana imports."""
     return {
         "uid": "raykv",
         "title": "RayKV",
@@ -250,7 +250,7 @@ def _panel(number: int, panel: Panel) -> dict[str, Any]:
 
 
 def rules() -> dict[str, Any]:
-    """Alert rules as Prometheus reads them."""
+    """Alert rules in the form that Prometheus reads."""
     found = [
         {
             "alert": alert.name,

@@ -12,9 +12,9 @@ NAMES = (dashboard.DASHBOARD, dashboard.RULES)
 
 
 def provisioned() -> Path:
-    """The folder that Ray provisions Grafana from, if its dashboard runs here. This process must be in a cluster.
+    """The folder from which Ray provisions Grafana, if Ray's dashboard runs here. This process must be in a cluster.
 
-    Ray wipes it when it starts.
+    Ray wipes the folder when it starts.
     """
     from ray._private.worker import global_worker
 
@@ -23,9 +23,9 @@ def provisioned() -> Path:
 
 
 def write(folder: Path) -> list[Path]:
-    """Write both files into a folder that is there. Returns their paths. Nobody sees half of one. Raises OSError."""
+    """Write both files into an existing folder. Returns their paths. Nobody sees half of a file. Raises OSError."""
     contents = (dashboard.dashboard(), dashboard.rules())
-    for name, content in zip(NAMES, contents, strict=True):  # the rules are YAML, as all JSON is
+    for name, content in zip(NAMES, contents, strict=True):  # JSON is valid YAML
         unfinished = folder / f".{name}.{os.getpid()}"
         unfinished.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
         unfinished.rename(folder / name)

@@ -9,28 +9,28 @@ from raykv.metrics.metric import METRICS, PREFIX, SECONDS
 
 EXPORT_S = 5.0  # Ray forgets a gauge that was not set for 20 s
 OBSERVED_MAX = 10_000  # of a histogram, between two flushes
-LABELS_MAX = 50  # values of a tag that users choose, of a kind and process: more would be an outage of who stores them
-OTHER = "other"  # stands for the values after those
+LABELS_MAX = 50  # values of a tag that users choose, for each kind and process: more would break the metrics' storage
+OTHER = "other"  # stands for all later values
 
 T = TypeVar("T")
 Series = tuple[str, tuple[tuple[str, str], ...]]  # name, tags
 
 
 class Exporter:
-    """Figures wait here until `flush`: a record of Ray's costs as much as a match. Thread-safe."""
+    """Figures wait here until `flush`: each record of Ray's costs as much as a match. Thread-safe."""
 
     def __init__(self, pool: str) -> None:
         self._pool, self._node = pool, ""
-        self._lock = threading.Lock()  # guards what follows
+        self._lock = threading.Lock()  # guards the fields below
         self._added: dict[Series, float] = defaultdict(float)
         self._set: dict[Series, float] = {}
         self._observed: dict[Series, list[float]] = {}
         self._totals: dict[Series, float] = {}  # of counters that are given by their total
         self._labels: dict[str, set[str]] = {}  # values so far, by kind
-        self._metrics: dict[str, Any] = {}  # Ray's; only the thread that flushes looks
+        self._metrics: dict[str, Any] = {}  # Ray's; only the thread that flushes uses them
 
     def label(self, kind: str, value: str) -> str:
-        """The value of a tag that users choose, or OTHER if there were too many different ones of its kind."""
+        """The value of a tag that users choose, or OTHER if its kind has too many different values."""
         known = self._labels.setdefault(kind, set())
         if value not in known:
             if len(known) >= LABELS_MAX:
@@ -46,11 +46,11 @@ class Exporter:
         """Raise several counters at once."""
         with self._lock:
             for series, value in values.items():
-                if value > 0:  # Ray refuses others
+                if value > 0:  # Ray refuses other values
                     self._added[series] += value
 
     def total(self, name: str, value: float, **tags: str) -> None:
-        """Raise a counter to what it is since this process began. A lower value than before is left out."""
+        """Raise a counter to its total since this process began. Ignores a total below the last one."""
         series = name, tuple(tags.items())
         with self._lock:
             new = value - self._totals.get(series, 0.0)
@@ -76,9 +76,9 @@ class Exporter:
         return bool(self._added or self._set or self._observed)
 
     def flush(self) -> None:
-        """Hand over what was added, set and observed since the last time. One thread of a process calls this.
+        """Hand over what was added, set and observed since the last flush. One thread of a process calls this.
 
-        Raises what Ray raised first: what it did not take is handed over the next time.
+        Raises Ray's first error. Figures that Ray did not take are handed over the next time.
         """
         with self._lock:
             added, self._added = self._added, defaultdict(float)
@@ -115,12 +115,12 @@ class Exporter:
                 self._observed[series] = [*values, *self._observed.get(series, ())][:OBSERVED_MAX]
 
     def forget(self, tag: str, value: str) -> None:
-        """Totals with this tag are given no more: what they were is not needed."""
+        """Forget totals with this tag: they are given no more."""
         with self._lock:
             self._totals = {series: total for series, total in self._totals.items() if (tag, value) not in series[1]}
 
     def _tags(self, name: str, tags: tuple[tuple[str, str], ...]) -> dict[str, str]:
-        """With the pool, and this process's node where the metric has one."""
+        """The tags with the pool, and with this process's node if the metric has a node."""
         return {"pool": self._pool, **({"node": self._node} if "node" in METRICS[name].tags else {}), **dict(tags)}
 
     def _metric(self, name: str) -> Any:

@@ -1,4 +1,4 @@
-"""Spans of what a client does, for OpenTelemetry where the process has set it up."""
+"""Spans of a client's work, for OpenTelemetry where the process has set it up."""
 
 import sys
 from collections.abc import Iterator, Mapping
@@ -9,9 +9,9 @@ OFF: AbstractContextManager[None] = nullcontext()
 
 
 def span(name: str, **attributes: Any) -> AbstractContextManager[Any]:
-    """A span `raykv.<name>` around a `with` block, a child of the current one. Gives it to the block, or None.
+    """A span `raykv.<name>` around a `with` block, a child of the current span. Gives the block the span, or None.
 
-    attributes: become `raykv.<attribute>`. None, at the cost of a question, unless the process has a tracer provider.
+    attributes: become `raykv.<attribute>`. Without a tracer provider in the process, it gives None and costs little.
     """
     trace = sys.modules.get("opentelemetry.trace")
     if trace is None:
@@ -28,7 +28,7 @@ def span(name: str, **attributes: Any) -> AbstractContextManager[Any]:
 
 
 def under(headers: Mapping[str, str] | None) -> AbstractContextManager[Any]:
-    """Spans of a `with` block are children of the one that these W3C trace headers name, if there are any."""
+    """Make spans of a `with` block children of the span in these W3C trace headers, if there are any."""
     if not headers or sys.modules.get("opentelemetry.trace") is None:
         return OFF
     try:
@@ -50,7 +50,7 @@ def _attached(context: Any, parent: Any) -> Iterator[None]:
 
 
 def tell(it: Any, **attributes: Any) -> None:
-    """Add attributes to what `span` gave."""
+    """Add attributes to a span of `span`; None is ignored."""
     if it is not None:
         it.set_attributes(_named(attributes))
 

@@ -1,4 +1,4 @@
-"""How long ago something happened of which only the tick is known."""
+"""How long ago a tick of the directory was."""
 
 from bisect import bisect_right
 
@@ -21,7 +21,7 @@ class TickClock:
             self._ticks[:half], self._times[:half] = self._ticks[:half:2], self._times[:half:2]
 
     def age(self, tick: int) -> float:
-        """Seconds since that tick, at the last sample; of one before all samples, since the first."""
+        """Seconds from that tick to the last sample. A tick before all samples counts as the first sample."""
         if not self._ticks:
             return 0.0
         after = bisect_right(self._ticks, tick)

@@ -1,4 +1,4 @@
-"""The table of the directory's calls: who may make them, and how they are answered."""
+"""The table of the directory's calls: who may make each call, and its answer."""
 
 from typing import Any, NamedTuple
 
@@ -7,8 +7,8 @@ from raykv.protocol.requests import Followed
 from raykv.protocol.stores import Joined, SoleCopies
 from raykv.protocol.tiers import Demotions, GpuDemotions, TierReply
 
-# Of all messages, of a header and of a superblock: raise it with every change of any of them. Whoever joins a pool must
-# have its version: `raykv.cluster.internal_kv.settings` checks it.
+# The version of all messages, headers and superblocks: raise it when any of them changes. A process needs its pool's
+# version to join: `raykv.cluster.internal_kv.settings` checks it.
 VERSION = 17
 
 CLIENT, STORE = b"client", b"store"  # who may make a call
@@ -18,13 +18,13 @@ ADMINISTRATOR = b"administrator"  # through Ray only
 class Asked(NamedTuple):
     """A call of the directory: a function of `raykv.directory.directory.Directory`, as a rule."""
 
-    by: bytes  # who makes it: CLIENT or STORE, over the socket too, or ADMINISTRATOR
-    answer: type[tuple[Any, ...]] | None = None  # the message that its answer is, where that is one
-    frequent: bool = False  # with every request of an engine: a few of its calls are timed, for all
-    few: bool = False  # it has at most KEYS_PER_CALL keys: all others wait meanwhile
+    by: bytes  # CLIENT or STORE: over the socket or through Ray; ADMINISTRATOR: through Ray only
+    answer: type[tuple[Any, ...]] | None = None  # class of the answer, where the answer is a message
+    frequent: bool = False  # engines make it with every request, so only a few of these calls are timed
+    few: bool = False  # it has at most KEYS_PER_CALL keys: all other callers wait meanwhile
 
     def meant(self, answer: Any) -> Any:
-        """The message that a plain answer is. Any other answer as it is, None too."""
+        """The message that a plain tuple stands for. Returns None and other answers unchanged."""
         if answer is None or self.answer is None:
             return answer
         if self.answer is MatchedParts:
@@ -52,7 +52,7 @@ CALLS = {
     "report_requests": Asked(CLIENT),
     "join": Asked(STORE, Joined),
     "adopt": Asked(STORE),
-    "heartbeat": Asked(STORE),  # a Heartbeat and a SlabTarget
+    "heartbeat": Asked(STORE),  # answer: a Heartbeat and a SlabTarget
     "sweep_result": Asked(STORE),
     "tier_heartbeat": Asked(STORE, TierReply),
     "report_existing": Asked(STORE),
@@ -72,5 +72,5 @@ CALLS = {
 
 
 def may_ask(side: bytes, call: object) -> bool:
-    """Whether who showed itself as this side of a connection may make this call over it."""
+    """Whether a peer that proved to be `side` may make this call over its connection."""
     return isinstance(call, str) and call in CALLS and CALLS[call].by == side

@@ -1,4 +1,4 @@
-"""Where a block is, how large the numbers in it get, and where a process listens."""
+"""Where a block is, limits of the numbers in a location, and where a process listens."""
 
 from numbers import Integral
 from typing import Any, NamedTuple, overload
@@ -8,21 +8,21 @@ from numpy.typing import NDArray
 
 LOCATION = np.dtype(
     [
-        ("node", "<u4"),  # the directory's index of the node, never reused; odd: of an external tier (see is_tier)
+        ("node", "<u4"),  # the directory's index of the node, never reused; odd: an external tier's (see is_tier)
         ("slab", "<u4"),  # slab of that node's arena
         ("slot", "<u4"),  # slot of that slab
-        ("bytes", "<u4"),  # block_bytes; a slot is that, rounded up to ALIGN
+        ("bytes", "<u4"),  # block_bytes; the slot has these bytes rounded up to ALIGN
         ("slab_gen", "<u8"),  # generation of the slab's format; 0: there is no such block
         ("gen", "<u8"),  # generation of the block, or of a writer's grant
     ]
 )
 KEY_BYTES = 16
-ALIGN = 4096  # payload alignment, and so the smallest slot, in bytes
-CONTENT_BYTES = 8  # name of a tier's content since it was last cleared; nothing from before is read again
+ALIGN = 4096  # bytes: alignment of the payload, and so the smallest slot
+CONTENT_BYTES = 8  # a tier's content since it was last cleared has a name of so many bytes; nothing older is read again
 COUNTER_BITS = 40  # a generation is epoch << COUNTER_BITS | counter
-EPOCHS = 1 << 21  # no epoch is as high: a header keeps a generation and two bits more in 8 bytes
-GENERATIONS = EPOCHS << COUNTER_BITS  # no generation is as high
-SLABS_MAX = 1 << 20  # of one arena or tier: what is counted by somebody else is not to fill a memory
+EPOCHS = 1 << 21  # every epoch is below: a header keeps a generation and two more bits in 8 bytes
+GENERATIONS = EPOCHS << COUNTER_BITS  # every generation is below
+SLABS_MAX = 1 << 20  # of an arena or tier: counts from other processes must not fill the memory
 SLAB_BYTES_MAX = 1 << 30  # of an arena
 
 
@@ -35,15 +35,15 @@ def is_tier(index: NDArray[Any]) -> NDArray[np.bool_]: ...
 
 
 def is_tier(index: int | NDArray[Any]) -> bool | NDArray[np.bool_]:
-    """Whether a node's index in a location is an external tier's: those are odd, nodes' are even.
+    """Whether an index in a location is an external tier's: a tier's index is odd, a node's is even.
 
-    index: an int, or a numpy array of them (then the answer is a bool array).
+    index: an int, or an array of integers (then the answer is a bool array of its shape).
     """
     return index & 1 == 1
 
 
 def host_of(name: str) -> str:
-    """Ray node id of a node, or of a node's GPU, whose name is that with "/" and its UUID."""
+    """Ray node id in the name of a node or GPU. A GPU's name is the node id, "/" and the GPU's UUID."""
     return name.partition("/")[0]
 
 
@@ -63,16 +63,16 @@ def slot_bytes(block_bytes: int) -> int:
 
 
 def epoch_of(generation: int) -> int:
-    """The directory epoch a generation was granted in."""
+    """The directory epoch in which a generation was granted."""
     return generation >> COUNTER_BITS
 
 
 class Address(NamedTuple):
-    """Where a listener is, and the token that it wants to see."""
+    """Where a listener is, and the token that it expects."""
 
     host: str
     port: int
     token: bytes
 
-    def __repr__(self) -> str:  # messages have it, and the token is nobody's to read
+    def __repr__(self) -> str:  # log lines and errors have it, and must not show the token
         return f"{self.host}:{self.port}"

@@ -4,19 +4,19 @@ from typing import Any
 
 import msgpack
 
-# the longest: an array gets its memory before its parts are there. A dict has nodes, by their index
+# limits: msgpack allocates an array before it reads the elements. A dict has one entry for each node
 LIMITS = {"max_array_len": 1 << 12, "max_map_len": 1 << 16, "max_ext_len": 0}
 
 
 def packed(message: Any) -> bytes:
-    """A message as it crosses a socket: of None, bool, int, str, bytes, tuples and dicts. Else raises TypeError."""
+    """A message as it crosses a socket: None, bool, int, str, bytes, tuples and dicts. TypeError for other types."""
     data: bytes = msgpack.packb(message)
     return data
 
 
 def unpacked(data: bytes) -> Any:
-    """The message, of tuples, that `packed` made into bytes. Raises ValueError if it is none."""
+    """The message that `packed` made into bytes; sequences are tuples. ValueError for other bytes."""
     try:
         return msgpack.unpackb(data, use_list=False, strict_map_key=False, **LIMITS)
-    except (msgpack.UnpackException, TypeError) as error:  # TypeError: a key of a dict that can't be hashed
+    except (msgpack.UnpackException, TypeError) as error:  # TypeError: a dict key that can't be hashed
         raise ValueError(f"{len(data)} bytes are no message: {error!r}") from error

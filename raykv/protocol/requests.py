@@ -1,4 +1,4 @@
-"""What clients tell those who follow requests."""
+"""Reports of clients to people who follow requests."""
 
 from typing import NamedTuple
 
@@ -6,15 +6,15 @@ from raykv.protocol.packing import packed, unpacked
 
 
 class RequestLine(NamedTuple):
-    """A request that is done, as its client reports it while somebody follows requests. It travels as bytes.
+    """A finished request. Its client reports it as bytes while somebody follows requests.
 
-    kind: "request", of a look-up and its reads; "match", of a look-up whose blocks another process reads; "read", of
-    what that process read. Times of what was not done here are -1. Counts are of tokens.
+    kind: "request": a look-up and its reads; "match": a look-up whose blocks another process reads; "read": the reads
+    of that process. A time is -1 where this process did not do that step. Counts are of tokens.
     """
 
     kind: str
-    id: str  # of the lease: a match and its read have the same
-    request: str  # the engine's own name of it; "" where it has none
+    id: str  # of the lease; a match and its read have the same
+    request: str  # the engine's name of it, or ""
     at_ms: int  # when it was done, Unix time
     node: str  # Ray node id of the client
     pid: int
@@ -28,18 +28,18 @@ class RequestLine(NamedTuple):
     read: int
     size: int  # bytes that were read
     lookup_us: int
-    pull_us: int  # waited for what came from elsewhere
+    pull_us: int  # spent waiting for blocks from elsewhere
     copy_us: int
-    short: str  # why less was hit than asked, or read than hit; "" where neither is so
-    about: int  # index of the node that `short` is about; -1: none
+    short: str  # why the hit is below `asked`, or `read` is below the hit; else ""
+    about: int  # index of the node that `short` names; -1: none
 
     def packed(self) -> bytes:
-        """As it travels; longer texts are cut."""
+        """The line as it travels; long texts are cut to LINE_TEXT characters."""
         return packed(tuple(part[:LINE_TEXT] if isinstance(part, str) else part for part in self))
 
     @classmethod
     def unpacked(cls, data: bytes) -> "RequestLine":
-        """Of `packed` bytes that another process sent. Texts get printable. ValueError for anything else."""
+        """The line in bytes that another process sent, without unprintable characters. ValueError for other bytes."""
         parts = unpacked(data)
         if not isinstance(parts, tuple) or [type(part).__name__ for part in parts] != LINE_TYPES:
             raise ValueError(f"{len(data)} bytes are no line of a request")
@@ -52,9 +52,9 @@ LINE_TYPES = [kind.__name__ for kind in RequestLine.__annotations__.values()]
 
 
 class Followed(NamedTuple):
-    """Answer to `follow`: lines of requests that are new since the cursor."""
+    """The answer to `follow`: lines of requests since the cursor."""
 
-    cursor: tuple[int, int, int]  # for the next call; (0, 0, 0) asks for none yet
+    cursor: tuple[int, int, int]  # for the next call; (0, 0, 0) asks for no line yet
     lines: tuple[bytes, ...]  # RequestLine.packed
-    left_out: int  # requests since the cursor that are not among them
-    names: dict[int, str]  # of nodes, by the index that locations carry
+    left_out: int  # requests since the cursor that `lines` lacks
+    names: dict[int, str]  # of nodes, by index in locations

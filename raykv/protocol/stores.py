@@ -1,4 +1,4 @@
-"""What node stores tell the directory of their memory."""
+"""Messages of node stores to the directory about their memory."""
 
 from typing import NamedTuple
 
@@ -6,33 +6,33 @@ STILL_WRITTEN, FREED, FINISHED = range(3)  # verdicts of a sweep
 
 
 class ArenaDescription(NamedTuple):
-    """An arena as it joins. Answer: Joined."""
+    """An arena that joins. Answer: Joined."""
 
     nonce: bytes  # 16 bytes, in its superblock
     slab_bytes: int
     slab_count: int  # slabs that it is to have
-    epoch: int  # the newest directory epoch that it has heard of
+    epoch: int  # the newest directory epoch that it knows
 
 
 class Joined(NamedTuple):
     """Answer to `join`."""
 
-    node: int  # what locations call it
+    node: int  # its index in locations
     epoch: int  # to stamp on the arena
 
 
 class SlabReport(NamedTuple):
-    """The slabs of a node's memory; with every `adopt` and `heartbeat`."""
+    """The slabs of a node's memory; comes with every `adopt` and `heartbeat`."""
 
-    offered: int  # slabs that were allocated so far, with those that were given back since
-    limit: int  # slabs that there are to be
-    given_back: bytes  # int32: slabs whose memory was, or is about to be, given back
+    offered: int  # slabs that were allocated so far, including slabs given back since
+    limit: int  # slabs that the node is to have
+    given_back: bytes  # int32: slabs whose memory was given back, or is about to be
 
 
 class SlabTarget(NamedTuple):
-    """Answer to `set_slab_target`: slabs to give back."""
+    """The answer to `set_slab_target`: slabs to give back."""
 
-    generation: int  # grants in them are of older generations
+    generation: int  # grants in these slabs have older generations
     numbers: bytes  # int32
 
 
@@ -44,23 +44,23 @@ class Inventory(NamedTuple):
     positions: bytes  # uint32: of each block in its chain
     stamps: bytes  # uint32: of its last read, seconds
     writing: bytes  # locations of slots that somebody still writes; in the last piece
-    left: int = 0  # older blocks, in the pieces that follow; the directory offers all once there are none
-    node: int = -1  # index that `join` gave; a piece of another is too late, and left out. -1: of whatever it is now
+    left: int = 0  # number of older blocks in the pieces to come; at 0 the directory offers the blocks
+    node: int = -1  # index that `join` gave: the directory ignores a piece with an outdated index. -1: fits any index
 
 
 class Heartbeat(NamedTuple):
-    """Answer to `heartbeat` of a node that the directory knows."""
+    """The answer to `heartbeat` of a node that the directory knows."""
 
     epoch: int
-    floor: int  # generation up to which all blocks were cleared
-    sweep: bytes  # locations of quarantined slots: is their write lock free?
+    floor: int  # all blocks up to this generation were cleared
+    sweep: bytes  # locations of quarantined slots whose write lock the store is to try
 
 
 class SweepResult(NamedTuple):
-    """What a store found in quarantined slots. All have one length."""
+    """What a store found in quarantined slots. All arrays have one length."""
 
     locations: bytes
-    verdicts: bytes  # uint8: STILL_WRITTEN, FREED, or FINISHED as `keys` and `generations` say
+    verdicts: bytes  # uint8: STILL_WRITTEN, FREED, or FINISHED with the block in `keys` and `generations`
     keys: bytes
     generations: bytes  # uint64
 
@@ -70,4 +70,4 @@ class SoleCopies(NamedTuple):
 
     locations: bytes  # `bytes` is the slot's size
     keys: bytes
-    total: int  # of all of them, with those that are being written
+    total: int  # of all sole copies, including blocks that are being written

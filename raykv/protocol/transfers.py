@@ -1,4 +1,4 @@
-"""What clients and stores ask of stores: to map an arena, and to fetch blocks."""
+"""Messages to node stores, from clients and other stores: map an arena, fetch blocks."""
 
 import time
 from typing import NamedTuple
@@ -8,38 +8,38 @@ from numpy.typing import NDArray
 
 from raykv.protocol.location import KEY_BYTES, LOCATION, SLAB_BYTES_MAX
 
-FAILED, PULLED, ALTERED = range(3)  # verdicts: what became of a block that was to cross nodes
+FAILED, PULLED, ALTERED = range(3)  # verdicts on a block that was to cross nodes
 
 
 def seconds_left(end: float) -> float:
-    """Seconds until the time `end` (time.monotonic()); never 0, which some calls take for no deadline."""
+    """Seconds until the time `end` (time.monotonic()). At least 0.001, as some calls take 0 for no deadline."""
     return max(0.001, end - time.monotonic())
 
 
 def data_deadline(size: int) -> float:
-    """Seconds that a transfer of `size` bytes may take: 100 MB/s of a slow link, and 2 s for a busy machine."""
+    """Seconds that a transfer of `size` bytes may take: 2 s for a busy machine, plus 100 MB/s of a slow link."""
     return 2.0 + size / 100e6
 
 
 class StoreDescription(NamedTuple):
-    """What a client maps: the arena of a node, or of one of its GPUs."""
+    """An arena that a client maps: of a node, or of one of its GPUs."""
 
-    name: str  # what the directory calls the memory
+    name: str  # the directory's name of the memory
     path: str
     nonce: bytes
-    node: int  # what locations call it
+    node: int  # its index in locations
     handle: bytes  # CUDA IPC handle; empty for host memory
 
 
 class Transfer(NamedTuple):
-    """Blocks to fetch into granted slots. All have one length. Answer: uint8 verdicts FAILED, PULLED or ALTERED."""
+    """Blocks to fetch into granted slots. Arrays have one length. Answer: uint8 verdicts FAILED, PULLED or ALTERED."""
 
     source: bytes  # locations
     keys: bytes
     target: bytes  # locations
 
     def arrays(self) -> tuple[NDArray[np.void], NDArray[np.uint8], NDArray[np.void]]:
-        """source (n,) LOCATION, keys (n, 16) and target (n,) LOCATION. ValueError unless all blocks are of one size."""
+        """source (n,) LOCATION, keys (n, 16) and target (n,) LOCATION. ValueError unless all blocks have one size."""
         source, target = np.frombuffer(self.source, LOCATION), np.frombuffer(self.target, LOCATION)
         keys = np.frombuffer(self.keys, np.uint8).reshape(-1, KEY_BYTES)
         if not len(source) == len(keys) == len(target):
@@ -51,9 +51,9 @@ class Transfer(NamedTuple):
 
 
 def verdicts_of(answer: bytes, count: int) -> NDArray[np.uint8]:
-    """(count,) uint8 verdicts that another process gave. What is none of FAILED, PULLED and ALTERED is FAILED.
+    """(count,) uint8 verdicts from another process. Unknown verdicts become FAILED.
 
-    ValueError unless there are as many.
+    ValueError unless there are `count` of them.
     """
     verdicts = np.frombuffer(answer, np.uint8)
     if len(verdicts) != count:
@@ -62,9 +62,9 @@ def verdicts_of(answer: bytes, count: int) -> NDArray[np.uint8]:
 
 
 class BlocksRead(NamedTuple):
-    """Blocks as a store reads them for another. `mask`, `checksums` and `positions` have one length."""
+    """Blocks that a store read for another. `mask`, `checksums` and `positions` have one length."""
 
     mask: bytes  # uint8: whether the block is there
     checksums: bytes  # uint64, xxh3_64
     positions: bytes  # uint32, in the chain
-    runs: list[NDArray[np.uint8]]  # bytes of the masked, one after the other; unchecked
+    runs: list[NDArray[np.uint8]]  # bytes of the masked blocks, one after the other; unchecked

@@ -6,18 +6,18 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-BLOCKS_MAX = 1 << 24  # keys that are compared: what is longer is ordered by its first blocks
-SLACK = 0.1  # of an engine's share: so uneven may loads be for a prefix that is not computed twice
+BLOCKS_MAX = 1 << 24  # number of keys that are compared; longer batches are ordered by the first blocks of each prompt
+SLACK = 0.1  # of an engine's share: loads may differ so much to keep a prefix on one engine
 
-Prompts = Sequence[NDArray[np.uint8]]  # (n, k) of each: keys of its full blocks, each of which stands for all before it
+Prompts = Sequence[NDArray[np.uint8]]  # (n, k) each: keys of its full blocks; a key stands for all before it too
 
 
 def order(prompts: Prompts) -> list[int]:
-    """Indices of prompts, depth first over their tree of shared prefixes: those that share most are neighbours.
+    """Indices of prompts, depth first over their tree of shared prefixes: prompts that share most are neighbours.
 
-    Of several subtrees the one that shares most blocks comes first; equal prompts stay in their order. A cache of as
-    many blocks as the longest prompt computes each shared block once. Takes O(prompts) memory, and a copy of the keys,
-    at most 16 million: of larger batches the first blocks of each prompt are compared.
+    The subtree that shares most blocks comes first. Equal prompts keep their order. A cache of as many
+    blocks as the longest prompt computes each shared block once. Takes O(prompts) memory, and a copy of at most 16
+    million keys. In larger batches only the first blocks of each prompt are compared.
     """
     found = _by_keys(prompts)
     shared = _shared_with_before(prompts, found)
@@ -37,22 +37,23 @@ def order(prompts: Prompts) -> list[int]:
 
 
 def split(prompts: Prompts, engines: int) -> list[list[int]]:
-    """Indices of the prompts of each engine, in the order to run them. Raises ValueError for less than one engine.
+    """Indices of the prompts of each engine, in the order to run them. ValueError for less than one engine.
 
-    They are in `order`, cut where neighbours share least, not far from where each engine has as many blocks to compute.
+    The prompts are in `order`. They are cut where neighbours share least, near the places that give each engine as many
+    blocks to compute.
     """
     if engines < 1:
         raise ValueError(f"engines={engines}: a batch needs one at least")
     ranked = order(prompts)
     shared = _shared_with_before(prompts, ranked)
-    blocks = np.array([1 + len(prompts[i]) for i in ranked], np.int64)  # and what fills no block
+    blocks = np.array([1 + len(prompts[i]) for i in ranked], np.int64)  # 1: the tokens that fill no block
     done = np.concatenate([[0], np.cumsum(blocks - shared)])
     cuts = [0, *(_cut(done, shared, done[-1] * engine / engines, engines) for engine in range(1, engines)), len(ranked)]
     return [ranked[begin:end] for begin, end in itertools.pairwise(cuts)]
 
 
 def _shared_with_before(prompts: Prompts, indices: Sequence[int]) -> NDArray[np.int64]:
-    """How many leading blocks each of these prompts shares with the one before it: (len(indices),) int64."""
+    """How many leading blocks each of these prompts shares with the prompt before it: (len(indices),) int64."""
     pairs = itertools.pairwise(indices)
     return np.array([0, *(_shared(prompts[one], prompts[other]) for one, other in pairs)][: len(indices)], np.int64)
 
@@ -72,7 +73,7 @@ def _depth(lengths: list[int]) -> int:
 
 
 def _shared(one: NDArray[np.uint8], other: NDArray[np.uint8]) -> int:
-    """How many leading keys are equal. Since each stands for all before it, a search finds the first that differs."""
+    """How many leading keys are equal. A key stands for all before it: a binary search finds the first difference."""
     begin, end = 0, min(len(one), len(other))
     while begin < end:
         middle = (begin + end) // 2
@@ -84,9 +85,9 @@ def _shared(one: NDArray[np.uint8], other: NDArray[np.uint8]) -> int:
 
 
 def _cut(done: NDArray[np.int64], shared: NDArray[np.int64], wanted: float, engines: int) -> int:
-    """Before which place to cut: near the one where `wanted` blocks are done, where neighbours share least.
+    """Index to cut before: near the place where `wanted` blocks are done, where neighbours share least.
 
-    done: (n + 1,), blocks to compute up to each place. shared: (n,), of each with the one before.
+    done: (n + 1,), blocks to compute up to each place. shared: (n,), blocks that each shares with the prompt before.
     """
     slack = SLACK * done[-1] / engines
     begin, end = np.searchsorted(done, [wanted - slack, wanted + slack]).tolist()

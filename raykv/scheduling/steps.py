@@ -1,4 +1,4 @@
-"""Which requests an engine runs in its next step. What is cached costs no tokens, and no blocks where others hold it.
+"""Which requests an engine runs in its next step. Cached tokens cost no computing, and no blocks if others hold them.
 
 Names are those of vLLM's scheduler, where it has them (vllm/v1/core/sched/scheduler.py).
 """
@@ -15,11 +15,13 @@ from numpy.typing import NDArray
 class Request:
     """A prompt, and what was generated after it.
 
-    keys: (n, k) uint8, of the full blocks of its prompt; each stands for all before it, as those of `KVCache.keys` do.
-    num_tokens: of its prompt, and generated. arrival: seconds. num_computed_tokens: of a running request, whose KV it
-    has; of a waiting one, whose KV is cached where the engine can read it, so that they need not be computed.
-    num_held_blocks: of a waiting one, how many of its first blocks running requests hold. Cached blocks that nobody
-    holds are free ones, which are free no more when it starts.
+    keys: (n, k) uint8, of the full blocks of its prompt; a key stands for all blocks before it too, like
+    `KVCache.keys`.
+    num_tokens: of its prompt, and generated. arrival: seconds.
+    num_computed_tokens: of a running request, tokens whose KV it has; of a waiting one, tokens whose KV is cached where
+    the engine can read it.
+    num_held_blocks: of a waiting request, how many of its first blocks running requests hold. Other cached blocks count
+    as free; when the request starts, they no longer are.
     """
 
     keys: NDArray[np.uint8]
@@ -30,12 +32,12 @@ class Request:
 
     @property
     def num_new_tokens(self) -> int:
-        """To compute until it can be sampled from: at least one, also where all is cached."""
+        """Tokens to compute until it can be sampled from: at least one, even if all are cached."""
         return max(1, self.num_tokens - self.num_computed_tokens)
 
 
 class Budget(NamedTuple):
-    """Of one step: tokens to compute, and blocks that are free. block_tokens: tokens of a block."""
+    """The limits of one step: tokens to compute, and free blocks. block_tokens: tokens of a block."""
 
     tokens: int
     blocks: int
@@ -43,7 +45,7 @@ class Budget(NamedTuple):
 
 
 class Scheduled(NamedTuple):
-    """A request that is run in the step, and how many of its tokens are computed."""
+    """A request that runs in the step, and how many of its tokens are computed."""
 
     request: Request
     num_new_tokens: int
@@ -52,16 +54,16 @@ class Scheduled(NamedTuple):
 def plan(
     waiting: Sequence[Request], running: Sequence[Request], budget: Budget, now: float, patience: float
 ) -> list[Scheduled]:
-    """What to run in the next step: running requests first, then waiting ones, those with the least to compute first.
+    """What to run in the next step: running requests first, then waiting ones; least to compute first.
 
-    A waiting request starts if there are blocks for all that it has to compute, in later steps too, and waits while
-    another computes its next block. Who has waited `patience` seconds is passed over no more, but while it waits for
-    another's block: such requests start in order of arrival, before all others. A running request that needs a block
-    where none is free is left out: free some by preempting one. One that needs more blocks than the engine has would
-    hold up all others: refuse it at the door. now: seconds, as arrivals are.
+    A waiting request starts if there are blocks for everything that it must compute, in later steps too. It waits while
+    another request computes its next block. Requests that have waited `patience` seconds come first, in order of
+    arrival, and are not passed over, except while they wait for another's block. A running request without a free block
+    is left out: preempt a request to free some. Refuse requests that need more blocks than the engine has: they would
+    hold up all others. now: seconds, on the clock of arrivals.
     """
     step = _Step(budget)
-    for request in sorted(running, key=lambda request: request.num_new_tokens):  # who generates waits for no prompt
+    for request in sorted(running, key=lambda request: request.num_new_tokens):  # generation waits for no prompt
         step.run(request)
     for request in _in_turn(waiting, now, patience):
         if not step.tokens or not (step.start(request) or request.arrival > now - patience):
@@ -77,7 +79,7 @@ def _in_turn(waiting: Sequence[Request], now: float, patience: float) -> Iterato
 
 
 class _Step:
-    """What is left of a budget, and who has which part."""
+    """The rest of a budget, and the requests that use its other part."""
 
     def __init__(self, budget: Budget) -> None:
         self.tokens, self._blocks, self._block_tokens = budget.tokens, budget.blocks, budget.block_tokens
@@ -92,7 +94,7 @@ class _Step:
         self._blocks = max(0, self._blocks - blocks)
 
     def start(self, request: Request) -> bool:
-        """Run a waiting request, or leave it to wait for another that computes its next block. False: no blocks."""
+        """Run a waiting request, or let it wait for a request that computes its next block. False: no free blocks."""
         first = request.num_computed_tokens // self._block_tokens
         if first < len(request.keys) and request.keys[first].tobytes() in self._computing:
             return True

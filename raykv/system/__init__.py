@@ -1,1 +1,1 @@
-"""What raykv needs of the operating system and the compiler."""
+"""How raykv uses the operating system and the compiler."""

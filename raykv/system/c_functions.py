@@ -11,7 +11,7 @@ _WORD = ir.IntType(64)
 
 
 def address(library: ctypes.CDLL, *names: str) -> int:
-    """Address of the first of these functions that the library, or one that it links to, has. 0: it has none."""
+    """Address of the first of these functions that the library, or a library that it links to, has. 0: none."""
     for name in names:
         if hasattr(library, name):
             return ctypes.cast(getattr(library, name), ctypes.c_void_p).value or 0
@@ -20,7 +20,7 @@ def address(library: ctypes.CDLL, *names: str) -> int:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def call(typing_context: Any, function: Any, a: Any, b: Any, c: Any) -> Any:
-    """In a kernel: call the C function at an address with three words; one that takes fewer ignores the rest."""
+    """In a kernel: call the C function at an address with three words. A function of fewer ignores the rest."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         kind = ir.FunctionType(_WORD, [_WORD] * 3)

@@ -1,4 +1,4 @@
-"""What happened how often, by kind, as several threads count it."""
+"""Counts by kind, which several threads raise."""
 
 import threading
 from collections import Counter

@@ -1,6 +1,7 @@
-"""What a pool's actors say of themselves: one line an event, in logfmt, in the log file that Ray keeps of a worker.
+"""Events of a pool's actors: one line each, in logfmt, in the log file that Ray keeps of a worker.
 
-Never one a request, and never a secret. Only processes of raykv's own call `begin`: no other's logging is changed.
+There is none for a single request, and none with a secret. Only raykv's own processes call `begin`, so no other
+process's logging changes.
 """
 
 import json
@@ -13,10 +14,10 @@ PLAIN = re.compile(r'[^\s"=]+')  # a value that needs no quotes
 
 
 class Logfmt(logging.Formatter):
-    """A line of `name=value`, of an event and of any other record: its message is the value of `msg` then."""
+    """Makes a line of `name=value`, of an event or any other record. Another record's message is the value of `msg`."""
 
     def __init__(self, **who: object) -> None:
-        """who: what every line names."""
+        """who: names and values that every line has."""
         super().__init__()
         self._who = who
 
@@ -28,9 +29,9 @@ class Logfmt(logging.Formatter):
 
 
 def begin(restarted: bool, **who: object) -> None:
-    """Write what is logged in this process, an actor's, to its standard error, and tell that it started.
+    """Write this process's log to its standard error, and tell that the actor started.
 
-    restarted: by Ray, after the process before it had died. who: what every line names, as role and pool.
+    restarted: by Ray, after the earlier process died. who: names and values in every line, such as role and pool.
     """
     handler = logging.StreamHandler()
     handler.setFormatter(Logfmt(**who))
@@ -41,18 +42,18 @@ def begin(restarted: bool, **who: object) -> None:
 
 
 def tell(what: str, **fields: object) -> None:
-    """Log an event at INFO. fields: bytes are numbers; nothing secret."""
+    """Log an event at INFO. fields: sizes are numbers of bytes; nothing secret."""
     log.info("%s", pairs({"event": what, **fields}), extra={"event": what})
 
 
 def short(name: str) -> str:
-    """How lines name a memory: the beginning of its Ray node id, and perhaps a GPU's UUID."""
+    """How lines name a memory: the beginning of its Ray node id, and for a GPU also its UUID."""
     host, slash, gpu = name.partition("/")
     return f"{host[:8]}{slash}{gpu}"
 
 
 def pairs(fields: dict[str, object]) -> str:
-    """As logfmt: `name=value`, a value in double quotes where it is empty or has blanks, quotes or `=`."""
+    """As logfmt: `name=value`. A value is in double quotes if it is empty or has blanks, quotes or `=`."""
     return " ".join(f"{name}={_value(str(value))}" for name, value in fields.items())
 
 

@@ -4,9 +4,9 @@ from importlib.metadata import requires
 
 
 def to_install(extra: str) -> str:
-    """The command that brings an extra of raykv, however raykv was installed: from a clone, a wheel or an image.
+    """The command that installs an extra of raykv, whether raykv came from a clone, a wheel or an image.
 
-    extra: as pyproject.toml calls it. ValueError where there is none of that name.
+    extra: its name in pyproject.toml. ValueError for an unknown name.
     """
     listed = (line.partition(";") for line in requires("raykv") or [])
     packages = [package.strip() for package, _, marker in listed if marker.strip() == f'extra == "{extra}"']

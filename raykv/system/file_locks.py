@@ -1,6 +1,6 @@
-"""Write locks on byte ranges of a file, which the kernel drops when their holder dies.
+"""Write locks on byte ranges of a file. The kernel drops a lock when its holder dies.
 
-They are open-file-description locks (F_OFD_SETLK): they work between processes of any PID namespace. An arena's owner
+They are open-file-description locks (F_OFD_SETLK), which work between processes of any PID namespace. An arena's owner
 holds one on the file's first page, a writer one on its slot's header, a file tier one on its folder's lock file.
 """
 
@@ -43,12 +43,14 @@ def _set(fd: int, kind: int, start: int, length: int) -> bool:
 class SlotLocks:
     """Write locks on numbered slots, between threads as well as processes.
 
-    The kernel's locks belong to an open file description, which threads share: `_held` excludes threads.
+    The kernel's locks belong to an open file description, which threads share, so `_held` excludes threads.
     """
 
     def __init__(self, fd: int, base: int, width: int) -> None:
-        """fd: taken over; closed when `close` was called and the last lock is dropped. Slot i's range begins at byte
-        base + i * width, and has `width` bytes."""
+        """fd: taken over; closed after `close`, when the last lock is dropped.
+
+        The range of slot i begins at byte base + i * width, and has `width` bytes.
+        """
         self.fd = fd
         self._base, self._width = base, width
         self._held: set[int] = set()  # slots that a thread of this process has locked
@@ -58,7 +60,7 @@ class SlotLocks:
 
     @contextmanager
     def locked(self, slots: Iterable[int], patience: float = 0.0) -> Iterator[set[int]]:
-        """Lock those of the slots that nobody else has, and tell which. Negative numbers are left out.
+        """Lock the slots that nobody else has, and give their set. Negative numbers are left out.
 
         patience: seconds to wait for slots that other processes have.
         """
@@ -86,7 +88,7 @@ class SlotLocks:
         return slots - refused
 
     def _refused(self, slots: set[int]) -> set[int]:
-        """Lock slots, but for those that others have: it returns these."""
+        """Lock slots. Returns the slots that other processes have."""
         refused: set[int] = set()
         for start, stop in runs(slots):
             if self._lock(start, stop):
@@ -109,7 +111,7 @@ class SlotLocks:
 
     @contextmanager
     def locked_range(self, start: int, stop: int) -> Iterator[bool]:
-        """Lock all slots from start to stop - 1, or none; tell whether. Other threads lock nothing here meanwhile."""
+        """Lock all slots from start to stop - 1, or none. Gives whether. Other threads lock nothing here meanwhile."""
         with self._mutex:
             got = not self._closed and not any(start <= i < stop for i in self._held) and self._lock(start, stop)
             try:
@@ -119,7 +121,7 @@ class SlotLocks:
                     _set(self.fd, fcntl.F_UNLCK, self._base + start * self._width, (stop - start) * self._width)
 
     def owned_elsewhere(self, length: int) -> bool:
-        """Whether another open file has a lock in the first `length` bytes. False once closed: it is not known."""
+        """Whether another open file has a lock in the first `length` bytes. False once closed, as it is unknown."""
         with self._mutex:
             return self.fd >= 0 and held_elsewhere(self.fd, 0, length)
 
@@ -162,7 +164,7 @@ class SlotLocks:
         return busy
 
     def _conflict(self, start: int, stop: int) -> tuple[int, int] | None:
-        """(start, stop) of one run of these slots that another open file has locked. None: there is none."""
+        """(start, stop) of one run of these slots that another open file has locked; None without any."""
         probe = (fcntl.F_WRLCK, os.SEEK_SET, self._base + start * self._width, (stop - start) * self._width, 0)
         answer = fcntl.fcntl(self.fd, fcntl.F_OFD_GETLK, struct.pack(_FLOCK, *probe))
         kind, _, at, length, _ = struct.unpack(_FLOCK, answer)
@@ -173,12 +175,12 @@ class SlotLocks:
 
     @property
     def named(self) -> bool:
-        """Whether the file has a name, whatever it is. True after `close`."""
+        """Whether the file has any name. True after `close`."""
         with self._mutex:
             return self.fd < 0 or os.fstat(self.fd).st_nlink > 0
 
     def close(self) -> None:
-        """Refuse new locks, and close the file when the last lock is dropped: a copy may still be under way."""
+        """Refuse new locks, and close the file when the last lock is dropped: a copy may still be running."""
         with self._mutex:
             self._closed = True
             if not self._held:
@@ -190,7 +192,7 @@ class SlotLocks:
             self.fd = -1
 
     def after_fork(self) -> None:
-        """In a forked child: open the file anew. The parent's locks must not outlive it in a child."""
+        """In a forked child: open the file again. The parent's locks must not outlive it in a child."""
         inherited, self.fd = self.fd, -1
         self._mutex, self._held = threading.Lock(), set()
         try:

@@ -1,4 +1,4 @@
-"""Processes that were forked from one that was in a Ray cluster: they can't use Ray."""
+"""Forked children of a process in a Ray cluster: they can't use Ray."""
 
 import os
 
@@ -6,7 +6,7 @@ import ray
 
 from raykv.errors import RayKVError
 
-_forked = False  # whether this process was
+_forked = False  # whether this process was forked while connected
 
 
 def _after_fork() -> None:
@@ -18,7 +18,7 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 def refuse_forked() -> None:
-    """Raises RayKVError in a process that was forked from one in a Ray cluster: Ray's calls would wait for ever."""
+    """RayKVError in a process that was forked from one in a Ray cluster: Ray's calls would wait for ever."""
     if _forked:
         raise RayKVError(
             "this process was forked from one that was connected to Ray, whose connections and threads a fork does not "

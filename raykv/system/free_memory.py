@@ -16,9 +16,9 @@ class FreeMemory:
     """Free bytes, by what limits them. `free` is what an arena may take."""
 
     shm_free: int  # of the /dev/shm file system
-    memory_free: int  # of the machine, but what object stores in other mounts of /dev/shm may take
+    memory_free: int  # of the machine, without what object stores in other mounts of /dev/shm may take
     cgroup_free: int | None  # of the tightest memory limit on this process; None: no limit
-    plasma_unfilled: int  # that local raylets' object stores may still take of this /dev/shm
+    plasma_unfilled: int  # what local raylets' object stores may still take of this /dev/shm
 
     @property
     def free(self) -> int:
@@ -42,7 +42,7 @@ def free_bytes(proc: str = "/proc", cgroup: str = "/sys/fs/cgroup", shm: str = "
 
 
 def check(asked: int) -> None:
-    """CapacityError if `asked` bytes are more than what is free."""
+    """CapacityError if fewer than `asked` bytes are free."""
     found = free_bytes()
     if asked > found.free:
         raise CapacityError(refusal(asked, found))
@@ -79,7 +79,7 @@ def _meminfo(proc: Path, name: str) -> int:
 
 
 def _limits(proc: Path, root: Path) -> Iterator[tuple[int, int]]:
-    """(limit, bytes left) of this process's cgroup and each above it. Inactive page cache counts as left."""
+    """(limit, bytes left) of this process's cgroup and each cgroup above it. Inactive page cache counts as left."""
     for line in (proc / "self/cgroup").read_text(encoding="utf-8").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers == "":
@@ -95,7 +95,7 @@ def _limits(proc: Path, root: Path) -> Iterator[tuple[int, int]]:
 
 
 def _upwards(tree: Path, path: str) -> Iterator[Path]:
-    """The cgroup's folder and those above it. A container may see only its own, as the root."""
+    """The cgroup's folder and the folders above it. A container may see only its own, as the root."""
     folder = tree / path.lstrip("/")
     while folder != tree and tree in folder.parents:
         yield folder
@@ -127,7 +127,7 @@ def _unfilled(process: Path, shm: str) -> int:
 
 
 def _sees(process: Path, shm: str) -> bool:
-    """Whether a process has the same `shm` as this one: a container has its own. True where nobody may know."""
+    """Whether a process has the same `shm` as this one; a container has its own. True where this can't be seen."""
     try:
         return os.stat(f"{process}/root{shm}").st_dev == os.stat(shm).st_dev
     except OSError:
@@ -135,7 +135,7 @@ def _sees(process: Path, shm: str) -> bool:
 
 
 def _filled(process: Path, shm: str) -> int:
-    """Bytes that an object store has taken, by its descriptors, since its files are unlinked. 0 if it is not ours."""
+    """Bytes that an object store has taken, by its descriptors, as its files are unlinked. 0 for another user's."""
     blocks: dict[tuple[int, int], int] = {}
     try:
         for name in os.listdir(process / "fd"):

@@ -1,4 +1,4 @@
-"""Values that come from another process: whether they are what a type hint says."""
+"""Checks that values from another process are what a type hint says."""
 
 from collections.abc import Callable
 from types import NoneType, UnionType
@@ -8,9 +8,10 @@ Take = Callable[[Any], Any]
 
 
 def taker(hint: Any) -> Take:
-    """A function that makes what a hint says of a plain value, and raises ValueError of any other.
+    """A function that converts a plain value by a type hint. It raises ValueError for other values.
 
-    hint: a class; a NamedTuple of classes, of which a value has the fields alone; a tuple of these; one or None.
+    hint: a class; a NamedTuple of classes, whose plain value is a sequence of the fields; a tuple of these; `hint |
+    None`.
     """
     if isinstance(hint, UnionType):
         (one,) = (taker(kind) for kind in get_args(hint) if kind is not NoneType)
@@ -28,7 +29,7 @@ def taker(hint: Any) -> Take:
 
 
 def takers(function: Callable[..., Any]) -> list[Take]:
-    """Those of a method's parameters, in their order."""
+    """The takers of a method's parameters, in their order."""
     return [taker(hint) for name, hint in get_type_hints(function).items() if name != "return"]
 
 
@@ -45,7 +46,7 @@ def _checker(kind: type) -> Take:
 
 def _maker(kind: Any) -> Take:
     checks = [taker(hint) for hint in get_type_hints(kind).values()]
-    sound = set[tuple[type, ...]]()  # of fields: calls have the same ones again and again
+    sound = set[tuple[type, ...]]()  # types of fields that passed: calls repeat them
 
     def take(value: Any) -> Any:
         made = kind(*value)

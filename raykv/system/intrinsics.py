@@ -11,7 +11,7 @@ _BYTES, _NUMBER = ir.IntType(8).as_pointer(), ir.IntType(32)
 
 
 def emit_prefetch(builder: Any, pointer: Any, writes: bool = False) -> None:
-    """Ask for the cache line at a pointer to bytes, which need not be valid, without waiting.
+    """Ask for the cache line at a pointer to bytes, without waiting. The pointer need not be valid.
 
     See https://llvm.org/docs/LangRef.html#llvm-prefetch-intrinsic.
     """

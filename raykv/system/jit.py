@@ -1,4 +1,4 @@
-"""The decorator of every numba kernel, the list of those that Python calls, and the folder of their machine code."""
+"""The decorator of every numba kernel, the list of kernels that Python calls, and the folder of their machine code."""
 
 import contextlib
 import fcntl
@@ -31,11 +31,11 @@ KERNELS_PER_PROCESS = 4  # at least: a process takes a second to start
 OTHERS_S = 2.0  # for each kernel that another process compiles, at most
 OTHERS_AGAIN_S = 0.05  # between looks whether another process has compiled its kernels
 _complete: set[str] = set()  # packages whose kernels this process has
-_compiling = threading.Lock()  # guards _complete, and what all kernels of a process load their code with
+_compiling = threading.Lock()  # guards _complete, and the loading of kernels' code
 
 
 def _kernel_sources() -> list[Path]:
-    """Files that define kernels, and all of raykv that they import: a constant of theirs is in the machine code."""
+    """Files that define kernels, and all files of raykv that they import: their constants are in the machine code."""
     package = Path(__file__).parent.parent
     texts = {path: path.read_text(encoding="utf-8") for path in package.rglob("*.py")}
     found = [path for path, text in texts.items() if "@kernel" in text]
@@ -50,12 +50,13 @@ def _kernel_sources() -> list[Path]:
 
 @functools.cache
 def cache_folder() -> tuple[str, list[str]]:
-    """(the folder of machine code, better ones that are not writable by this user alone). With two of those it is this
-    process's own: every process compiles.
+    """(the folder of machine code, better folders that are not writable by this user alone).
 
-    It is of these very sources (numba looks at one file's date, not at the kernels it calls) in this place, of this
-    numba and Python (each numba overwrites what another one kept), and private to this user (numba unpickles what it
-    finds there).
+    With two of those it is this process's own folder, so every process compiles.
+
+    The name stands for these very sources in this place, as numba looks at one file's date only, and not at the kernels
+    that it calls. It also stands for this numba and Python: each numba overwrites what another kept. The folder is
+    private to this user, as numba unpickles what it finds there.
     """
     sources = hashlib.sha256(f"{Path(__file__)} {numba.__version__} {sys.implementation.cache_tag}".encode())
     for path in _kernel_sources():
@@ -75,7 +76,7 @@ def cache_folder() -> tuple[str, list[str]]:
 
 
 def _is_private(folder: str) -> bool:
-    """Make it, if need be. Whether it is this user's, nobody else writes there, and we can."""
+    """Make the folder if need be. Whether it is this user's, nobody else can write it, and this process can."""
     try:
         os.makedirs(folder, mode=0o700, exist_ok=True)
         info = os.lstat(folder)
@@ -90,7 +91,7 @@ def _is_private(folder: str) -> bool:
 
 
 def _keeps_its_names(folder: Path) -> bool:
-    """Whether nobody else can put another folder in the place of one that is there."""
+    """Whether nobody else can replace a folder in this folder."""
     info = folder.stat()
     is_sticky = bool(info.st_mode & stat.S_ISVTX)
     return info.st_uid in (0, os.getuid()) and (is_sticky or not owners.others_write(info))
@@ -107,12 +108,12 @@ def kernel(*types: Any) -> Callable[[F], F]: ...
 def kernel(*types: Any) -> Any:
     """Compile a function without the GIL, keeping the machine code for the next process.
 
-    `@kernel(C, ROWS)` is for one that Python calls: numba types of its arguments, for `compile_all`. `@kernel` is for
-    one that only kernels call: it is compiled into those at every place: a call of it would hand over all columns, of
-    seven words and more each.
+    `@kernel(C, ROWS)` is for a kernel that Python calls: numba types of its arguments, for `compile_all`. `@kernel` is
+    for a kernel that only kernels call. It is compiled into each place that calls it, as a real call would hand over
+    all columns, of seven words and more each.
 
-    Kernels borrow their arrays and make none: without numba's reference counts (an atomic operation or two for every
-    `c.rows`), touching takes a third of the time.
+    Kernels borrow their arrays and make none, so numba's reference counts are off. They would cost an atomic operation
+    or two for every `c.rows`; without them touching takes a third of the time.
     """
     if len(types) == 1 and isinstance(types[0], FunctionType):
         return _jitted(types[0], inline=True)
@@ -135,7 +136,7 @@ def _jitted(function: F, inline: bool) -> F:
 
 
 def entries(package: str) -> list[tuple[Any, tuple[Any, ...]]]:
-    """Kernels of a package that Python calls, of its modules that are imported, and the types of their arguments."""
+    """Kernels that Python calls in a package's imported modules, and the types of their arguments."""
     return [(function, types) for function, types in _entries if function.py_func.__module__.startswith(f"{package}.")]
 
 
@@ -151,8 +152,8 @@ def _mark(package: str) -> str:
 def _load(function: Any, types: tuple[Any, ...]) -> bool:
     """Load a kernel's machine code from numba's cache. Returns whether it was there.
 
-    As the dispatcher's own `compile` does, but without all that numba would compile with: that takes longer to import
-    than the code of all kernels, and the compiler does it for itself where there is something to compile.
+    Does the same as the dispatcher's `compile`, but without importing numba's compiler. That import takes longer than
+    loading the code of all kernels, and the compiler does it for itself where there is something to compile.
     """
     context = function.targetctx
     context.refresh = lambda: None
@@ -169,8 +170,8 @@ def _load(function: Any, types: tuple[Any, ...]) -> bool:
 def compile_all(package: str, on_progress: Progress = lambda done, kernels: None) -> None:
     """Load the machine code of every kernel of a package that Python calls, or compile it, on all cores.
 
-    From then on none is compiled for arguments of other types: those are a TypeError, where the first caller would
-    wait for a compiler. on_progress: called with (kernels done, kernels to compile) after each that was compiled.
+    Afterwards arguments of other types are a TypeError. Otherwise their first caller would wait for a compiler.
+    on_progress: called with (kernels done, kernels to compile) after each kernel that was compiled.
     """
     with _compiling:
         if package not in _complete:
@@ -187,16 +188,17 @@ def _compile_entries(package: str, on_progress: Progress) -> None:
             for function, types in missing:
                 if not _loaded(function, types):
                     function.compile(types)
-    for function, _ in kernels:  # now that none is compiled into another any more
+    for function, _ in kernels:  # now that no kernel is compiled into another any more
         function.disable_compile()
     Path(_mark(package)).touch()
 
 
 @contextlib.contextmanager
 def _alone(package: str, seconds: float) -> Iterator[None]:
-    """One process of this user at a time compiles a package: all of a node start together, and would do the same.
+    """One process of this user at a time compiles a package: all stores of a node start together, and would do the
+    same.
 
-    Others are waited for so long, and not at all where the file system has no locks.
+    Waits at most `seconds` for others, and not at all where the file system has no locks.
     """
     with open(f"{_mark(package)}.lock", "w", encoding="utf-8") as lock:
         try:
@@ -207,7 +209,7 @@ def _alone(package: str, seconds: float) -> Iterator[None]:
             yield
         finally:
             with contextlib.suppress(OSError):
-                fcntl.flock(lock, fcntl.LOCK_UN)  # a child that was forked meanwhile has it open, too
+                fcntl.flock(lock, fcntl.LOCK_UN)  # a child that was forked meanwhile has it open too
 
 
 def _wait_for(lock: int, end: float) -> None:
@@ -230,9 +232,10 @@ def _loaded(function: Any, types: tuple[Any, ...]) -> bool:
 
 
 def _compile_in_processes(names: list[str], on_progress: Progress) -> None:
-    """Have kernels compiled into numba's cache, a share in each of several processes. One that fails leaves its share.
+    """Have kernels compiled into numba's cache, a share in each of several processes. A failed process leaves its
+    share.
 
-    names: see `_name`. None are started for a few kernels.
+    names: see `_name`. Starts no process for a few kernels.
     """
     processes = min(os.cpu_count() or 1, len(names) // KERNELS_PER_PROCESS)
     if processes < 2:
@@ -246,7 +249,7 @@ def _compile_in_processes(names: list[str], on_progress: Progress) -> None:
             for share in range(processes):
                 process = subprocess.Popen([*command, *names[share::processes]], stdout=output, env=environment)
                 running.callback(process.wait)
-                running.callback(process.kill)  # first; it has ended, or this process is to end
+                running.callback(process.kill)  # runs first; the process has ended, or this one must end
         for done, _ in enumerate(lines, 1):  # until all of them have closed their end
             on_progress(done, len(names))
 

@@ -1,4 +1,4 @@
-"""Who can write what lies in a file system."""
+"""Who can write files and folders."""
 
 import os
 import stat

@@ -1,4 +1,4 @@
-"""The raylets of this machine, of whatever Ray clusters, as far as this process sees the kernel's processes."""
+"""The raylets of this machine, of all Ray clusters, as far as this process sees the machine's processes."""
 
 import hashlib
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ CLUSTER_BYTES = 8
 
 
 def cluster_id(session: str) -> bytes:
-    """Tells a Ray cluster from others (CLUSTER_BYTES). session: as Ray names the cluster's session."""
+    """A name of a Ray cluster (CLUSTER_BYTES). session: Ray's name of the cluster's session."""
     return hashlib.sha256(session.encode()).digest()[:CLUSTER_BYTES]
 
 
@@ -23,7 +23,7 @@ def nodes(proc: str = "/proc") -> set[str]:
 
 
 def processes(proc: str = "/proc") -> Iterator[Path]:
-    """The kernel's folder of each raylet."""
+    """The /proc folder of each raylet."""
     for process in Path(proc).iterdir():
         try:
             if process.name.isdigit() and (process / "comm").read_bytes().strip() == b"raylet":

@@ -1,4 +1,4 @@
-"""Arrays that grow where they lie: their addresses are reserved, and memory is taken as it is first written to."""
+"""Arrays that grow in place: their addresses are reserved, and memory is taken as it is first written to."""
 
 import contextlib
 import mmap
@@ -14,7 +14,7 @@ FLAGS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
 def zeros(length: int, least: int, dtype: DTypeLike) -> NDArray[Any]:
     """`length` zeros, or fewer where the system refuses so many addresses, in huge pages where it grants them.
 
-    Raises OSError where it refuses even `least`.
+    OSError where it refuses even `least`.
     """
     while True:
         try:

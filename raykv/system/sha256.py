@@ -28,7 +28,7 @@ _WORDS = types.Array(types.int64, 1, "C", readonly=True)
 
 def _functions() -> NDArray[np.int64] | None:
     """Addresses of libcrypto's functions. None where there is no libcrypto."""
-    # not its SHA256(), which since OpenSSL 3 looks up at every call who computes it
+    # not its SHA256(): since OpenSSL 3 each call looks up an implementation
     names = ("SHA256_Init", "SHA256_Update", "SHA256_Final")
     for path in (getattr(importlib.import_module("_hashlib"), "__file__", None), LIBRARY):
         try:
@@ -69,10 +69,10 @@ def load() -> None:
 
 
 def digests(parent: bytes, data: Bytes, ends: Ends, chained: bool) -> Bytes:
-    """SHA-256 of (parent, piece) for every piece: (n, 32) uint8. Chained: each digest is the parent of the next piece.
+    """SHA-256 of (parent, piece) for every piece: (n, 32) uint8. chained: each digest is the parent of the next piece.
 
-    parent: 32 bytes. data: 1-D uint8, contiguous, the pieces one after the other. ends: (n,) int64, where in `data`
-    they end, at most its length.
+    parent: 32 bytes. data: 1-D uint8, contiguous, the pieces one after the other. ends: (n,) int64, the end of each
+    piece in `data`.
     """
     if _FUNCTIONS is None:
         return by_hashlib(parent, data, ends, chained)
@@ -84,7 +84,7 @@ def digests(parent: bytes, data: Bytes, ends: Ends, chained: bool) -> Bytes:
 
 
 def by_hashlib(parent: bytes, data: Bytes, ends: Ends, chained: bool) -> Bytes:
-    """As `digests`, on any Python."""
+    """Like `digests`, on any Python."""
     begin, joined, found = 0, data.tobytes(), []
     for end in ends.tolist():
         digest = hashlib.sha256(parent + joined[begin:end]).digest()

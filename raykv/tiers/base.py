@@ -1,7 +1,7 @@
-"""What an external tier is, what it is opened with, and what tiers share: names of blocks, and batches.
+"""The interface of an external tier, the URL that opens it, and what tiers share: names of blocks, and batches.
 
-A tier stores heads and bodies under keys, and knows nothing of pools. `raykv.tiers.guarded` writes the heads, checks
-them, and keeps a slow or broken tier away from its callers; the directory decides what is stored and deleted.
+A tier stores heads and bodies under keys, and knows nothing of pools. `raykv.tiers.guarded` writes and checks the
+heads, and keeps a slow or broken tier away from its callers. The directory decides what is stored and deleted.
 """
 
 import re
@@ -13,7 +13,7 @@ from urllib.parse import SplitResult
 from raykv.protocol.location import KEY_BYTES
 
 HEAD_BYTES = 64
-MARKER = bytes(KEY_BYTES)  # a key that is no block's: put and get take it, `scan` leaves it out
+MARKER = bytes(KEY_BYTES)  # a key that no block has: put and get take it, `scan` leaves it out
 FOLDERS = tuple(f"{i:02x}" for i in range(256))  # of `path_of`
 _PATH = re.compile(r"(?:.*/)?([0-9a-f]{2})/(\1[0-9a-f]{30})")
 
@@ -22,15 +22,15 @@ class Block(NamedTuple):
     """A block to store."""
 
     key: bytes  # KEY_BYTES
-    head: bytes  # HEAD_BYTES, the caller's own: stored and returned with the body
+    head: bytes  # HEAD_BYTES of the caller, stored and returned with the body
     body: memoryview  # contiguous bytes in the caller's memory, valid during the call
 
 
 class Tier(Protocol):
-    """Blocks by key, outside of the memory of nodes. What `register_tier` makes.
+    """Blocks by key, outside nodes' memory. `register_tier` takes a maker of tiers.
 
-    Thread-safe. A key always means the same bytes, so that storing it again is harmless. The failure of a block stands
-    in its place of the answer. OSError, or an error of the library's own, says that the whole tier is out of order.
+    Thread-safe. A key always means the same bytes, so storing it again is harmless. The failure of a block stands in
+    its place of the answer. OSError, or a library's own error, means that the whole tier is out of order.
     """
 
     shared: bool  # whether all nodes see one content
@@ -41,11 +41,11 @@ class Tier(Protocol):
     def get_many(self, keys: Sequence[bytes], out: Sequence[memoryview]) -> list[bytes | None]:
         """Read the body of each block into its `out` (contiguous, writable, as long as the body), and return the heads.
 
-        None instead of a head: not there, cut short, or of another length than its `out`, which is undefined then.
+        None instead of a head: the block is absent, cut short, or not as long as its `out`. Then `out` is undefined.
         """
 
     def delete_many(self, keys: Sequence[bytes]) -> None:
-        """Delete blocks. Keys that are not there do no harm."""
+        """Delete blocks. Absent keys do no harm."""
 
     def scan(self) -> Iterator[list[tuple[bytes, int]]]:
         """Batches of (key, bytes of its body) of all blocks, oldest first as far as the tier knows."""
@@ -56,10 +56,10 @@ class Tier(Protocol):
 
 @runtime_checkable
 class ReadsHeads(Tier, Protocol):
-    """A tier that reads heads without bodies: then what has a block's name and is none is told from blocks."""
+    """A tier that reads heads without bodies. It can tell blocks from strangers with a block's name."""
 
     def get_heads(self, keys: Sequence[bytes]) -> list[bytes | None]:
-        """The first HEAD_BYTES of what lies under each key, or fewer if it is shorter. None: nothing lies there."""
+        """The first HEAD_BYTES under each key, or fewer if the record is shorter. None: there is no record."""
 
 
 @dataclass(frozen=True)
@@ -68,9 +68,9 @@ class TierUrl:
 
     scheme: str
     text: str  # for messages: without user, password and query
-    parts: SplitResult = field(repr=False)  # with them
+    parts: SplitResult = field(repr=False)  # with user, password and query
     capacity: int  # bytes
-    shared: bool | None = None  # None: as the tier says
+    shared: bool | None = None  # None: the tier decides
     params: tuple[tuple[str, str], ...] = field(default=(), repr=False)  # others, for tiers that users register
     pool: str = "default"
 
@@ -82,13 +82,13 @@ def path_of(key: bytes) -> str:
 
 
 def key_of(path: str) -> bytes | None:
-    """Key of the block that has this path, in any folder. None: it is no block's."""
+    """Key of the block with this path, in any folder. None: no block has such a path."""
     match = _PATH.fullmatch(path)
     return bytes.fromhex(match[2]) if match else None
 
 
 def pieces(bodies: Sequence[memoryview], most: int) -> Iterator[slice]:
-    """Slices of a long batch, each of one body, or of several that have at most `most` bytes in all."""
+    """Slices of a long batch: each has one body, or several of at most `most` bytes together."""
     start = size = 0
     for i, body in enumerate(bodies):
         if i > start and size + body.nbytes > most:

@@ -14,14 +14,14 @@ class TierCopier:
     """The copies that a node store makes to and from its external tier. Thread-safe."""
 
     def __init__(self, arena: Arena, external: GuardedTier) -> None:
-        """arena: of the node's memory, which blocks are demoted from."""
+        """arena: of the node's memory, from which blocks are demoted."""
         self._arena, self.external = arena, external
 
     def demote(self, source: NDArray[np.void], keys: NDArray[np.uint8]) -> NDArray[np.bool_]:
         """Copy blocks of the arena to the tier.
 
-        source: (n,) LOCATION; `bytes` is the slot's size, the header has the block's. keys: (n, 16).
-        Returns (n,) which of them are in the tier now. A block whose slot was given away meanwhile is not.
+        source: (n,) LOCATION; `bytes` is the slot's size, and the header has the block's. keys: (n, 16). Returns (n,)
+        bool: which blocks are in the tier now. A block whose slot was given away meanwhile is not.
         """
         source = self._arena.with_lengths(source)
         sums, positions, there = self._arena.read_headers(source, keys, used=False)
@@ -37,8 +37,8 @@ class TierCopier:
     def load(self, keys: NDArray[np.uint8], arena: Arena, target: NDArray[np.void]) -> NDArray[np.uint8]:
         """Copy blocks of the tier into granted slots of any arena of this node.
 
-        keys: (n, 16). target: (n,) LOCATION, all of one size.
-        Returns (n,) verdicts: FAILED, PULLED, or ALTERED where the tier has not what it should have.
+        keys: (n, 16). target: (n,) LOCATION, all of one size. Returns (n,) verdicts: FAILED, PULLED, or ALTERED where
+        the tier lacks the block or has other bytes.
         """
         verdicts = np.full(len(target), FAILED, np.uint8)
         size = int(target["bytes"][0])
@@ -50,7 +50,7 @@ class TierCopier:
         return verdicts
 
     def read(self, keys: NDArray[np.uint8], size: int) -> BlocksRead:
-        """Blocks of `size` bytes as another node reads them, which verifies them. keys: (n, 16)."""
+        """Blocks of `size` bytes for another node, which verifies them. keys: (n, 16)."""
         mask, sums, positions = (
             np.zeros(len(keys), np.uint8),
             np.zeros(len(keys), np.uint64),

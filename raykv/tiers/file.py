@@ -1,8 +1,8 @@
 """Blocks as files, written and read past the page cache where the file system and the block's address allow it.
 
-A block is one file: a page with its head, then its body. It is written under another name and then renamed, so that a
-file with a block's name is whole, unless the machine lost power: then its length or its checksum is wrong. Deleted
-files are kept for a while, and written over: in a full tier every new block takes the place of a deleted one.
+A block is one file: a page with its head, then its body. It is written under another name and then renamed. So a file
+with a block's name is whole, unless the machine lost power; then its length or its checksum is wrong. Deleted files are
+kept for a while, to be written over: in a full tier every new block replaces a deleted block.
 """
 
 import contextlib
@@ -26,11 +26,11 @@ from raykv.system.owners import is_private
 from raykv.tiers.base import FOLDERS, HEAD_BYTES, MARKER, Block, TierUrl, key_of, path_of
 from raykv.tiers.strangers import Strangers
 
-PAGE = 4096  # what direct I/O wants addresses, lengths and offsets to be multiples of
+PAGE = 4096  # direct I/O wants addresses, lengths and offsets in multiples of it
 IN_FLIGHT = 4
-SPARE_BYTES = 128 << 20  # of deleted files that are kept: writing over one costs a file system less than a new one
+SPARE_BYTES = 128 << 20  # of deleted files to keep: writing over a file costs a file system less than a new file
 BATCH = 4096  # blocks of a scan
-# Of an open: a link, a socket, a pipe with direct I/O, something in place of a folder of ours, somebody else's file.
+# Errors of an open: a link, a socket, a pipe with direct I/O, a file where a folder should be, another user's file.
 NO_FILE = (errno.ELOOP, errno.ENXIO, errno.EINVAL, errno.ENOTDIR, errno.EACCES)
 Row = TypeVar("Row")
 Answer = TypeVar("Answer")
@@ -38,22 +38,22 @@ _TEMPORARY = re.compile(r"[0-9a-f]{2}/[0-9a-f]{32}\.[0-9a-f]{16}-\d+")
 
 
 class _Pages(threading.local):
-    """A page to write a head from and one to read it into, for each thread. `out` stays zero after the head."""
+    """Two pages for each thread: a head is written from `out` and read into `into`. `out` stays zero after the head."""
 
     def __init__(self) -> None:
         self.out, self.into = (memoryview(mmap.mmap(-1, PAGE)) for _ in range(2))
 
 
 class FileTier:
-    """A folder of files. Where it isn't shared, each store takes a subfolder for itself, and the same one again."""
+    """A folder of files. Unless it is shared, each store takes a subfolder, and takes the same one after a restart."""
 
     def __init__(self, url: TierUrl) -> None:
-        """ValueError or OSError, saying what to change, where the folder can't be written or the disk is too small."""
+        """ValueError or OSError where the folder can't be written or the disk is too small. It says what to change."""
         self.shared = bool(url.shared)
         self._pages, self._numbers = _Pages(), count()
         self._spare: list[tuple[str, int]] = []  # deleted files that may be written over: paths and sizes
         self._spare_bytes = 0
-        self._spare_lock = threading.Lock()  # guards the two
+        self._spare_lock = threading.Lock()  # guards `_spare` and `_spare_bytes`
         self._threads = ThreadPoolExecutor(IN_FLIGHT, "raykv-file")
         self._token = secrets.token_hex(8)
         self._folder = self._lock = -1
@@ -96,7 +96,7 @@ class FileTier:
         taken = 0
         for path, found in self._files(Strangers()):
             if key_of(path):
-                taken += found.st_blocks * 512  # what a sparse file does not take would not be free without it
+                taken += found.st_blocks * 512  # only allocated bytes: deleting a sparse file frees no more
             elif not self.shared and _TEMPORARY.fullmatch(path):  # in a shared folder another store may be writing it
                 os.unlink(path, dir_fd=self._folder)
         return taken
@@ -140,13 +140,13 @@ class FileTier:
         if len(rows) == 1:
             return [work(rows[0])]
         tasks = [self._threads.submit(work, row) for row in rows]
-        wait(tasks)  # even if one failed: others still use the caller's memory
+        wait(tasks)  # even if one failed, others still use the caller's memory
         return [task.result() for task in tasks]
 
     def _put(self, block: Block) -> bool:
         try:
             self._write(block)
-        except (IsADirectoryError, NotADirectoryError):  # a folder of somebody has its name, or a file its folder's
+        except (IsADirectoryError, NotADirectoryError):  # a stranger's folder or file is in the way
             return False
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
@@ -172,7 +172,7 @@ class FileTier:
             raise
 
     def _new_file(self, path: str, flags: int) -> tuple[str, int]:
-        """Path and file descriptor of a file that is to be written, and then renamed to `path`."""
+        """Path and file descriptor of a file to write, and then to rename to `path`."""
         spare = self._pop_spare()
         if spare is not None:
             with contextlib.suppress(FileNotFoundError):
@@ -181,9 +181,9 @@ class FileTier:
         return temporary, os.open(temporary, flags | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=self._folder)
 
     def _remove(self, path: str) -> None:
-        """Delete a file, or keep it to be written over. A reader may get what is written then: its caller notices."""
+        """Delete a file, or keep it to be written over. A reader may then get other bytes, which its caller notices."""
         found = os.stat(path, dir_fd=self._folder, follow_symlinks=False)
-        if not stat.S_ISREG(found.st_mode):  # not ours
+        if not stat.S_ISREG(found.st_mode):  # a stranger
             return
         if not self.shared:
             size = found.st_size
@@ -205,7 +205,7 @@ class FileTier:
             return spare
 
     def _remove_spare(self) -> bool:
-        """Returns whether there were any."""
+        """Remove the spare files. Returns whether there were any."""
         removed = False
         while (spare := self._pop_spare()) is not None:
             with contextlib.suppress(OSError):
@@ -227,9 +227,9 @@ class FileTier:
         return None if length is None else bytes(page[: min(length, HEAD_BYTES)])
 
     def _read(self, key: bytes, flag: int, size: int | None, *views: memoryview) -> int | None:
-        """Read a block's file from its start on. Returns how many bytes that were, and None where there is nothing.
+        """Read a block's file from its start. Returns how many bytes were read; None where nothing has the name.
 
-        0: what lies there is no file, or not of `size` bytes, or can't be read.
+        0: it is no file, does not have `size` bytes, or can't be read.
         """
         try:
             flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | flag
@@ -259,9 +259,9 @@ class FileTier:
         return 0 if address % PAGE or body.nbytes % PAGE else self._direct
 
     def _files(self, strangers: Strangers) -> Iterator[tuple[str, os.stat_result]]:
-        """Files by names of ours, blocks' and temporary ones. strangers, out: what else is there."""
+        """Files with names of blocks or of temporary files. strangers, out: everything else there."""
         for name in sorted(set(os.listdir(self._folder)) - {*FOLDERS, "lock"}):
-            if not name.startswith("probe-"):  # of a store that opens a shared folder
+            if not name.startswith("probe-"):  # a store that opens a shared folder writes these
                 strangers.add(name)
         for name in FOLDERS:
             try:
@@ -302,7 +302,7 @@ def _own_folder(path: str, url: TierUrl) -> tuple[int, int]:
 
 
 def _folder(path: str, name: str, url: TierUrl) -> int:
-    """File descriptor of a subfolder. ValueError where others could put links into one that is not shared."""
+    """File descriptor of a subfolder. ValueError where others could put links into a folder that is not shared."""
     there = os.path.join(path, name)
     os.makedirs(there, 0o700, exist_ok=True)
     folder = os.open(there, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
@@ -342,7 +342,7 @@ def _probe(folder: int, flag: int) -> None:
 
 
 def _move(call: Callable[[int, list[memoryview], int], int], fd: int, *views: memoryview) -> int:
-    """Read or write all of the views. Returns how many bytes that was: fewer where the file ends before."""
+    """Read or write all of the views. Returns how many bytes were moved; fewer where the file ends early."""
     done, rest = 0, [view for view in views if view.nbytes]
     while rest and (moved := call(fd, rest, done)):
         done += moved

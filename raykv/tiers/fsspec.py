@@ -1,4 +1,4 @@
-"""Blocks as objects of any file system that fsspec opens: s3, gs, abfs and the like. An object is a head and a body."""
+"""Blocks as objects of any file system that fsspec opens, such as s3, gs and abfs. An object is a head and a body."""
 
 import contextlib
 import errno
@@ -12,9 +12,9 @@ import fsspec
 from raykv.tiers.base import HEAD_BYTES, MARKER, Block, TierUrl, key_of, path_of, pieces
 from raykv.tiers.strangers import Strangers
 
-PIECE_BYTES = 64 << 20  # moved at a time: each object is a request of its own, many in flight
+PIECE_BYTES = 64 << 20  # moved at a time: each object is a request, and many are in flight
 BATCH = 4096  # blocks of a scan
-AGES = ("mtime", "LastModified", "last_modified", "updated", "created")  # what file systems call it
+AGES = ("mtime", "LastModified", "last_modified", "updated", "created")  # names of the time in file systems
 
 
 class FsspecTier:
@@ -24,14 +24,14 @@ class FsspecTier:
     """
 
     def __init__(self, url: TierUrl) -> None:
-        """ValueError or OSError, saying what to change, where nothing can be written there."""
+        """ValueError or OSError where nothing can be written there. The text says what to change."""
         if url.parts.password is not None:
             raise ValueError(f"external={url.text}: give the password in fsspec's configuration, not in the URL")
         self.shared = url.scheme != "memory" if url.shared is None else url.shared
         where = f"{url.scheme}://{url.parts.netloc}{url.parts.path}"
         try:
             self._store, self._root = _open(where)
-        except Exception as error:  # each file system has errors of its own
+        except Exception as error:  # each file system has its own errors
             raise OSError(
                 f"external={url.text}: {error!r}: name a bucket or folder that exists and may be written, and see "
                 f"fsspec's documentation of {url.scheme!r} for how it finds address and credentials"
@@ -48,7 +48,7 @@ class FsspecTier:
         try:
             try:
                 self._store.pipe(objects)
-            except FileNotFoundError:  # it has folders, and this one isn't there yet
+            except FileNotFoundError:  # the file system has folders, and this folder is not there yet
                 for folder in {path.rpartition("/")[0] for path in objects}:
                     with contextlib.suppress(FileExistsError):
                         self._store.mkdir(folder, create_parents=False)
@@ -63,14 +63,14 @@ class FsspecTier:
     def get_many(self, keys: Sequence[bytes], out: Sequence[memoryview]) -> list[bytes | None]:
         heads: list[bytes | None] = []
         for part in pieces(out, PIECE_BYTES):
-            # one byte more than the body: shows an object that is longer
+            # one byte more than the body, to notice a longer object
             found = self._read(keys[part], [HEAD_BYTES + body.nbytes + 1 for body in out[part]])
             heads += [_unpack(data, body) for data, body in zip(found, out[part], strict=True)]
         return heads
 
     def _read(self, keys: Sequence[bytes], lengths: list[int]) -> list[bytes | None]:
-        """The first bytes of each object, at most as many as `lengths` says. None: not there."""
-        # a range, even of all: s3fs asks for the size first otherwise
+        """The first bytes of each object, at most `lengths`. None: the object is absent."""
+        # a range even for all bytes: otherwise s3fs asks for the size first
         found: list[Any] = self._store.cat_ranges([self._path(key) for key in keys], 0, lengths)
         for data in found:
             if isinstance(data, Exception) and not isinstance(data, FileNotFoundError):
@@ -86,7 +86,7 @@ class FsspecTier:
     def _remove(self, paths: list[str]) -> None:
         try:
             self._store.rm(paths)
-        except FileNotFoundError:  # which may have kept it from others
+        except FileNotFoundError:  # the error may have kept `rm` from deleting the others
             for path in paths:
                 with contextlib.suppress(FileNotFoundError):
                     self._store.rm_file(path)
@@ -112,8 +112,8 @@ class FsspecTier:
 
 
 def _open(where: str) -> tuple[Any, str]:
-    """The file system, and the path in it, where an object could be written and removed."""
-    # other nodes write too: what was listed before says nothing
+    """The file system, and the path in it, after writing and removing a probe there."""
+    # other nodes write too, so a cached listing is worth nothing
     store, path = fsspec.url_to_fs(where, use_listings_cache=False, skip_instance_cache=True)
     root = path.rstrip("/")
     if glob.has_magic(root):
@@ -125,7 +125,7 @@ def _open(where: str) -> tuple[Any, str]:
 
 
 def _age(info: dict[str, Any]) -> str:
-    """Text that sorts objects of one file system by age: seconds and dates do, as text."""
+    """Text that sorts objects of one file system by age: seconds, or a date."""
     return next((str(info[name]) for name in AGES if name in info), "")
 
 

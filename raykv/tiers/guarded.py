@@ -1,8 +1,8 @@
-"""An external tier as a node store uses it: records that verify themselves, deadlines, and back-off where it fails.
+"""An external tier as a node store uses it: records that verify themselves, deadlines, and back-off after failures.
 
-A record is a block's head (magic, content, key, checksum, length, position) and its body. The content is 8 bytes that
-name everything stored since the tier was last cleared; a marker record says what it is now, and which pool and secret
-it belongs to. Records of another content are void.
+A record is a block's head (magic, content, key, checksum, length, position) and its body. The content is an 8-byte name
+for everything stored since the tier was last cleared. A marker record has the present name, and tells the tier's pool
+and secret. Records of another content are void.
 """
 
 import hashlib
@@ -48,41 +48,39 @@ KeyRows = NDArray[np.uint8]
 class LoadedPiece(NamedTuple):
     """A piece of the blocks that `load` was asked for."""
 
-    which: slice  # of the keys
-    blocks: NDArray[np.uint8]  # (n, block_bytes): valid until the next piece is asked for; unverified
-    checksums: NDArray[np.uint64]  # (n,) xxh3_64 that each had when it was stored
+    which: slice  # slice of the keys
+    blocks: NDArray[np.uint8]  # (n, block_bytes): valid until the next piece is taken; unverified
+    checksums: NDArray[np.uint64]  # (n,) xxh3_64 of each block when it was stored
     positions: NDArray[np.uint32]  # (n,) in their chains
-    there: NDArray[np.bool_]  # (n,) whether the tier has it
+    there: NDArray[np.bool_]  # (n,) whether the tier has the block
 
 
 class GuardedTier:
-    """A tier behind deadlines: no method raises or waits longer than one, but `check` and `scan`. Thread-safe.
+    """A tier behind deadlines. Except `check` and `scan`, no method raises or waits past a deadline. Thread-safe.
 
-    A tier that failed, or did not answer in time, is down: no call reaches it until a `probe` succeeds. It may be down
-    from the beginning; then a `probe` opens it. A tier that refuses to be written, with an error, is read as before:
-    nothing is stored nor deleted there for a while, and `refusal` says why.
+    After a failure or a late answer the tier is down: no call reaches it until a `probe` succeeds. It may be down from
+    the beginning; then a `probe` opens it. A tier that refuses writes with an error is still read. For a while nothing
+    is stored or deleted there, and `refusal` says why.
     """
 
     def __init__(self, make: Callable[[], Tier], fingerprint: bytes) -> None:
         """make: opens the tier. fingerprint: of pool and secret (16 bytes)."""
-        self.faults = Counts()  # what went wrong, by kind
+        self.faults = Counts()  # number of faults, by kind
         self._make, self._fingerprint = make, fingerprint
         self._opened: Tier | None = None
         self._content = self._marked = bytes(CONTENT_BYTES)  # its name, and the name in the tier's marker
-        self._stored: deque[bytes] = deque(maxlen=WITNESSES)  # keys, lately
-        self._witnesses: list[bytes] = []  # of them, those from before the marker was there the last time
+        self._stored: deque[bytes] = deque(maxlen=WITNESSES)  # keys of the last stored blocks
+        self._witnesses: list[bytes] = []  # keys in `_stored` from before the marker was last seen
         self._up, self._failures, self._retry_at = False, 0, 0.0
-        self.refusal = ""  # why it was not written, the last time; "" where it was
+        self.refusal = ""  # why the last write failed; "" after a success
         self._refusals, self._write_at = 0, 0.0
         self._lock = threading.Lock()  # guards `_up`, failures and times in `_fail`, and `_buffers`; innermost
-        self._buffers: list[mmap.mmap] = []  # free ones
-        self._began: WeakKeyDictionary[Future[Any], list[float]] = (
-            WeakKeyDictionary()
-        )  # [start] of a call; []: it waits
-        self._stores: set[Future[Sequence[bool]]] = set()  # under way
+        self._buffers: list[mmap.mmap] = []  # free buffers
+        self._began: WeakKeyDictionary[Future[Any], list[float]] = WeakKeyDictionary()  # by call: [start]; []: it waits
+        self._stores: set[Future[Sequence[bool]]] = set()  # running calls
         self._reads = ThreadPoolExecutor(READERS, thread_name_prefix="raykv-tier-read")
         self._writes = ThreadPoolExecutor(1, thread_name_prefix="raykv-tier-write")
-        self._probing: Future[bool] | None = None  # of a tier that is down
+        self._probing: Future[bool] | None = None  # probe of a tier that is down
 
     @property
     def up(self) -> bool:
@@ -91,12 +89,12 @@ class GuardedTier:
 
     @property
     def writable(self) -> bool:
-        """Whether calls that write reach the tier. The first one after a refusal tries whether it is over."""
+        """Whether calls that write reach the tier. The first call after a refusal is a new try."""
         return self._up and time.monotonic() >= self._write_at
 
     @property
     def content(self) -> bytes:
-        """Name of what is stored there (CONTENT_BYTES)."""
+        """Name of the stored content (CONTENT_BYTES)."""
         return self._content
 
     @property
@@ -116,7 +114,7 @@ class GuardedTier:
         return self._opened
 
     def check(self) -> None:
-        """Raise where it can't be opened or written; ValueError if another pool, secret or version wrote there."""
+        """Raise where the tier can't be opened or written. ValueError if another pool, secret or version wrote it."""
         self._read_marker()
         try:
             _each(1, self._tier.put_many, [Block(TRIAL, self._head(TRIAL, 0, 1, 0), memoryview(b"\0"))])
@@ -125,7 +123,7 @@ class GuardedTier:
             raise OSError(f"it can't be written: {error}") from error
 
     def open(self, seed: bytes) -> bool:
-        """Mark the tier as this pool's. Returns whether it is up; if not, `probe` tells when it is.
+        """Mark the tier as this pool's. Returns whether it is up; later, `probe` tells when it is.
 
         seed: names the content of an empty tier; all stores of a shared tier give the same.
         """
@@ -138,10 +136,10 @@ class GuardedTier:
     def store(
         self, keys: KeyRows, sums: NDArray[np.uint64], positions: NDArray[np.uint32], bodies: Sequence[memoryview]
     ) -> NDArray[np.bool_]:
-        """Store n blocks. Returns (n,) which are stored now.
+        """Store n blocks. Returns (n,) bool: which are stored now.
 
-        keys: (n, 16). sums: (n,) xxh3_64. positions: (n,) in their chains. bodies: if this returns past the deadline,
-        they may still be read afterwards; see `storing`.
+        keys: (n, 16). sums: (n,) xxh3_64. positions: (n,) in their chains. bodies: past the deadline they may still be
+        read after this returns; see `storing`.
         """
         blocks = [
             Block(key, self._head(key, int(checksum), len(body), int(position)), body)
@@ -169,7 +167,7 @@ class GuardedTier:
                 reading.append(self._begin_load(keys[following], block_bytes))
             asked, buffer = reading.popleft()
             heads = self._answer(asked, data_deadline((part.stop - part.start) * block_bytes), "load")
-            if heads is None:  # a late call may still write into the buffer: it is not used again
+            if heads is None:  # a late call may still write into the buffer, so it is not used again
                 for ahead, _ in reading:
                     if ahead:
                         ahead.cancel()
@@ -185,7 +183,7 @@ class GuardedTier:
             self._free_buffer(buffer)
 
     def _miss(self, blocks: int) -> None:
-        """Blocks were not there. Perhaps none is: the next probe is due now, which looks for the marker."""
+        """Blocks were missing. Perhaps all are, so make the next probe due now: it looks for the marker."""
         self.faults.add("missing", blocks)
         with self._lock:
             if blocks and self._up:
@@ -207,8 +205,8 @@ class GuardedTier:
     def scan(self) -> Iterator[list[tuple[bytes, int]]]:
         """Batches of (key, block_bytes) of all blocks there, oldest first. Ends early where the tier fails; see `up`.
 
-        What is no record of ours, as far as the tier can tell, is left out, named in a warning, and counted. This has
-        no deadline.
+        Leaves out strangers, as far as the tier can tell them: they are counted, and named in a warning. Has no
+        deadline.
         """
         strangers = Strangers()
         try:
@@ -220,7 +218,7 @@ class GuardedTier:
         self.faults["strangers"] = strangers.count
 
     def _ours(self, batch: Sequence[tuple[bytes, int]], strangers: Strangers) -> list[tuple[bytes, int]]:
-        """Those of a batch of a scan that are records of ours. strangers, out: the others."""
+        """The records of raykv in a batch of a scan. strangers, out: the others."""
         sound = []
         for key, size in batch:
             if len(key) == KEY_BYTES and 0 < size <= SLAB_BYTES_MAX:
@@ -246,7 +244,7 @@ class GuardedTier:
         self._write(self._mark_cleared, CALL_S, "clear")  # if it fails, the next probe does it
 
     def close(self) -> None:
-        """Cancel what waits, and close the tier."""
+        """Cancel waiting calls, and close the tier."""
         self._reads.shutdown(wait=False, cancel_futures=True)
         self._writes.shutdown(wait=False, cancel_futures=True)
         if self._opened:
@@ -255,9 +253,9 @@ class GuardedTier:
     # ------------------------------------------------------------------ health
 
     def probe(self) -> bool | None:
-        """If it is time, check whether a tier that is down is back, or whether one that is up still has its content.
+        """When due, check whether a tier that is down is back, or whether a tier that is up still has its content.
 
-        None: nothing new. True: it is up again, with its content. False: it is up, and its content is gone.
+        None: nothing new. True: it is up again, with its content. False: it is up, but its content is gone.
         """
         if time.monotonic() < self._retry_at:
             return None
@@ -271,7 +269,7 @@ class GuardedTier:
             self._probing = self._writes.submit(self._take_content)
         try:
             same = self._probing.result(CALL_S)
-        except TimeoutError:  # the probe is still waiting for the tier
+        except TimeoutError:  # the probe still waits for the tier
             return None
         except Exception as error:
             self._probing = None
@@ -285,7 +283,7 @@ class GuardedTier:
         return same
 
     def _write(self, call: Callable[[], T], deadline: float, what: str) -> T | None:
-        """The answer of a call that writes. None if the tier is down, or refuses, or is late."""
+        """The answer of a call that writes. None if the tier is down, refuses or is late."""
         return self._answer(self._ask_to_write(call), deadline, what, writes=True)
 
     def _ask_to_write(self, call: Callable[[], T]) -> Future[T] | None:
@@ -325,7 +323,7 @@ class GuardedTier:
             late = time.monotonic() - deadline / 2
             if writes and began and asked.done() and not asked.cancelled():
                 self._refuse(what, error)
-            elif began and (asked.done() or began[0] <= late):  # else it was queued behind late calls, which count
+            elif began and (asked.done() or began[0] <= late):  # else it waited behind late calls, and those count
                 self._fail(what, error)
         return None
 
@@ -340,7 +338,7 @@ class GuardedTier:
             self._failures += 1
 
     def _refuse(self, what: str, error: BaseException) -> None:
-        """The tier was not written. Readers have it as before, unless the next probe finds that it is down."""
+        """A write failed. Reads go on, unless the next probe finds the tier down."""
         self.faults.add(what)
         with self._lock:
             if not self.refusal:
@@ -354,16 +352,16 @@ class GuardedTier:
     # ------------------------------------------------------------------ records
 
     def _take_content(self) -> bool:
-        """Read the content's name from the tier's marker, or write a marker. Returns whether the name is as before."""
+        """Read the content's name from the tier's marker, or write a marker. Returns whether it is the same content."""
         head = self._read_marker()
         found = head[8:16] if head is not None else None
         same = found in (self._marked, self._content)
-        if self._content != self._marked:  # it was cleared while the tier was down, or refused to be written
+        if self._content != self._marked:  # it was cleared while the tier was down, or refused writes
             self._write_late()
         elif found is None and self._holds_content():  # the server evicted the marker alone
             self._mark()
             same = True
-        elif found is None:  # whichever store of a shared tier is first, they derive the same name
+        elif found is None:  # all stores of a shared tier derive the same name, whichever is first
             self._content = hashlib.sha256(b"raykv content\0" + self._content).digest()[:CONTENT_BYTES]
             self._mark()
         else:
@@ -372,8 +370,10 @@ class GuardedTier:
         return same
 
     def _holds_content(self) -> bool:
-        """Whether blocks of the content are there that were stored before the marker was seen; else, any that a scan
-        finds first: this store has stored none."""
+        """Whether blocks of the content are still there, by blocks that were stored before the marker was last seen.
+
+        A store that has stored none looks at the first blocks of a scan.
+        """
         if not isinstance(self._tier, ReadsHeads):
             return False
         keys = self._witnesses
@@ -384,7 +384,7 @@ class GuardedTier:
         return any(head is not None and head[8:16] == self._content for head in heads)
 
     def _write_late(self) -> None:
-        """Write the marker that a clear could not write. What the tier has is void until then, and after."""
+        """Write the marker that a clear could not write. Before and after, the tier's present records are void."""
         if self._up and not self.writable:
             return
         try:
@@ -410,7 +410,7 @@ class GuardedTier:
             self._mark()
 
     def _read_marker(self) -> bytes | None:
-        """The marker's head; None: there is none. ValueError if it is another pool's."""
+        """The marker's head; None without a marker. ValueError if it is another pool's."""
         (head,) = _each(1, self._tier.get_many, [MARKER], [memoryview(bytearray(0))])
         if head is not None and (head[:8] != MAGIC or head[16:32] != self._fingerprint):
             raise ValueError(
@@ -432,7 +432,7 @@ class GuardedTier:
     # ------------------------------------------------------------------ buffers
 
     def _take_buffer(self, blocks: int, block_bytes: int) -> mmap.mmap:
-        """Page-aligned memory, for direct I/O; used before if possible, so that its pages are there."""
+        """Page-aligned memory for direct I/O. Prefers a used buffer, whose pages are already there."""
         size = -(-blocks * block_bytes // ALIGN) * ALIGN
         with self._lock:
             for i, buffer in enumerate(self._buffers):
@@ -455,7 +455,7 @@ def _each(count: int, call: Callable[..., Sequence[T]], *args: object) -> Sequen
 
 
 def _is_record(head: bytes, key: bytes, length: int) -> bool:
-    """Whether this is the head of a record of that block, of whatever content."""
+    """Whether this is the head of a record of that block, of any content."""
     if len(head) < HEAD.size:
         return False
     magic, _, found_key, _, size, _ = HEAD.unpack_from(head)

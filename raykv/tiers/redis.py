@@ -1,4 +1,4 @@
-"""Blocks in a redis or valkey server: each is a string of head and body. (A hash would cost the server a copy.)"""
+"""Blocks in a redis or valkey server, each as a string of head and body. (A hash would cost the server a copy.)"""
 
 import os
 import re
@@ -18,14 +18,14 @@ TIMEOUT_S = 2.0  # to connect, and for each answer
 READ_BYTES = 1 << 20
 PIECE_BYTES = 8 << 20  # of a pipeline: redis-py reads longer answers more slowly
 BATCH = 1000  # keys of a scan
-_DIGITS = re.compile(rb"[0-9a-f]{32}")  # of a block's key in its name
+_DIGITS = re.compile(rb"[0-9a-f]{32}")  # of a block's key, in its name
 
 
 class RedisTier:
-    """A server that all nodes reach. It may be configured to evict by itself: an evicted block is a miss."""
+    """A server that all nodes reach. It may evict by itself: an evicted block is a miss."""
 
     def __init__(self, url: TierUrl) -> None:
-        """ValueError or OSError, saying what to change, where the server refuses or doesn't answer."""
+        """ValueError or OSError where the server refuses or doesn't answer. The text says what to change."""
         self.shared = url.shared is not False  # shared=0: every node has a server of its own on localhost
         self._prefix = f"raykv:{url.pool}:".encode()
         self._client = _client(url)
@@ -65,7 +65,7 @@ class RedisTier:
             connection.send_packed_command(chunks)
             return [_answer(connection) for _ in range(count)]
         except BaseException:
-            connection.disconnect()  # the rest of its answers would be taken for others'
+            connection.disconnect()  # later calls would take the rest of the answers for theirs
             raise
         finally:
             self._client.connection_pool.release(connection)
@@ -75,7 +75,7 @@ class RedisTier:
         for part in pieces(out, PIECE_BYTES):
             with self._client.pipeline(transaction=False) as pipe:
                 for key, body in zip(keys[part], out[part], strict=True):
-                    # one byte more than the record: shows a longer value, and no more of it is sent
+                    # one byte more than the record, to notice a longer value without reading all of it
                     pipe.getrange(self._name(key), 0, HEAD_BYTES + body.nbytes)
                 answers = _of_strings(pipe.execute(raise_on_error=False))
             heads += [_unpack(answer, body) for answer, body in zip(answers, out[part], strict=True)]
@@ -94,7 +94,7 @@ class RedisTier:
             pipe.execute()
 
     def scan(self) -> Iterator[list[tuple[bytes, int]]]:
-        """In no order; a block may come twice."""
+        """Batches in no order. A block may come twice."""
         cursor, strangers = None, Strangers()
         while cursor != 0:
             page: Any = self._client.scan(cursor or 0, self._prefix + b"*", BATCH)
@@ -112,7 +112,7 @@ class RedisTier:
         strangers.warn("keys in its key space are no blocks of raykv")
 
     def _sizes(self, names: Sequence[bytes]) -> list[int | None]:
-        """None of what is no string. 0 of what is no longer there, too."""
+        """Bytes of the values; None for a value that is no string, 0 also for an absent one."""
         with self._client.pipeline(transaction=False) as pipe:
             for name in names:
                 pipe.strlen(name)
@@ -139,7 +139,7 @@ def _client(url: TierUrl) -> redis.Redis:
         username=username or None,
         password=password or None,
         ssl=url.scheme in ("rediss", "valkeys"),
-        protocol=2,  # what every server knows, and all that is asked here
+        protocol=2,  # every server knows it, and it is enough here
         socket_timeout=TIMEOUT_S,
         socket_connect_timeout=TIMEOUT_S,
         socket_read_size=READ_BYTES,
@@ -162,7 +162,7 @@ def _answer(connection: Any) -> Any:
 
 
 def _of_strings(answers: list[Any]) -> list[Any]:
-    """Answers about keys; None for one that is no string, and so no block. Raises any other error."""
+    """Answers about keys; None for a value that is no string, and so no block. Raises any other error."""
     for error in answers:
         if isinstance(error, Exception) and not str(error).startswith("WRONGTYPE"):
             raise error

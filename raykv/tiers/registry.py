@@ -1,4 +1,4 @@
-"""Finds the maker of a tier by its URL's scheme. A tier's library is imported only when such a tier is asked for."""
+"""Finds the maker of a tier by its URL's scheme. Imports a tier's library only when the tier is asked for."""
 
 from collections.abc import Callable
 from importlib.metadata import entry_points
@@ -13,17 +13,17 @@ _registered: dict[str, Maker] = {}  # by scheme
 
 
 def register_tier(scheme: str, make: Maker) -> None:
-    """Let `external=` URLs of this scheme be opened by `make`, in this process.
+    """Let `make` open `external=` URLs of this scheme, in this process.
 
-    scheme: of the URL, in any case. make: called with a TierUrl, returns an open Tier; it raises ValueError or OSError,
-    which say what to change, where that can't be.
-    Other processes find it by an entry point named after the scheme, in the group "raykv.tiers".
+    scheme: of the URL, in any case. make: takes a TierUrl and returns an open Tier. Where it can't, it raises
+    ValueError or OSError, with a text that says what to change. Other processes find a maker by an entry point with the
+    scheme's name in the group "raykv.tiers".
     """
     _registered[scheme.lower()] = make
 
 
 def open_tier(url: TierUrl) -> Tier:
-    """Open a URL's tier. Raises as `tier_for`; where it can't be used, ValueError or OSError says what to change."""
+    """Open a URL's tier. Raises as `tier_for`. For an unusable tier ValueError or OSError says what to change."""
     return tier_for(url)(url)
 
 
@@ -32,7 +32,7 @@ def tier_for(url: TierUrl) -> Maker:
     make = registered(url.scheme)
     if make:
         return make
-    if url.scheme == "local":  # fsspec's name of the same, whose files others can read, and links of theirs lead away
+    if url.scheme == "local":  # fsspec's name of the same: others could read its files, and their links lead elsewhere
         raise ValueError(f"external={url.text}: write file://{url.parts.path}")
     if url.scheme == "file":
         from raykv.tiers.file import FileTier
@@ -48,7 +48,7 @@ def tier_for(url: TierUrl) -> Maker:
 
 
 def registered(scheme: str) -> Maker | None:
-    """The maker that `register_tier` or an entry point of another package gives for a scheme. None: there is none."""
+    """The maker that `register_tier` or another package's entry point gives for a scheme; None without one."""
     if scheme not in _registered:
         for entry_point in entry_points(group=ENTRY_POINTS, name=scheme):
             _registered[scheme] = entry_point.load()

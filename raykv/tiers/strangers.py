@@ -1,4 +1,4 @@
-"""What lies in a tier and is no record of ours: it is left alone, counted, and named in a warning."""
+"""Strangers: things in a tier that are no records of raykv. They are left alone, counted, and named in a warning."""
 
 import logging
 
@@ -7,20 +7,20 @@ NAMED = 3  # in a warning
 
 
 class Strangers:
-    """Those that one scan came across."""
+    """The strangers of one scan."""
 
     def __init__(self) -> None:
         self.count = 0
         self._named: list[str] = []
 
     def add(self, name: str) -> None:
-        """name: by which a person finds it in the tier."""
+        """name: by which a person finds the stranger in the tier."""
         self.count += 1
         if len(self._named) < NAMED:
             self._named.append(repr(name))
 
     def warn(self, what: str) -> None:
-        """Name some of them, if there were any. what: they are."""
+        """Name some of the strangers in a warning, if there are any. what: says what they are."""
         if self.count:
             more = f" and {self.count - len(self._named)} more" if self.count > len(self._named) else ""
             log.warning(

@@ -1,4 +1,4 @@
-"""What a transport is: one way to copy blocks from the memory of another node's store into that of this one.
+"""A transport: one way to copy blocks from the memory of another node's store into this node's.
 
 A transport has a reading end (`pull`) and a serving end (`offer`, `serve`); every node store has both. To add one,
 write a Transport and list it in `raykv.transports.selector.open_transports`. TransportSelector chooses between them.
@@ -19,9 +19,9 @@ from raykv.protocol.transfers import seconds_left
 class Peer(NamedTuple):
     """Memory of another node, or its external tier, to read from."""
 
-    name: str  # of the memory in the directory: see `raykv.protocol.host_of`
+    name: str  # of the memory in the directory: see `raykv.protocol.location.host_of`
     store: Any  # handle of the node store's actor
-    external: bool = False  # its external tier, whose reads are slow: they have threads of their own in the store
+    external: bool = False  # its external tier: reads are slow, so the store has threads of their own for them
 
 
 class PullRequest(NamedTuple):
@@ -31,24 +31,24 @@ class PullRequest(NamedTuple):
     keys: NDArray[np.uint8]  # (n, 16)
     arena: Arena
     target: NDArray[np.void]  # (n,) LOCATION in `arena`
-    end: float  # time.monotonic() until which the pull may take
+    end: float  # time.monotonic() at which the pull must end
 
 
 class Transport:
     """One way to read from peers. Thread-safe."""
 
     name: ClassVar[str]  # in PoolConfig, stats and offers
-    concurrent: ClassVar[bool] = False  # whether it is asked for several pulls from one peer at the same time
+    concurrent: ClassVar[bool] = False  # whether it takes several pulls from one peer at the same time
 
     def offer(self) -> Any:
-        """What peers need to read from here; a restarted process has another one. None: they can't read from here."""
+        """What peers need to read from here; new in every process. None: they can't read from here."""
         return None
 
     def serve(self, *args: Any) -> Any:
         """Answer a question of a peer's `pull`, which comes through `NodeStore.serve`.
 
-        args: what this transport's own `pull` sends; check every index and length. Returns what that takes. Raises
-        ValueError for a question that makes no sense.
+        args: sent by this transport's own `pull`; check every index and length. Returns what `pull` expects. ValueError
+        for a question that makes no sense.
         """
         raise ValueError(f"transport {self.name} answers no questions of peers")
 
@@ -56,9 +56,9 @@ class Transport:
         """A peer's node is gone for good. peer: its memory's name."""
 
     def connecting(self, peer: Peer, offer: Any) -> bool:
-        """Begin to connect with a peer, and return at once. Whether that goes on: others read from the peer meanwhile.
+        """Begin to connect with a peer, and return at once. True while that goes on: other transports read meanwhile.
 
-        peer: whose memory. offer: the peer's. Where connecting fails, `pull` says so.
+        peer: whose memory. offer: the peer's. If connecting fails, `pull` says so.
         """
         return False
 
@@ -67,13 +67,13 @@ class Transport:
 
         peer: whose memory. offer: the peer's. request: which blocks, and the slots for them.
         Returns (n,) uint8 verdicts FAILED, PULLED, or ALTERED (the peer no longer has that block).
-        Raises TimeoutError at the request's `end`; bytes that arrive later are written under the slots' locks. Raises
-        OSError or RayError where this transport can't read from the peer: another one may.
+        TimeoutError at the request's `end`; bytes that arrive later are written under the slots' locks. OSError or
+        RayError where this transport can't read from the peer; another transport may.
         """
         raise NotImplementedError
 
     def withdraw(self, slab: int) -> None:
-        """Stop reading from and serving a slab of this node's arena: its memory is about to go. slab: its number."""
+        """Stop reading from and serving a slab of this node's arena, as its memory is about to go. slab: its number."""
 
     def close(self) -> None:
         """Stop serving. Nothing is pulled any more."""
@@ -82,27 +82,27 @@ class Transport:
 def ask(peer: Peer, end: float, transport: str, *args: Any) -> Any:
     """Ask the `serve` of a peer's transport. end: time.monotonic(). args: picklable. Returns its answer.
 
-    Raises TimeoutError at the time `end`, and RayError where the peer does not answer or refuses.
+    TimeoutError at the time `end`. RayError where the peer does not answer or refuses.
     """
     answer = peer.store.serve.remote(peer.name, transport, *args)
     return ray.get(answer, timeout=seconds_left(end))
 
 
 def records_of(answer: bytes, kind: np.dtype[np.void], count: int) -> NDArray[np.void]:
-    """What a peer says of `count` blocks: a record of `kind` for each, whose `there` is a bool.
+    """A peer's answer about `count` blocks: a record of `kind` for each, whose `there` is a bool.
 
-    ConnectionError for anything else: another transport may read from that peer.
+    ConnectionError for other answers: another transport may read from that peer.
     """
     if not isinstance(answer, bytes) or len(answer) != count * kind.itemsize:
         raise ConnectionError(f"a peer did not answer with a record for each of {count} blocks: {answer!r:.80}")
     records = np.frombuffer(answer, kind).copy()
-    records["there"] = records["there"].view(np.uint8) != 0  # a bool of another value counts as more than one
+    records["there"] = records["there"].view(np.uint8) != 0  # a bool with a byte above 1 would count several times
     return records
 
 
 @contextlib.contextmanager
 def translated(library: str) -> Iterator[None]:
-    """Raise every error of a library, whose exceptions have no base class, as a ConnectionError."""
+    """Raise every error of a library as a ConnectionError. The library's exceptions have no base class."""
     try:
         yield
     except ConnectionError:

@@ -1,8 +1,8 @@
 """Serves an arena's blocks over TCP.
 
-A connection begins as raykv.line.wire says. Then the reader sends requests, each a frame of n LOCATIONs and n keys.
-It gets n CLAIMs (whether a block is there, and what its header says) and the bytes of the blocks that are there, which
-it must verify.
+A connection begins as raykv.line.wire says. Then the reader sends requests, each a frame of n LOCATIONs and n keys. It
+gets n CLAIMs: whether a block is there, and what its header says. Then come the bytes of the blocks that are there,
+which the reader must verify.
 """
 
 import contextlib
@@ -25,10 +25,10 @@ from raykv.protocol.transfers import data_deadline
 
 log = logging.getLogger("raykv")
 
-# What a header says of a block. sum: xxh3_64, computed when the block was written
+# A header's statement about a block. sum: xxh3_64 when the block was written
 CLAIM = np.dtype([("there", "?"), ("position", "<u4"), ("sum", "<u8")])
-REQUEST_BYTES = LOCATION.itemsize + KEY_BYTES  # a block
-SENDERS = 64  # threads that send blocks; a reader that takes its bytes slowly keeps one
+REQUEST_BYTES = LOCATION.itemsize + KEY_BYTES  # of one block
+SENDERS = 64  # threads that send blocks; a slow reader keeps its thread
 
 
 class BlockServer:
@@ -38,7 +38,7 @@ class BlockServer:
         """host: an address of this node to listen at. OSError where that is not possible."""
         self._arena = arena
         self._senders = ThreadPoolExecutor(SENDERS, thread_name_prefix="raykv-send")
-        self._senders.submit(int)  # one thread at least: see _lend
+        self._senders.submit(int)  # at least one thread: see _lend
         self._listener = Listener(host, "raykv-listen", {CLIENT: KEYS_PER_CALL * REQUEST_BYTES}, self._lend)
         self.address = self._listener.address
 
@@ -48,7 +48,7 @@ class BlockServer:
         self._senders.shutdown(wait=False, cancel_futures=True)
 
     def _lend(self, connection: Connection, request: bytes) -> None:
-        with contextlib.suppress(RuntimeError):  # no thread can be started: one of those that there are takes its turn
+        with contextlib.suppress(RuntimeError):  # no thread can be started: a running thread will do it
             self._senders.submit(self._send_blocks, connection, request)
 
     def _send_blocks(self, connection: Connection, request: bytes) -> None:
@@ -59,7 +59,7 @@ class BlockServer:
                 self._answer(connection.socket, more)
                 more = self._listener.next_frame(connection)
         except Exception as error:
-            expected = isinstance(error, (OSError, ValueError, DeviceError))  # else it is a bug of ours
+            expected = isinstance(error, (OSError, ValueError, DeviceError))  # else it is a bug of raykv's
             level = logging.DEBUG if expected else logging.ERROR
             log.log(level, "a connection that reads from here ends: %r", error, exc_info=not expected)
             self._listener.drop(connection)

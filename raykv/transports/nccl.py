@@ -1,11 +1,12 @@
-"""Blocks cross nodes by NCCL, out of one GPU's slots and into another's, packed on neither side.
+"""Blocks cross nodes by NCCL, from one GPU's slots into another's, packed on neither side.
 
-NCCL takes seconds to connect two GPUs. They begin when the peer's offer has come; another transport reads meanwhile.
+NCCL takes seconds to connect two GPUs. Connecting begins when the peer's offer has come, and another transport reads
+meanwhile.
 
-A pull makes two calls to the peer's actor; both return at once. The first asks the peer to send: it answers what the
-headers say, and both ends post the blocks that are there. A slot may be overwritten while it is sent, and nothing
-computes checksums on a GPU. So the reader, when it has the bytes, asks again what the headers say, and drops the blocks
-that are no longer there.
+A pull makes two calls to the peer's actor, which both return at once. The first asks the peer to send. The answer has
+what the headers say, and both ends post the blocks that are there. A slot may be overwritten while it is sent, and
+nothing computes checksums on a GPU. So the reader asks for the headers again when it has the bytes, and drops the
+blocks that are no longer there.
 """
 
 import secrets
@@ -33,10 +34,10 @@ Offer = tuple[str, str]  # a name that outlives restarts, and a token that is ne
 
 
 class Nccl(Transport):
-    """Reads from GPUs of other nodes, and lets them read from one here.
+    """Reads from GPUs of other nodes, and lets them read from a GPU here.
 
-    Each direction between two nodes is a Pair of its own: in a common one, two ends that both receive first would wait
-    for ever.
+    Each direction between two nodes has its own Pair. In a common Pair, two ends that both receive first would wait for
+    ever.
     """
 
     name = "nccl"
@@ -57,7 +58,7 @@ class Nccl(Transport):
     # ------------------------------------------------------------------ for peers
 
     def serve(self, token: str, what: str, *args: Any) -> bytes:
-        """Answer a reader with this process's token: "join" a pair, "send" by it, or tell "headers" of blocks."""
+        """Answer a reader that has this process's token: "join" a pair, "send" by it, or tell "headers" of blocks."""
         if token != self._token:
             raise ValueError(f"{self._name} belongs to another process now: ask for the offer again")
         answers: dict[str, Callable[..., bytes]] = {"join": self._join, "send": self._send, "headers": self._claims}
@@ -66,7 +67,7 @@ class Nccl(Transport):
         return answers[what](*args)
 
     def _join(self, reader: str, unique: bytes) -> bytes:
-        """Make this end of a pair. A reader that joins again has given up its earlier pair. ValueError for no name."""
+        """Make this end of a pair. A reader that joins again has given up its earlier pair. ValueError: a bad name."""
         if len(unique) != UNIQUE_BYTES:
             raise ValueError(f"a pair is named by {UNIQUE_BYTES} bytes, not {len(unique)}")
         with self._mutex:
@@ -76,11 +77,11 @@ class Nccl(Transport):
         return b""
 
     def _send(self, reader: str, unique: bytes, locations: bytes, keys: bytes) -> bytes:
-        """As `_claims`, and begin to send the blocks that are there. ValueError unless all are of one size."""
+        """Like `_claims`, and begin to send the blocks that are there. ValueError unless all have one size."""
         source = np.frombuffer(locations, LOCATION)
-        if len(np.unique(source["bytes"])) != 1:  # more would be sent from the smaller slots
+        if len(np.unique(source["bytes"])) != 1:  # more bytes than the smaller slots have would be sent
             raise ValueError(f"{len(source)} blocks of {np.unique(source['bytes']).tolist()} bytes: ask for one size")
-        with self._mutex:  # so that `withdraw` waits for every block whose send was promised
+        with self._mutex:  # so that `withdraw` waits for every promised send
             pair = self._sending.get(reader)
             if pair is None or not pair.usable or pair.unique != unique:
                 raise ConnectionError(f"{self._name} has no such pair with {reader}")
@@ -96,11 +97,11 @@ class Nccl(Transport):
         return claims_of(self._arena.read_headers(source, source_keys)).tobytes()
 
     def withdraw(self, slab: int) -> None:
-        """Wait until no block is being sent: each send has a deadline. TimeoutError after the time a slab may take."""
+        """Wait until no block is being sent. TimeoutError after the time that a slab may take."""
         with self._mutex:
             pairs = list(self._sending.values())
         for pair in pairs:
-            if not pair.ready.done():  # nothing moves there, and nothing must begin to, from a slab that is gone
+            if not pair.ready.done():  # nothing moves there, and no send may begin from a slab that is gone
                 pair.drop()
         sent = wait([pair.idle() for pair in pairs if pair.ready.done()], data_deadline(self._arena.slab_bytes))
         if sent.not_done:
@@ -118,14 +119,14 @@ class Nccl(Transport):
     # ------------------------------------------------------------------ from peers
 
     def connecting(self, peer: Peer, offer: Offer) -> bool:
-        """As Transport's."""
+        """Like Transport's."""
         try:
             return not self._pair_with(peer, offer).ready.done()
         except ConnectionError:
             return False
 
     def forget(self, peer: str) -> None:
-        """As Transport's: the GPU's pairs end, and give back what they take of the one here."""
+        """Like Transport's. The GPU's pairs end, and release what they take of the GPU here."""
         gpu = peer.rpartition("/")[2]
         with self._mutex:
             reading = [self._reading.pop(name)[1] for name in list(self._reading) if name.startswith(gpu)]
@@ -134,7 +135,7 @@ class Nccl(Transport):
             pair.drop()
 
     def pull(self, peer: Peer, offer: Offer, request: PullRequest) -> NDArray[np.uint8]:
-        """As Transport's. ConnectionError when half of the time is gone: the rest is for another transport."""
+        """Like Transport's. ConnectionError after half of the time, which leaves the rest for another transport."""
         source, keys, arena, target, end = request
         stop = time.monotonic() + (end - time.monotonic()) / 2
         pair = self._pair_with(peer, offer)
@@ -158,7 +159,7 @@ class Nccl(Transport):
             raise
 
     def _pair_with(self, peer: Peer, offer: Offer) -> Pair:
-        """The pair with a peer. One that connects is made if there is none; ConnectionError if NCCL makes none."""
+        """The pair with a peer; a new pair begins to connect. ConnectionError if NCCL makes none."""
         name, token = offer
         with self._mutex:
             before, pair = self._reading.get(name, ("", None))
@@ -178,7 +179,7 @@ class IncomingBlocks(NamedTuple):
     """Blocks that the peer has posted. All of them must be received."""
 
     pair: Pair
-    claims: NDArray[np.void]  # (n,) CLAIM: what the headers said before the blocks were sent
+    claims: NDArray[np.void]  # (n,) CLAIM: the headers before the blocks were sent
     size: int  # bytes of each
     stop: float  # time.monotonic()
     recheck: Callable[[], bytes]  # asks the peer for CLAIMs again

@@ -1,8 +1,8 @@
 """Two GPUs of two processes, joined by an NCCL communicator for one direction.
 
-NCCL blocks until the peer comes: in a communicator's init, and in the first group, which connects. So all calls are
-made in a thread of the pair's own. What does not connect in CONNECT_S is aborted from another thread, and so ends.
-Tested with CuPy 14 and NCCL 2.28 and 2.32.
+NCCL blocks until the peer comes: in a communicator's init, and in the first group, which connects. So a thread of the
+pair makes all calls. If it has not connected in CONNECT_S, another thread aborts the call, which ends it. Tested with
+CuPy 14 and NCCL 2.28 and 2.32.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ READER, SENDER = 0, 1  # ranks
 UNIQUE_BYTES = 128  # of a pair's name
 POLL_S = 2e-4  # between checks whether a transfer is done
 CONNECT_S = 120.0  # for a pair to connect: NCCL takes 2 s on a warm H100, up to a minute where nothing is loaded yet
-# What NCCL 2.28 takes of an H100, over sockets: its kernels with a process's first pair, and each pair.
+# Memory that NCCL 2.28 takes of an H100 over sockets: its kernels with a process's first pair, and each pair.
 KERNELS_BYTES, PAIR_BYTES = 446 << 20, 18 << 20
 # NCCL's last two statuses, for which CuPy 14 raises KeyError.
 UNNAMED = {
@@ -63,7 +63,7 @@ def new_unique() -> bytes:
 
 @contextlib.contextmanager
 def translated() -> Iterator[None]:
-    """NCCL's errors meanwhile are ConnectionErrors."""
+    """Inside, NCCL's errors become ConnectionErrors."""
     with base.translated("NCCL"):
         try:
             yield
@@ -76,20 +76,20 @@ def _nothing() -> None:
 
 
 class Pair:
-    """This process's end of a pair. Its tasks (`do`) run in order; after one has raised, no other runs. Thread-safe."""
+    """This process's end of a pair. Its tasks (`do`) run in order; after an error no more run. Thread-safe."""
 
     def __init__(self, ordinal: int, unique: bytes, rank: int, invite: Callable[[], object] = _nothing) -> None:
-        """Returns at once; `ready` is done when the peer is connected, and fails where it is not in CONNECT_S.
+        """Returns at once. `ready` is done when the peer is connected; it fails after CONNECT_S.
 
-        ordinal: number of the GPU in this process. invite: called in the pair's thread, makes the peer's end.
+        ordinal: number of the GPU in this process. invite: makes the peer's end; called in the pair's thread.
         """
         self.unique, self._ordinal, self._rank, self._invite = unique, ordinal, rank, invite
         self._comm: Any = None
-        self._mutex = threading.Lock()  # guards `_comm` and `_calls`: NCCL must abort once, and not what is in use
-        self._calls = True  # NCCL is called, and may hang
+        self._mutex = threading.Lock()  # guards `_comm` and `_calls`: NCCL aborts once, and nothing in use
+        self._calls = True  # NCCL is being called, and may hang
         self.dropped = False
         self._ended = threading.Event()
-        self._why = "it was dropped"  # the pair has ended
+        self._why = "it was dropped"  # why the pair has ended
         self._tasks: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = queue.SimpleQueue()
         self.ready = self.do(_nothing)
         threading.Thread(target=self._run, name="raykv-nccl", daemon=True).start()
@@ -100,7 +100,7 @@ class Pair:
         return not self.dropped and not self._ended.is_set()
 
     def do(self, task: Callable[[], Result]) -> "Future[Result]":
-        """Run a task in the pair's thread. Its result is a ConnectionError if the pair ends before."""
+        """Run a task in the pair's thread. Its result is a ConnectionError if the pair ends first."""
         future: Future[Result] = Future()
         self._tasks.put((future, task))
         if self._ended.is_set():
@@ -112,15 +112,15 @@ class Pair:
         return self.do(_nothing)
 
     def drop(self) -> "Future[None]":
-        """Abort the transfer, and end. Done when nothing moves any more. What still connects ends when it has."""
+        """Abort the transfer, and end. Done when nothing moves any more. A pair that still connects ends afterwards."""
         self.dropped = True
         return self.idle()
 
     def move(self, addresses: NDArray[np.int64], size: int, end: float) -> None:
         """In a task: receive or send blocks of `size` bytes, in order, and wait for them. The peer must do the same.
 
-        addresses: (n,) in the GPU's memory; a block that is received for a 0 is thrown away. ConnectionError past `end`
-        (time.monotonic()), where NCCL fails, or once the pair is dropped; nothing moves any more then.
+        addresses: (n,) in the GPU's memory; a block received for address 0 is thrown away. ConnectionError past `end`
+        (time.monotonic()), where NCCL fails, or once the pair is dropped; then nothing moves any more.
         """
         try:
             with translated():
@@ -140,9 +140,9 @@ class Pair:
                     _do(*self._tasks.get())
         except Exception as error:
             log.debug("a pair of GPUs ends: %r", error)
-            self._why = (str(error).strip() or repr(error)).splitlines()[-1]  # Ray's have a traceback
+            self._why = (str(error).strip() or repr(error)).splitlines()[-1]  # Ray's errors contain a traceback
         finally:
-            with contextlib.suppress(ConnectionError):  # CUDA has failed: nothing moves
+            with contextlib.suppress(ConnectionError):  # CUDA has failed, so nothing moves
                 self._abort()
             self._ended.set()
             self._refuse()
@@ -170,9 +170,9 @@ class Pair:
             self._wait(time.monotonic() + CONNECT_S)
 
     def _call(self) -> None:
-        """Make the communicator, and move a byte, which connects: no later group has to. Blocks until the peer does."""
+        """Make the communicator, and move a byte, which connects: later groups need not. Blocks until the peer does."""
         kind = self._nccl.NcclCommunicator
-        self._comm = kind.__new__(kind)  # kept before NCCL fills it: what fails or hangs then is aborted, too
+        self._comm = kind.__new__(kind)  # kept before NCCL fills it, so that a failure or hang is aborted too
         self._comm.__init__(2, self.unique, self._rank)
         self._post(np.zeros(1, np.int64), 1)
 
@@ -190,7 +190,7 @@ class Pair:
     def _wait(self, end: float) -> None:
         while True:
             done = self._stream.done
-            self._comm.check_async_error()  # after `done`: a transfer that failed is not taken for done
+            self._comm.check_async_error()  # after `done`, so that a failed transfer does not count as finished
             if done:
                 return
             if self.dropped or time.monotonic() > end:
@@ -207,7 +207,7 @@ class Pair:
                 self._stream.synchronize()
 
     def _abort_hung(self) -> None:
-        """Abort what still connects: the pair's thread sees that as an error of NCCL's."""
+        """Abort a pair that still connects. The pair's thread sees that as an error of NCCL's."""
         with self._mutex:
             comm, self._comm = (self._comm, None) if self._calls else (None, self._comm)
         if comm is not None:

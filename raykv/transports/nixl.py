@@ -1,9 +1,9 @@
-"""Blocks cross nodes by NIXL: one-sided reads out of a peer's arena straight into ours, no copy on either side.
+"""Blocks cross nodes by NIXL: one-sided reads from a peer's arena straight into ours, with no copy on either side.
 
 UCX carries them: over RDMA where there is a card, else over shared memory or TCP. In every pull the reader asks the
-peer's actor once what its headers say and where the slots are; then the bytes come without the peer's processor. NIXL's
-metadata travels in that answer, so that only processes of the Ray cluster can have it.
-https://github.com/ai-dynamo/nixl, version 1.5.
+peer's actor once what its headers say and where the slots are. Then the bytes come without the peer's processor. NIXL's
+metadata travels in that answer, so only processes of the Ray cluster can have it. https://github.com/ai-dynamo/nixl,
+version 1.5.
 """
 
 import contextlib
@@ -27,11 +27,11 @@ from raykv.protocol.transfers import ALTERED, FAILED, PULLED, seconds_left
 from raykv.system.extras import to_install
 from raykv.transports.base import Peer, PullRequest, Transport, ask, records_of, translated
 
-RDMA = "/sys/class/infiniband"  # a folder for each card, of RoCE too
+RDMA = "/sys/class/infiniband"  # it has a folder for each card, of RoCE too
 POLL_S = 1e-4  # between checks whether a transfer is done
-PROGRESS_US = 100_000  # between looks of NIXL's progress thread, which UCX wakes before if there is something to do
-LATE_S = 1.0  # for a failed transfer's requests that are under way: neither its release nor `_forget` stops them
-# What a peer is told of a block: as CLAIM in `raykv.transports.block_server`, and the slot's address.
+PROGRESS_US = 100_000  # between looks of NIXL's progress thread; UCX wakes it earlier if there is something to do
+LATE_S = 1.0  # for running requests of a failed transfer: neither its release nor `_forget` stops them
+# A peer's answer about a block: as CLAIM in `raykv.transports.block_server`, and the slot's address.
 BLOCK_INFO = np.dtype([("there", "?"), ("position", "<u4"), ("sum", "<u8"), ("address", "<i8")])
 Addresses = NDArray[np.int64]
 
@@ -53,7 +53,7 @@ def has_rdma() -> bool:
 
 
 def _open_agent(name: str) -> Any:
-    """An agent of NIXL's Python API over a core with a progress thread that sleeps: the API's own spins on one core."""
+    """An agent of NIXL's Python API over a core whose progress thread sleeps. The API's own would spin on a core."""
     from nixl._api import nixl_agent, nixl_agent_config, nixlBind
 
     config = nixlBind.nixlAgentConfig()
@@ -72,7 +72,7 @@ class RemoteAgent:
     version: int = -1  # of its metadata
     name: str = ""
     thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="raykv-nixl"))
-    busy: bool = False  # a transfer is under way; its caller may have given up
+    busy: bool = False  # a transfer is running; its caller may have given up
 
 
 class Nixl(Transport):
@@ -81,10 +81,10 @@ class Nixl(Transport):
     name = "nixl"
 
     def __init__(self, arena: Arena) -> None:
-        """arena: of host memory; it is read into and from. ImportError without NIXL."""
+        """arena: of host memory, to read into and from. ImportError without NIXL."""
         self._agent = _open_agent(f"raykv-{secrets.token_hex(8)}")
         self._arena = arena
-        self._registered: dict[int, Any] = {}  # what NIXL calls it, by slab
+        self._registered: dict[int, Any] = {}  # NIXL's handles by slab
         self._version = 0  # of this agent's metadata, which changes with `_registered`
         self._remote: defaultdict[str, RemoteAgent] = defaultdict(RemoteAgent)  # by offer
         self._mutex = threading.Lock()  # guards `_registered` and `_version`; nothing else is locked meanwhile
@@ -113,7 +113,7 @@ class Nixl(Transport):
             return info.tobytes(), self._version, metadata
 
     def withdraw(self, slab: int) -> None:
-        """Deregister a slab: its memory is about to go."""
+        """Deregister a slab, as its memory is about to go."""
         with self._mutex:
             if slab in self._registered:
                 self._agent.deregister_memory(self._registered.pop(slab))
@@ -141,7 +141,7 @@ class Nixl(Transport):
         return verdicts
 
     def _forget(self, offer: str) -> None:
-        """Drop a peer's agent: the peer may never come back. If it does, its metadata is loaded again."""
+        """Drop a peer's agent, as the peer may never come back. If it does, its metadata is loaded again."""
         remote = self._remote.pop(offer)
         remote.thread.shutdown(wait=False)
         with contextlib.suppress(ConnectionError), translated("NIXL"):
@@ -157,8 +157,8 @@ class Nixl(Transport):
     ) -> NDArray[np.uint8]:
         """Transfer blocks, and return their verdicts. info: their BLOCK_INFO.
 
-        Runs in the peer's own thread, which stays with a transfer until it has ended, and keeps the slots' locks: NIXL
-        goes on writing when the peer continues, even after the transfer was released.
+        Runs in the peer's own thread, which stays with a transfer until its end, and keeps the slots' locks. NIXL goes
+        on writing when the peer continues, even after the transfer was released.
         """
         try:
             self._load_metadata(remote, version, metadata)
@@ -166,7 +166,7 @@ class Nixl(Transport):
             altered = np.zeros(len(info), np.bool_)
 
             def fill(which: NDArray[np.bool_], slots: Addresses) -> list[int]:
-                size = int(found.target["bytes"].max(initial=0))  # all have one; there may be none
+                size = int(found.target["bytes"].max(initial=0))  # all have one size; there may be no block
                 self._transfer(remote.name, info["address"][which], slots, size)
                 checksums = block_copy.sums(slots, size)
                 altered[which] = np.array(checksums, np.uint64) != info["sum"][which]
@@ -186,7 +186,7 @@ class Nixl(Transport):
             remote.version = version
 
     def _register(self, locations: NDArray[np.void]) -> None:
-        """Register the slabs of these locations, one by one: RDMA page-locks what is registered."""
+        """Register the slabs of these locations, one by one: RDMA page-locks registered memory."""
         for slab in np.unique(locations["slab"]).tolist():
             with self._mutex:
                 if slab not in self._registered:
@@ -207,7 +207,7 @@ class Nixl(Transport):
                     time.sleep(POLL_S)
                     state = self._agent.check_xfer_state(handle)
             finally:
-                if state != "DONE":  # one of its requests failed: others may still be under way
+                if state != "DONE":  # a request failed, but others may still be running
                     time.sleep(LATE_S)
                 self._agent.release_xfer_handle(handle)
         if state != "DONE":

@@ -1,4 +1,4 @@
-"""Blocks cross nodes as Ray objects. The slowest transport, and the one that works wherever Ray does."""
+"""Blocks cross nodes as Ray objects. The slowest transport, but it works wherever Ray does."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ from raykv.transports.base import Peer, PullRequest, Transport
 
 
 class ObjectStore(Transport):
-    """Calls `NodeStore.read` of the peer: one copy into Ray's object store there, one out of it here."""
+    """Calls `NodeStore.read` of the peer: one copy into Ray's object store there, one copy out of it here."""
 
     name = "object_store"
     concurrent = True
@@ -25,8 +25,8 @@ class ObjectStore(Transport):
         source, keys, target = source[order], keys[order], target[order]
         method = peer.store.read.options(concurrency_group="tier_read") if peer.external else peer.store.read
         answer = method.remote(source.tobytes(), keys.tobytes())
-        # `wait` first: a `get` that waits keeps the lock of Ray's store client, and a thread that frees an object
-        # meanwhile would wait for that lock while it has the GIL.
+        # `wait` first: a `get` that waits keeps the lock of Ray's store client. A thread that frees an object meanwhile
+        # would wait for that lock while it has the GIL.
         if not ray.wait([answer], timeout=seconds_left(end))[0]:
             raise GetTimeoutError(f"{len(source)} blocks did not arrive in time")
         read, size = BlocksRead(*ray.get(answer, timeout=seconds_left(end))), int(source["bytes"][0])

@@ -1,4 +1,4 @@
-"""Which transport reads from which node: the best that both have, and the next one while that fails."""
+"""Which transport reads from which node: the best that both have; while that fails, the next."""
 
 import logging
 import threading
@@ -28,8 +28,8 @@ from raykv.transports.tcp import Tcp
 
 log = logging.getLogger("raykv")
 OFFERS_S = 1.0  # for a peer to answer what it offers
-LARGE_PULLS, LARGE_BYTES = 4, 16 * MIB  # so many from a peer at a time; smaller ones wait for none
-RETRY_S = 60.0  # until a transport that failed is tried again; at once if the peer has another offer
+LARGE_PULLS, LARGE_BYTES = 4, 16 * MIB  # large pulls from a peer at a time, and the size from which a pull is large
+RETRY_S = 60.0  # until a failed transport is tried again; at once if the peer has a new offer
 
 
 @dataclass
@@ -37,7 +37,7 @@ class RouteStats:
     """One transport from one peer."""
 
     failures: int = 0
-    failed_offer: Any = None  # of the peer, with the last failure
+    failed_offer: Any = None  # the peer's offer at the last failure
     retry_at: float = 0.0  # time.monotonic() until which the transport is not used; 0: it has not failed
     bytes: int = 0
     seconds: float = 0.0
@@ -47,13 +47,13 @@ class RouteStats:
 class PeerState:
     """What is known of one peer."""
 
-    # Held while the peer is asked for its offers, and while a transport pulls that does one pull at a time. Taken
+    # Held while the peer is asked for its offers, and during a pull of a transport that does one pull at a time. Taken
     # before the locks of the transport and of the slots.
     turn: threading.Lock = field(default_factory=threading.Lock)
-    # Held by large pulls of the other transports: of too many at a time, all would be late on a slow link.
+    # Held by large pulls of the other transports: with too many at a time, all would be late on a slow link.
     large: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(LARGE_PULLS))
     mutex: threading.Lock = field(default_factory=threading.Lock)  # guards the other fields; taken last
-    offers: dict[str, Any] | None = None  # by transport; None: to be asked for
+    offers: dict[str, Any] | None = None  # by transport; None: ask for them
     routes: dict[str, RouteStats] = field(default_factory=dict)  # by transport
     last_used: str = ""  # transport
 
@@ -65,7 +65,7 @@ class TransportSelector:
     """
 
     def __init__(self, transports: Sequence[Transport]) -> None:
-        """transports: best first. The last one is tried whatever failed, and reads from peers' external tiers."""
+        """transports: best first. The last is tried after any failure, and reads from peers' external tiers."""
         self._transports = transports
         self._states: dict[Peer, PeerState] = {}
         self._mutex = threading.Lock()  # guards `_states`; nothing else is locked meanwhile
@@ -83,7 +83,7 @@ class TransportSelector:
         raise ValueError(f"this node does not offer transport {name}")
 
     def withdraw(self, slab: int) -> None:
-        """Stop reading from and serving a slab: its memory is about to go."""
+        """Stop reading from and serving a slab, as its memory is about to go."""
         for transport in self._transports:
             transport.withdraw(slab)
 
@@ -93,7 +93,7 @@ class TransportSelector:
         """Copy blocks of a peer into slots of `arena`.
 
         source, target: (n,) LOCATION. keys: (n, 16). Returns (n,) verdicts FAILED, PULLED, or ALTERED.
-        Raises TimeoutError or RayError if the peer does not answer in time; ConnectionError if no transport works.
+        TimeoutError or RayError if the peer does not answer in time. ConnectionError if no transport works.
         """
         with self._mutex:
             state = self._states.setdefault(peer, PeerState())
@@ -117,13 +117,13 @@ class TransportSelector:
                     continue
                 pulled = int(source["bytes"][verdicts == PULLED].sum())
                 _note_success(state, transport.name, pulled, time.monotonic() - begin)
-            if interrupted:  # what the failed transport had written is ready, and was not written again
+            if interrupted:  # blocks that the failed transport had written are ready, and were not written again
                 verdicts[(verdicts == FAILED) & arena.read_headers(target, keys).there] = PULLED
             return verdicts
         raise ConnectionError(f"no transport reads from node {host_of(peer.name)[:8]}")
 
     def stats(self) -> dict[str, dict[str, Any]]:
-        """By peer: `transport` used last, its GB/s (1e9 bytes) as `gbps`; of each, `bytes` and failures as `failed`."""
+        """By peer: last used `transport`, its GB/s (1e9 bytes) as `gbps`; by transport: `bytes`, failures `failed`."""
         with self._mutex:
             states = [
                 (peer.name, state) for peer, state in self._states.items() if state.last_used and not peer.external
@@ -132,7 +132,7 @@ class TransportSelector:
             name: {
                 "transport": state.last_used,
                 "gbps": state.routes[state.last_used].bytes / max(1e-9, state.routes[state.last_used].seconds) / 1e9,
-                # copies: a pull may add a route meanwhile
+                # copies, as a pull may add a route meanwhile
                 "bytes": {by: route.bytes for by, route in dict(state.routes).items() if route.bytes},
                 "failed": {by: route.failures for by, route in dict(state.routes).items() if route.failures},
             }
@@ -140,13 +140,13 @@ class TransportSelector:
         }
 
     def routes(self) -> list[tuple[str, str, RouteStats]]:
-        """Of every peer and transport that was tried: (name of the peer's memory, transport, what came of it)."""
+        """For every peer and transport that was tried: (name of the peer's memory, transport, statistics)."""
         with self._mutex:
             states = [(peer.name, state) for peer, state in self._states.items() if not peer.external]
         return [(name, by, route) for name, state in states for by, route in dict(state.routes).items()]
 
     def forget_others(self, living: set[str]) -> set[str]:
-        """Forget peers that are gone for good. living: Ray ids of all nodes. Returns those of the forgotten ones."""
+        """Forget peers that are gone for good. living: Ray ids of all nodes. Returns the ids of the forgotten nodes."""
         with self._mutex:
             gone = [peer for peer in self._states if host_of(peer.name) not in living]
             for peer in gone:
@@ -162,7 +162,7 @@ class TransportSelector:
             transport.close()
 
     def _turn(self, transport: Transport, state: PeerState, request: PullRequest) -> AbstractContextManager[None]:
-        """What a pull waits for. TimeoutError if it has no turn before its end."""
+        """The lock that a pull waits for. TimeoutError if it has no turn before its end."""
         if not transport.concurrent:
             return _held(state.turn, request.end)
         if request.source["bytes"].sum() > LARGE_BYTES:
@@ -194,7 +194,7 @@ class TransportSelector:
 
 
 def uses_nccl(chosen: str) -> bool:
-    """Whether GPUs of this node are read by NCCL. chosen: `transport` of PoolConfig."""
+    """Whether NCCL reads from this node's GPUs. chosen: `transport` of PoolConfig."""
     return chosen == "auto" and not nccl_pair.why_not()
 
 
@@ -207,11 +207,11 @@ def open_transports(arena: Arena, chosen: str, host: str) -> TransportSelector:
         return TransportSelector([ObjectStore()])
     transports: list[Transport] = [Tcp(arena, host), ObjectStore()]
     try:
-        if isinstance(arena, GpuArena):  # NIXL here reads host memory only
+        if isinstance(arena, GpuArena):  # raykv's NIXL transport reads host memory only
             transports[:0] = [Nccl(arena, device(arena.gpu))] if uses_nccl(chosen) else []
         elif (chosen == "nixl" or (chosen == "auto" and has_rdma())) and not why_not():
             transports.insert(0, Nixl(arena))
-    except Exception as error:  # NCCL and UCX raise whatever they find wrong with this machine
+    except Exception as error:  # NCCL and UCX raise various errors about this machine
         log.warning("%s is read by TCP: %r", arena.path, error)
     return TransportSelector(transports)
 

@@ -1,7 +1,7 @@
-"""Blocks cross nodes over TCP, out of one store's slots and into the other's, over several streams.
+"""Blocks cross nodes over TCP, from one store's slots into the other's, over several streams.
 
-It was measured at three times the speed of Ray's object store, which copies into shared memory on both nodes. What the
-two sides send each other: `raykv.transports.block_server`.
+Measured at three times the speed of Ray's object store, which copies into shared memory on both nodes.
+`raykv.transports.block_server` says what the two sides send each other.
 """
 
 import contextlib
@@ -26,18 +26,18 @@ from raykv.transports.tcp_pull import TcpPull
 
 log = logging.getLogger("raykv")
 
-FEWEST, MOST = 2, 8  # streams of a pull: one flow is capped in clouds, and one core receives no faster
-GAIN = 1.1  # of the rate, for which a pull takes one more stream from then on
-RATE_BYTES = 64 * MIB  # of which a rate is taken
+FEWEST, MOST = 2, 8  # streams of a pull: clouds cap a flow, and one core receives no faster
+GAIN = 1.1  # a pull takes one more stream if that raises the rate by this factor
+RATE_BYTES = 64 * MIB  # bytes over which a rate is measured
 SETTLED_S = 60.0  # until one more stream is tried again after it did not help
 SMALL_BYTES = 16 * MIB  # a pull up to this goes first
-GIVE_WAY_S = 0.1  # no piece of a larger pull waits longer for small pulls
+GIVE_WAY_S = 0.1  # a piece of a larger pull waits no longer for small pulls
 RECEIVERS = 64  # threads beside those that pull
 TRIES = 3  # of a pull whose streams break
 
 
 class Lane:
-    """Connections to one peer that no pull uses now, and how many a pull takes. Thread-safe."""
+    """The unused connections to one peer, and how many a pull takes. Thread-safe."""
 
     def __init__(self, address: Address) -> None:
         self._address = address
@@ -46,8 +46,8 @@ class Lane:
         self._mutex = threading.Lock()  # guards all fields
         self._rates: dict[int, float] = {}  # bytes a second, by number of streams
         self._grow_at = 0.0  # time.monotonic()
-        self._pulls, self._since, self._bytes = 0, 0.0, 0  # running now; since when there was one; what they brought
-        self._small = 0  # of those that are running
+        self._pulls, self._since, self._bytes = 0, 0.0, 0  # running pulls, since when there are any, their bytes
+        self._small = 0  # number of running small pulls
         self._none_small = threading.Condition(self._mutex)
 
     def carry(self, pull: TcpPull) -> None:
@@ -59,7 +59,7 @@ class Lane:
         connection = connection or wire.connect(self._address)
         try:
             pull.carry(connection, self._give_way)
-        except BaseException:  # the rest of an answer would be taken for the next one
+        except BaseException:  # a next pull would take the rest of the answer for its own
             connection.close()
             raise
         if isinstance(connection, TlsSocket) and connection.worn:
@@ -69,14 +69,14 @@ class Lane:
             self._idle.append(connection)
 
     def _give_way(self, pull: TcpPull) -> None:
-        """Have small pulls go first: what is under way of a large one is enough to wait for."""
+        """Let small pulls go first: they only wait for a large pull's present pieces."""
         if pull.size > SMALL_BYTES:
             with self._mutex:
                 self._none_small.wait_for(lambda: not self._small, GIVE_WAY_S)
 
     @contextlib.contextmanager
     def running(self, pull: TcpPull) -> Iterator[None]:
-        """Count a pull, and what it brings."""
+        """Count a pull, and its bytes."""
         small = pull.size <= SMALL_BYTES
         with self._mutex:
             self._small += small
@@ -106,7 +106,7 @@ class Lane:
             self.streams += 1
 
     def close(self) -> None:
-        """End the connections that no pull uses."""
+        """End the unused connections."""
         with self._mutex:
             idle, self._idle = self._idle, []
         for connection in idle:
@@ -143,7 +143,7 @@ class Tcp(Transport):
                 late = [error for error in errors if isinstance(error, TimeoutError)]
                 if not pull.left or late:
                     break
-                lane.close()  # they may all be as old as the one that broke
+                lane.close()  # all may be as old as the broken stream
                 if time.monotonic() >= request.end:
                     raise TimeoutError("the blocks did not arrive in time") from errors[0]
         if pull.left:
@@ -168,7 +168,7 @@ class Tcp(Transport):
             lane.close()
 
     def _carry(self, lane: Lane, pull: TcpPull) -> list[OSError]:
-        """Bring the pieces that are left over several streams. Returns why streams broke."""
+        """Bring the remaining pieces over several streams. Returns the errors of broken streams."""
         helpers: list[Future[None]] = []
         with contextlib.suppress(RuntimeError):  # no thread can be started, or this node stops: one stream is enough
             helpers += [self._receivers.submit(lane.carry, pull) for _ in range(min(lane.streams, pull.left) - 1)]

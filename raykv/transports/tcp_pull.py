@@ -1,4 +1,4 @@
-"""One pull over TCP: its pieces, taken by the streams that carry it, and received straight into slots."""
+"""One pull over TCP: its pieces, shared by the streams that carry it, and received straight into slots."""
 
 import ctypes
 import threading
@@ -19,9 +19,9 @@ from raykv.protocol.transfers import ALTERED, FAILED, PULLED, seconds_left
 from raykv.transports.base import PullRequest, records_of
 from raykv.transports.block_server import CLAIM
 
-PIECE_BYTES = 4 * MIB  # asked for at a time: what a broken stream costs, and a slow one delays
-AHEAD = 2  # pieces that a stream has asked for: the peer always has one to send
-STALLED_S = 1.0  # after so long a stream is given up that brought nothing, if others did
+PIECE_BYTES = 4 * MIB  # of a piece: lost when a stream breaks, and late on a slow stream
+AHEAD = 2  # pieces that a stream has asked for, so that the peer always has one to send
+STALLED_S = 1.0  # a stream that brought nothing for so long is given up, if others brought something
 
 Mask = NDArray[np.bool_]
 Indices = NDArray[np.intp]
@@ -31,8 +31,8 @@ Verdicts = NDArray[np.uint8]
 class TcpPull:
     """The pieces of a request. Thread-safe: each stream has a thread that calls `carry`.
 
-    size: bytes that are asked for. bytes: that came. left: pieces that did not come yet. verdicts: (n,) of its blocks;
-    FAILED until they came.
+    size: bytes asked for. bytes: that came. left: pieces that have not come yet. verdicts: (n,) of its blocks; FAILED
+    until a block comes.
     """
 
     def __init__(self, request: PullRequest, streams: int) -> None:
@@ -46,7 +46,7 @@ class TcpPull:
         self._request = request
         self._mutex = threading.Lock()  # guards all fields below, and `_pieces`
         self._finished = 0.0  # time.monotonic() at which the last piece came
-        self._carrying, self._carried = 0, 0  # streams that do, and that did or do
+        self._carrying, self._carried = 0, 0  # streams that carry now, and streams that ever did
         self.verdicts = np.full(len(source), FAILED, np.uint8)
         self.left, self.bytes = len(self._pieces), 0
 
@@ -54,7 +54,7 @@ class TcpPull:
         """Ask for pieces and receive them until none is left.
 
         give_way: called before each piece is taken; waits while it is others' turn.
-        OSError where the stream breaks: its pieces are for others then. TimeoutError at the request's end.
+        OSError where the stream breaks: other streams then carry its pieces. TimeoutError at the request's end.
         """
         asked: deque[Indices] = deque()
         with self._mutex:
@@ -81,7 +81,7 @@ class TcpPull:
         return bool(self._pieces)
 
     def _is_last(self) -> bool:
-        """Whether of several streams one is left, which nobody is faster than."""
+        """Whether only one of several streams is left, so that no other is faster."""
         return self._carrying == 1 < self._carried
 
     def _take(self) -> Indices | None:
@@ -122,7 +122,7 @@ class TcpPull:
         return np.where(written, PULLED, np.where(altered, ALTERED, FAILED)).astype(np.uint8)
 
     def _view(self, address: int) -> memoryview:
-        """A slot's memory; memory that nobody reads for a block whose slot somebody else writes."""
+        """A slot's memory. For a block whose slot somebody else writes: memory that nobody reads."""
         memory = (ctypes.c_char * self._size).from_address(address) if address else bytearray(self._size)
         return memoryview(memory).cast("B")
 
@@ -134,7 +134,7 @@ class TcpPull:
         return judge(written, blocks, claims["sum"])
 
     def _receive_into(self, stream: Stream, views: list[memoryview]) -> None:
-        """Fill these. TimeoutError at the request's end; ConnectionError if the stream breaks, or others are faster."""
+        """Fill these views. TimeoutError at the request's end. ConnectionError if the stream breaks or is too slow."""
         moved, views = time.monotonic(), [view for view in views if view.nbytes]
         while views:
             if time.monotonic() >= self._request.end:

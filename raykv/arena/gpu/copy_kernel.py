@@ -1,8 +1,9 @@
 """How a whole table of copies is done on a GPU: in one kernel launch, or by the GPU's copy engines.
 
-cudaMemcpyAsync takes microseconds a piece, and a block may have a piece for every layer. A kernel reads and writes
-page-locked host memory and the GPU's own alike, by the same addresses. But it takes multiprocessors from the engine:
-across PCIe it gets as few thread blocks as fill the link, and long pieces go by cudaMemcpyAsync, which takes none.
+cudaMemcpyAsync takes microseconds for each piece, and a block may have a piece for every layer. A kernel reads and
+writes page-locked host memory and GPU memory alike, by the same addresses. But it takes multiprocessors from the
+engine. So across PCIe it gets only as many thread blocks as fill the link. Long pieces go by cudaMemcpyAsync, which
+takes no multiprocessor.
 """
 
 from collections.abc import Sequence
@@ -15,12 +16,12 @@ from raykv.arena.gpu import cuda
 
 THREADS = 512
 UNIT = THREADS * 16 * 4  # bytes that a thread block moves at once: every thread has four loads of 16 bytes in flight
-Way = Literal["within", "to_host", "to_gpu"]  # from where to where: within GPU memory, or across PCIe
-# Thread blocks of a launch, at most, and bytes that they have in flight together. More than fill PCIe are in the way of
-# the engine: 64 thread blocks to the host slow its decode steps down ten times, on an H100.
+Way = Literal["within", "to_host", "to_gpu"]  # the way of a copy: within GPU memory, or across PCIe
+# Thread blocks of a launch, at most, and their bytes in flight. More than fill PCIe would hold up the engine: on an
+# H100, 64 thread blocks to the host make its decode steps ten times slower.
 BLOCKS: dict[Way, int] = {"within": 64, "to_host": 8, "to_gpu": 32}
 IN_FLIGHT: dict[Way, int] = {"to_host": 2 * UNIT, "to_gpu": 6 * UNIT}
-LONG = 512 << 10  # from this length on a piece goes by cudaMemcpyAsync, across PCIe
+LONG = 512 << 10  # across PCIe, pieces from this length on go by cudaMemcpyAsync
 SOURCE = r"""
 static __device__ void move(char* to, const char* from, long long bytes)
 {
@@ -74,7 +75,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) raykv_copy(const long long
 
 
 def with_units(table: Copies) -> Copies:
-    """(n, 3) copies as the kernel takes them, (n, 4): with each, the number of units up to its end."""
+    """(n, 3) copies in the kernel's form (n, 4): the last column counts the units up to each copy's end."""
     return np.column_stack([table, np.cumsum(-(-table[:, 2] // UNIT))])
 
 
@@ -86,7 +87,7 @@ def compile_kernel(module: Any) -> Any:
 
 
 def blocks_of(table: Copies, way: Way) -> int:
-    """How many thread blocks do these copies: each has a unit in flight, or a shorter piece."""
+    """How many thread blocks do these copies. Each has a unit in flight, or a shorter piece."""
     if way == "within":
         return BLOCKS[way]
     length = min(UNIT, max(1, int(table[:, 2].mean())))
@@ -103,14 +104,14 @@ class CopyStream:
         self._allocate(1 << 16)
 
     def _allocate(self, size: int) -> None:
-        # first, since `_launch` goes by `_host`: if this fails, neither is replaced
+        # first, as `_launch` relies on `_host`: if this fails, neither is replaced
         self._table = self._cupy.cuda.Memory(size)
         self._host = cuda.page_locked(self._cupy, size)
 
     def copy(self, table: Copies, after: Sequence[Any], way: Way) -> None:
-        """Do (n, 3) copies, once the CUDA events `after` are over. Waits until they are done."""
+        """Do (n, 3) copies after the CUDA events `after`. Waits until they are done."""
         runtime = self._cupy.cuda.runtime
-        for event in after:  # the GPU waits, not this thread: what follows is prepared meanwhile
+        for event in after:  # the GPU waits, not this thread, which prepares the copies meanwhile
             runtime.streamWaitEvent(self._stream.ptr, event.ptr)
         try:
             if way != "within" and int(table[:, 2].sum()) >= LONG * len(table):
@@ -119,7 +120,7 @@ class CopyStream:
             else:
                 self._launch(with_units(table), blocks_of(table, way))
         finally:
-            self._stream.synchronize()  # whatever happens, nothing is moving when the caller drops its locks
+            self._stream.synchronize()  # in any case nothing moves any more when the caller drops its locks
 
     def _launch(self, pieces: Copies, blocks: int) -> None:
         if pieces.nbytes > len(self._host):

@@ -1,4 +1,4 @@
-"""CUDA through CuPy, which is imported only where somebody has GPU memory."""
+"""CUDA through CuPy, which is imported only where a caller has GPU memory."""
 
 import contextlib
 import ctypes
@@ -23,7 +23,7 @@ _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 
 
 def cupy() -> Any:
-    """The module; ImportError that says how to get it."""
+    """The module CuPy. The ImportError says how to install it."""
     try:
         import cupy
     except ImportError as error:
@@ -33,7 +33,7 @@ def cupy() -> Any:
 
 @contextlib.contextmanager
 def translated(who: str) -> Iterator[Any]:
-    """Gives CuPy. CUDA's errors meanwhile are DeviceErrors, whose text begins with `who`."""
+    """Gives CuPy. Inside, CUDA's errors become DeviceErrors, whose text begins with `who`."""
     module = cupy()
     try:
         yield module
@@ -43,10 +43,10 @@ def translated(who: str) -> Iterator[Any]:
 
 @contextlib.contextmanager
 def on(ordinal: int) -> Iterator[Any]:
-    """As `translated`; this thread's calls go to that GPU meanwhile, and are allowed while others capture CUDA graphs.
+    """Like `translated`. Inside, this thread uses that GPU, even while other threads capture CUDA graphs.
 
-    Leaves the thread as it was. CuPy's Device would set a thread that had no GPU to GPU 0, and make a context there:
-    half a GiB.
+    Leaves the thread as it was. CuPy's Device would leave a thread without a GPU at GPU 0, with a context of half a GiB
+    there.
     """
     with translated(uuid(ordinal)) as module:
         driver, context = module.cuda.driver, _context(ordinal)
@@ -61,8 +61,8 @@ def on(ordinal: int) -> Iterator[Any]:
 
 @functools.cache
 def _context(ordinal: int) -> int:
-    """Handle of the GPU's primary context, which every user of the GPU in this process shares."""
-    with ThreadPoolExecutor(1) as thread:  # of its own: `setDevice` would change that of the caller's
+    """Handle of the GPU's primary context, which all users of the GPU in this process share."""
+    with ThreadPoolExecutor(1) as thread:  # in its own thread, as `setDevice` would change the caller's
         return thread.submit(_make_context, ordinal).result()
 
 
@@ -74,9 +74,9 @@ def _make_context(ordinal: int) -> int:
 
 
 def _exchange_capture_mode(mode: int) -> int:
-    """Set how this thread's calls get on with captures of CUDA graphs in other threads. Returns how they did before.
+    """Set how this thread's calls treat captures of CUDA graphs in other threads. Returns the mode before.
 
-    In CUDA's default mode an allocation here, a free or a page-lock ends such a capture, and fails itself.
+    In CUDA's default mode an allocation, free or page-lock here would fail, and end such a capture.
     """
     word = ctypes.c_int(mode)
     _libcuda().cuThreadExchangeStreamCaptureMode(ctypes.byref(word))
@@ -85,13 +85,13 @@ def _exchange_capture_mode(mode: int) -> int:
 
 @functools.cache
 def _libcuda() -> ctypes.CDLL:
-    """The driver, for what CuPy lacks."""
+    """The driver, for functions that CuPy lacks."""
     return ctypes.CDLL("libcuda.so.1")
 
 
 @functools.cache
 def uuid(ordinal: int) -> str:
-    """UUID of the GPU that has this number in this process, as NVML prints it. Creates no CUDA context."""
+    """UUID of the GPU with this number in this process, as NVML prints it. Creates no CUDA context."""
     raw: bytes = cupy().cuda.runtime.getDeviceProperties(ordinal)["uuid"]
     if len(raw) < 16:  # CuPy takes it for a C string, which ends at a zero
         buffer = (ctypes.c_ubyte * 16)()
@@ -102,7 +102,7 @@ def uuid(ordinal: int) -> str:
 
 
 def ordinal_at(address: int) -> int:
-    """Number in this process of the GPU that has this address; ValueError if no GPU has."""
+    """Number in this process of the GPU that has this address; ValueError if no GPU has it."""
     with translated("pointerGetAttributes") as module:
         runtime = module.cuda.runtime
         found = runtime.pointerGetAttributes(address)
@@ -115,7 +115,7 @@ def ordinal_at(address: int) -> int:
 def stream_of(array: Any) -> int | None:
     """Handle of the stream that writes and reads an array on a GPU; None: no copy need wait.
 
-    A torch tensor's stream is this thread's current one of its device: torch's interface (version 2) names none.
+    For a torch tensor it is this thread's current stream of the device: torch's interface (version 2) names none.
     """
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(array, torch.Tensor):
@@ -125,7 +125,7 @@ def stream_of(array: Any) -> int | None:
 
 
 class Event:
-    """A CUDA event. CuPy's would be destroyed in any thread, and one without a GPU gets a context on GPU 0 by that."""
+    """A CUDA event. CuPy's is destroyed in any thread, which gives a thread without a GPU a context on GPU 0."""
 
     def __init__(self, module: Any, ordinal: int) -> None:
         """module: CuPy, whose current device is the GPU of that number."""
@@ -140,7 +140,7 @@ def _destroy_event(ordinal: int, event: int) -> None:
 
 
 def events_after(ordinal: int, streams: set[int | None]) -> tuple[Event, ...]:
-    """CUDA events that are over when these streams have done what they were given by now. None is no stream."""
+    """CUDA events that end once these streams have done their present work. None is no stream."""
     handles = streams - {None}
     if not handles:
         return ()
@@ -152,17 +152,17 @@ def events_after(ordinal: int, streams: set[int | None]) -> tuple[Event, ...]:
 
 
 def when_gone(owner: object, function: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
-    """Call it when `owner` is collected; not as the interpreter ends, and not in a forked child, which has no GPU."""
+    """Call `function` when `owner` is collected; not at the interpreter's end, nor in a child after a fork."""
     process = os.getpid()
 
     def call() -> None:
         if os.getpid() == process:
-            with contextlib.suppress(DeviceError):  # a GPU that is lost has nothing left to free
+            with contextlib.suppress(DeviceError):  # a lost GPU has nothing left to free
                 function(*args, **kwargs)
 
     weakref.finalize(owner, call).atexit = False
 
 
 def page_locked(module: Any, size: int) -> NDArray[np.uint8]:
-    """(size,) uint8 of host memory that GPUs reach, from CuPy's pool. It goes back there with its last reference."""
+    """(size,) uint8 of host memory that GPUs reach, from CuPy's pool. It returns there with its last reference."""
     return np.frombuffer(module.cuda.alloc_pinned_memory(size), np.uint8, size)

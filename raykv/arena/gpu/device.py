@@ -1,4 +1,4 @@
-"""One GPU: memory that is allocated there, which other processes can open, and copies from and to it."""
+"""One GPU: memory that other processes can open, and copies from and to it."""
 
 import functools
 import os
@@ -23,7 +23,7 @@ _OUT_OF_MEMORY, _PORTABLE = 2, 1  # cudaErrorMemoryAllocation, cudaHostRegisterP
 def visible() -> list[str]:
     """UUIDs of the GPUs that this process can use, as NVML and vLLM print them: "GPU-8932f937-d72c-...".
 
-    Empty where there is no CuPy, driver or GPU. Creates no CUDA context.
+    Empty without CuPy, driver or GPU. Creates no CUDA context.
     """
     try:
         count = cuda.cupy().cuda.runtime.getDeviceCount()
@@ -33,7 +33,7 @@ def visible() -> list[str]:
 
 
 def uuid_of(given: str | int) -> str:
-    """UUID of a GPU that this process can use, by that, its number, or "cuda:<number>". ValueError if there is none."""
+    """UUID of a usable GPU, from its UUID, its number, or "cuda:<number>". ValueError if there is none."""
     found, text = visible(), str(given).removeprefix("cuda").removeprefix(":") or "0"
     if text in found:
         return text
@@ -52,7 +52,7 @@ def _usable(found: list[str]) -> str:
 
 @functools.cache
 def device(uuid: str) -> "Device":
-    """The GPU, ready to copy. ValueError if this process cannot use it; DeviceError if it fails."""
+    """The GPU, ready to copy. ValueError if this process can't use it; DeviceError if it fails."""
     found = visible()
     if uuid not in found:
         raise ValueError(f"GPU {uuid}: {_usable(found)}")
@@ -63,7 +63,7 @@ class Region:
     """Bytes of a GPU's memory, until `close`. Get one from `Device.allocate` or `Device.open`."""
 
     def __init__(self, address: int, size: int, handle: bytes, release: Callable[[int], None]) -> None:
-        """release: frees or unmaps the address. handle: another process opens the region by it."""
+        """release: frees or unmaps the address. handle: lets another process open the region."""
         self.address, self.size, self.handle = address, size, handle
         self._release: Callable[[int], None] | None = release
 
@@ -80,19 +80,19 @@ class Device:
     def __init__(self, uuid: str, ordinal: int) -> None:
         """For `device`. ordinal: its number in this process."""
         self.uuid, self.ordinal = uuid, ordinal
-        self._idle: list[CopyStream] = []  # as many as there were copies at a time
+        self._idle: list[CopyStream] = []  # as many as ever copied at a time
         try:
             with cuda.on(ordinal) as cupy:
                 self._kernel = compile_kernel(cupy)  # before anybody waits for it
         except DeviceError:
             raise
-        except Exception as error:  # CuPy's, of several kinds: no NVRTC, no headers of CUDA
+        except Exception as error:  # CuPy's errors of several kinds: no NVRTC, no headers of CUDA
             raise DeviceError(f"{uuid}: the copy kernel can't be compiled: {error}. {to_install('gpu')}") from error
 
     def capacity(self, gpu_memory: Size, beside: int = 0) -> int:
         """Bytes of a region that is a fraction of the GPU's memory, or so many bytes; see `parse_size`.
 
-        beside: bytes that NCCL will take. CapacityError if less is free than both. ValueError for anything else.
+        beside: bytes that NCCL will take. CapacityError if less is free than both. ValueError for a bad size.
         """
         size = parse_size("gpu_memory", gpu_memory)
         free, total = self._memory()
@@ -109,7 +109,7 @@ class Device:
         with cuda.on(self.ordinal) as cupy:
             runtime = cupy.cuda.runtime
             try:
-                address = runtime.malloc(-(-size // _GRAIN) * _GRAIN)  # not of CuPy's pool, which has no handles
+                address = runtime.malloc(-(-size // _GRAIN) * _GRAIN)  # not from CuPy's pool, which has no handles
             except runtime.CUDARuntimeError as error:
                 if error.status != _OUT_OF_MEMORY:
                     raise
@@ -121,7 +121,7 @@ class Device:
                 raise
 
     def open(self, handle: bytes, size: int) -> Region:
-        """Another process's region, by its handle and size; this process must not be the one that allocated it."""
+        """Another process's region, by its handle and size. Not for the process that allocated it."""
         if len(handle) != HANDLE_BYTES or size <= 0:
             raise ValueError(
                 f"a handle of {len(handle)} bytes, size={size}: give a Region's handle (64 bytes) and size"
@@ -132,9 +132,9 @@ class Device:
     def copy(self, table: Copies, after: Sequence[cuda.Event] = (), way: Way = "within") -> None:
         """Do the copies, and wait until they are done. The GIL is free meanwhile.
 
-        table: (pieces, 3) or (blocks, parts, 3) int64: addresses to and from, and length. Each is of this GPU's memory
-        or page-locked; any other address makes CUDA fail for good in this process. Copies must not overlap.
-        after: what is to be over first. way: "within" GPU memory, or "to_host" or "to_gpu": across PCIe.
+        table: (pieces, 3) or (blocks, parts, 3) int64: target address, source address, length. Addresses must be of
+        this GPU's memory or page-locked: any other makes CUDA fail for good in this process. Copies must not overlap.
+        after: events that must end first. way: "within" GPU memory, or "to_host" or "to_gpu" across PCIe.
         """
         if table.dtype != np.int64 or table.ndim not in (2, 3) or table.shape[-1] != 3:
             raise ValueError(f"copies: {table.dtype} of shape {table.shape}: give (pieces, 3) int64")
@@ -153,10 +153,10 @@ class Device:
                 self._idle.append(stream)
 
     def register(self, address: int, length: int) -> None:
-        """Page-lock a range of this process's memory, so that GPUs reach it. DeviceError if it is refused.
+        """Page-lock a range of this process's memory, so that GPUs reach it. DeviceError if CUDA refuses.
 
-        Ranges must not overlap. GPUs see the pages that are there now: `unregister` before they are unmapped, or
-        discarded from the mapped file.
+        Ranges must not overlap. GPUs see the pages that are there now. So call `unregister` before the pages are
+        unmapped, or discarded from the mapped file.
         """
         if length <= 0:
             raise ValueError(f"length={length}: there is nothing to register")
@@ -169,7 +169,7 @@ class Device:
             cupy.cuda.runtime.hostUnregister(address)
 
     def bounce_buffer(self) -> NDArray[np.uint8]:
-        """(BOUNCE_BYTES,) uint8, page-locked, to copy through from and to memory that is not. Drop it after use."""
+        """(BOUNCE_BYTES,) uint8, page-locked, for copies from and to other memory. Drop it after use."""
         with cuda.on(self.ordinal) as cupy:
             return cuda.page_locked(cupy, BOUNCE_BYTES)
 

@@ -16,8 +16,8 @@ from raykv.errors import DeviceError
 def copy(gpu: str, table: Copies, registered: bool, to_gpu: bool, after: Sequence[Any] = ()) -> None:
     """Do copies between a GPU and host memory.
 
-    table: as in `raykv.arena.block_copy`. registered: GPUs reach the host memory. after: CUDA events that are to be
-    over first. DeviceError where the GPU fails.
+    table: as in `raykv.arena.block_copy`. registered: GPUs reach the host memory. after: CUDA events that must end
+    first. DeviceError where the GPU fails.
     """
     way: Way = "to_gpu" if to_gpu else "to_host"
     if registered:
@@ -35,7 +35,7 @@ def copy(gpu: str, table: Copies, registered: bool, to_gpu: bool, after: Sequenc
 
 
 def batches(table: Copies) -> Iterator[Copies]:
-    """(3, n) columns (target, source, length) of the same copies, cut so that a batch has at most BOUNCE_BYTES."""
+    """(3, n) columns (target, source, length) of the same copies, cut into batches of at most BOUNCE_BYTES."""
     counts = -(-table[:, 2] // BOUNCE_BYTES)
     pieces = np.repeat(table, counts, axis=0)
     skipped = (np.arange(len(pieces)) - np.repeat(np.cumsum(counts) - counts, counts)) * BOUNCE_BYTES
@@ -51,11 +51,11 @@ def batches(table: Copies) -> Iterator[Copies]:
 
 
 def unregister(first: int, length: int, registered: dict[int, str | None]) -> None:
-    """Unregister slabs of `length` bytes, the first at address `first`: their memory is about to go.
+    """Unregister slabs of `length` bytes before their memory goes. first: address of slab 0.
 
     registered: by number of the slab, the GPU that registered it. None: CUDA refused.
     """
     for number, gpu in registered.items():
         if gpu is not None:
-            with contextlib.suppress(DeviceError):  # a GPU that is lost reaches nothing
+            with contextlib.suppress(DeviceError):  # a lost GPU reaches nothing
                 device(gpu).unregister(first + number * length)

@@ -1,1 +1,1 @@
-"""What is asked of a directory, and how it is answered."""
+"""The calls of a directory: each is a function of its State."""

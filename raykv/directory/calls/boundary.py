@@ -1,4 +1,4 @@
-"""Up to which token a reader can continue: the longest prefix of which every part has the blocks that it needs."""
+"""The token up to which a reader can go on: every part has the blocks that the reader needs there."""
 
 from collections.abc import Sequence
 from math import lcm
@@ -9,9 +9,10 @@ from numpy.typing import NDArray
 
 
 class Runs(NamedTuple):
-    """A part of which only the last `window` blocks are needed.
+    """A part of which the reader needs only the last `window` blocks.
 
-    tokens: of a block. ready: (n,) int64, how many blocks up to each are ready, without a gap, as far as they matter.
+    tokens: of a block. ready: (n,) int64; entry i counts the ready blocks without a gap up to block i, at most
+    `window`.
     """
 
     window: int
@@ -20,9 +21,9 @@ class Runs(NamedTuple):
 
 
 def boundary(prefix: int, step: int, runs: Sequence[Runs]) -> int:
-    """The last token, a multiple of `step`, at most `prefix`, before which every part with a window has its blocks.
+    """The last multiple of `step`, at most `prefix`, before which every part in `runs` has the blocks of its window.
 
-    step: tokens; a multiple of each part's block. 0 where there is none.
+    step: tokens; a multiple of each part's block. Returns 0 where there is no such token.
     """
     if not runs or step > prefix:
         return prefix - prefix % step
@@ -35,5 +36,5 @@ def boundary(prefix: int, step: int, runs: Sequence[Runs]) -> int:
 
 
 def step_of(tokens: Sequence[int]) -> int:
-    """Tokens after which blocks of all parts end together. tokens: of a block of each part."""
+    """The number of tokens after which blocks of all parts end together. tokens: of a block of each part."""
     return lcm(*tokens)

@@ -1,4 +1,4 @@
-"""What clients say of themselves and of blocks by their keys; and what every call of theirs tells besides."""
+"""Calls of clients about themselves and about blocks by key. Also: the fields that every client call carries."""
 
 import math
 
@@ -20,12 +20,12 @@ from raykv.protocol.location import (
     LOCATION,
 )
 
-PINNED_SHARE = 0.5  # of all memory, at most, in pins that are never given up: the rest is for others
+PINNED_SHARE = 0.5  # at most so much of all memory may be pinned for good
 NO_LOCATIONS = np.zeros(0, LOCATION)
 
 
 def on_call(state: State, call: Call, now: float) -> Client:
-    """What each call tells besides its request: blocks that were pulled, holds that are over, corrupt blocks."""
+    """Take what each call carries: pulled blocks, corrupt blocks, and the list of holds that the client still has."""
     check(state, now)
     pulled, corrupt = _locations(call.pulled), _locations(call.corrupt)
     client = state.clients.seen(call.client, now)
@@ -33,7 +33,7 @@ def on_call(state: State, call: Call, now: float) -> Client:
         promoted = np.zeros(len(state.c.size_classes), np.int64)
         leases.pulled(state.c, *state.size_classes.rows_of(pulled), promoted)
         state.allocator.restore_windows(promoted)
-        if promoted.any():  # the primaries before them are replicas now
+        if promoted.any():  # the primaries until now have become replicas
             state.pins.repair()
     state.clients.end_unlisted(client, call)
     state.intents.end_unlisted(call)
@@ -48,7 +48,7 @@ def on_call(state: State, call: Call, now: float) -> Client:
 
 
 def disconnect(state: State, client: int, now: float) -> None:
-    """A client leaves in order: it writes nothing any more."""
+    """A client says that it leaves. It writes nothing any more."""
     check(state, now)
     state.intents.end_all(client)
     if gone := state.clients.disconnect(client):
@@ -56,7 +56,7 @@ def disconnect(state: State, client: int, now: float) -> None:
 
 
 def client_heartbeat(state: State, call: Call, now: float) -> Counted:
-    """A client that has nothing to ask is still there."""
+    """A client without a request says that it is alive."""
     on_call(state, call, now)
     return Counted(state.epoch)
 
@@ -64,10 +64,10 @@ def client_heartbeat(state: State, call: Call, now: float) -> Counted:
 def pin(
     state: State, call: Call, keys: bytes, now: float, ttl: float | None = None, priority: int | None = None
 ) -> Counted:
-    """Have blocks stay until `unpin`, or for `ttl` seconds from now. Counts the keys that are pinned now.
+    """Pin stored blocks until `unpin`, or for `ttl` seconds. Counts the keys that are pinned now.
 
-    priority: those with the lowest are given up first where a writer on their node would be refused; None: never.
-    Of the latter, in memory, no more are pinned than PINNED_SHARE of it holds.
+    priority: where a writer would be refused, the directory gives up the pins of the lowest priority first; None:
+    never. Pins without a priority hold at most PINNED_SHARE of the nodes' memory. ValueError for a bad ttl or priority.
     """
     on_call(state, call, now)
     if not isinstance(priority, int | None):
@@ -86,7 +86,7 @@ def unpin(state: State, call: Call, keys: bytes, now: float) -> Counted:
 
 
 def forget(state: State, call: Call, keys: bytes, now: float) -> Counted:
-    """Drop blocks that nobody will ask for again. Who holds one keeps its slot until then. Counts copies."""
+    """Drop blocks that nobody will ask for again. A held block keeps its slot until the hold ends. Counts copies."""
     client = on_call(state, call, now)
     for key in split_keys(keys):
         client.swapped.pop(key, None)
@@ -94,9 +94,9 @@ def forget(state: State, call: Call, keys: bytes, now: float) -> Counted:
 
 
 def preempted(state: State, call: Call, keys: bytes, now: float) -> Counted:
-    """An engine swapped a request out: its blocks stay while the client is there, or until they are forgotten.
+    """An engine swapped a request out. Its blocks stay until they are forgotten or the client is gone.
 
-    Counts the keys: all of them, or none, where some are not stored, so that the others were forgotten.
+    Counts the keys. Where a key is not stored, the directory forgets all of them and counts 0.
     """
     client, names = on_call(state, call, now), split_keys(keys)
     state.counters["num_cumulative_preemption"] += 1

@@ -1,4 +1,4 @@
-"""What is counted and shown of a directory."""
+"""Figures of a directory: counters, gauges, statistics."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -10,18 +10,18 @@ from raykv.directory.state.state import COUNTERS, State
 
 
 def totals(state: State) -> dict[str, int]:
-    """What has happened since the pool started, counted by this directory and by those before it."""
+    """Counts since the pool started, by this directory and by earlier ones."""
     return {**state.counters, "evicted": state.evicted_before + int(state.c.size_classes["evicted"].sum())}
 
 
 def resume(state: State, totals: dict[str, int]) -> None:
-    """Go on counting from the totals of the directory before. Unknown names are left out."""
+    """Go on counting from the totals of the directory before. Ignores unknown names."""
     state.evicted_before = totals.get("evicted", 0)
     state.counters.update({name: totals[name] for name in COUNTERS if name in totals})
 
 
 def gauges(state: State) -> dict[str, int]:
-    """What is so now, without a look at every slot."""
+    """Numbers of the present. Reading them needs no look at every slot."""
     held = [hold.writes for client in state.clients.values() for hold in client.holds.values()]
     return {
         "keys": int(state.c.state[ENTRIES]),
@@ -34,33 +34,33 @@ def gauges(state: State) -> dict[str, int]:
 
 
 def oldest_lease(state: State) -> float:
-    """Since when, by the callers' clock, the oldest lease is held; inf where there is none."""
+    """When the oldest lease began, by the callers' clock; inf without leases."""
     held = (hold for client in state.clients.values() for hold in client.holds.values())
     return min((hold.since for hold in held if not hold.writes), default=float("inf"))
 
 
 def coldest(state: State, name: str) -> int:
-    """Tick of the last use of the block that a node evicts next; -1 where it has none."""
+    """Tick of the last use of the block that a node evicts next; -1 where the node has none."""
     node = state.nodes.get(name)
     ticks = [state.size_classes.oldest_tick(number) for number in node.size_classes.values()] if node else []
     return min((tick for tick in ticks if tick >= 0), default=-1)
 
 
 def memory_stats(state: State, name: str, now: float, slots_a_step: int) -> Iterator[dict[str, Any] | None]:
-    """Slots by state, and bytes, of the memory of that name, which must be there. It looks at every slot.
+    """Slots by state, and bytes, of the memory of that name. KeyError for an unknown name.
 
-    So it is done in steps: None after every so many slots, then the answer. Others may call between two steps.
+    Looks at every slot, in steps: None after about `slots_a_step` slots, then the answer. Others may call in between.
     """
     return state.allocator.stats_in_steps(state.nodes[name], now, slots_a_step)
 
 
 def tier_fill(state: State) -> dict[str, dict[str, Any]]:
-    """By the node that owns a tier, or "" for one that all share; see TierCatalog.fill."""
+    """Figures of external tiers, by the node that owns the tier; "" for a shared tier. See TierCatalog.fill."""
     return state.tier_catalog.fill()
 
 
 def largest_prefixes(state: State, n: int, now: float) -> list[dict[str, Any]]:
-    """At most `n` that look-ups ended with since this directory began, that of the most blocks found first.
+    """At most `n` prefixes at which look-ups ended since this directory began; the most blocks found first.
 
     key: of the last block, in hex. blocks, bytes: of the prefix. hits: look-ups that ended there. idle_s: since the
     last. nodes: where the last block is in memory.
@@ -79,7 +79,7 @@ def largest_prefixes(state: State, n: int, now: float) -> list[dict[str, Any]]:
 
 
 def stats(state: State, now: float) -> dict[str, Any]:
-    """Slots by node and state, leases and reservations, and totals since start."""
+    """Slots by node and state, leases, reservations, and totals since the pool started."""
     check(state, now)
     tiers = state.tier_catalog.stats()
     used = sum(tier["bytes_used"] for tier in tiers.values())

@@ -1,4 +1,4 @@
-"""What a node store found in its arena, as arrays. It is checked: anybody may have altered the headers."""
+"""What a node store found in its arena, as arrays. They are checked, as any process can alter headers."""
 
 from typing import NamedTuple, Self
 
@@ -9,11 +9,11 @@ from raykv.directory.state.arrays import KeyArray, LocationArray, key_array
 from raykv.protocol.location import GENERATIONS, LOCATION
 from raykv.protocol.stores import Inventory
 
-BLOCKS_MAX = 1 << 40  # of a node: more than any has
+BLOCKS_MAX = 1 << 40  # of a node: no node has as many
 
 
 class FoundBlocks(NamedTuple):
-    """An Inventory as arrays, of which the first four have one length. left: as of Inventory."""
+    """An Inventory as arrays; the first four have equal lengths. left: as in Inventory."""
 
     locations: LocationArray
     keys: KeyArray
@@ -24,7 +24,7 @@ class FoundBlocks(NamedTuple):
 
     @classmethod
     def of(cls, found: Inventory) -> Self:
-        """ValueError unless the lengths are equal, and `left` is a number of blocks."""
+        """ValueError for unequal lengths, or where `left` is no number of blocks."""
         locations, keys = np.frombuffer(found.locations, LOCATION), key_array(found.keys)
         positions, stamps = np.frombuffer(found.positions, np.uint32), np.frombuffer(found.stamps, np.uint32)
         if not len(locations) == len(keys) == len(positions) == len(stamps):
@@ -35,7 +35,7 @@ class FoundBlocks(NamedTuple):
         return cls(locations, keys, positions, stamps, np.frombuffer(found.writing, LOCATION), found.left)
 
     def in_arena(self, node: int, slabs: int) -> "FoundBlocks":
-        """Without locations that the arena of a node with so many slabs can't have."""
+        """Leave out locations that the arena of a node with so many slabs can't have."""
         there, writing = _in_arena(self.locations, node, slabs), _in_arena(self.writing, node, slabs)
         return FoundBlocks(
             self.locations[there],

@@ -1,4 +1,4 @@
-"""Node stores that join, report, leave or die."""
+"""Calls of node stores: they join, report and leave. Also: a node died."""
 
 import numpy as np
 
@@ -26,14 +26,14 @@ from raykv.protocol.stores import (
 
 SOLE_COPIES_PER_CALL = 4096  # of each size
 ARENA_BYTES_MAX = 1 << 50
-EPOCHS_AHEAD = 1 << 16  # of a store that comes from another directory: more than a pool has in years
+EPOCHS_AHEAD = 1 << 16  # a store from another directory may be so far ahead; no pool gets there in years
 GPUS = 64  # of a node, at most
 
 
 def join(state: State, name: str, arena: ArenaDescription, now: float, window: int | None = None) -> Joined:
-    """A node store started. Nothing is offered or granted there until `adopt`.
+    """A node store started. The directory offers and grants nothing there until `adopt`.
 
-    window: bytes of its staging window; None: see `staging_window`. ValueError for an arena that can't be.
+    window: bytes of its staging window; None: see `staging_window`. ValueError for an impossible arena.
     """
     check(state, now)
     _check_arena(arena, state.epoch)
@@ -55,7 +55,7 @@ def join(state: State, name: str, arena: ArenaDescription, now: float, window: i
 
 
 def _check_gpus(state: State, name: str) -> None:
-    """ValueError for one more GPU than a node has: each costs memory."""
+    """ValueError for more GPUs than a node can have: each costs memory."""
     host = host_of(name)
     others = sum(node.on_gpu and node.host == host and node.name != name for node in state.nodes.values())
     if name != host and others >= GPUS:
@@ -63,11 +63,12 @@ def _check_gpus(state: State, name: str) -> None:
 
 
 def adopt(state: State, name: str, found: Inventory, now: float, offered: int = 0) -> None:
-    """Take up what a node store found in its arena. Where the node's rows are known, headers can only veto them.
+    """Take up what a node store found in its arena. Where the directory has rows of the node, headers only veto them.
 
-    It may come in pieces, youngest first, between which others call: nothing is offered there until the last.
-    offered: slabs that are allocated there. Without it, blocks would be evicted until the next heartbeat.
-    ValueError for what is no Inventory, or no count of slabs. Locations that the arena can't have are left out.
+    The inventory may come in pieces, the youngest blocks first. Other calls may come between two pieces, and nothing is
+    offered there until the last piece. offered: slabs that are allocated there; without the number, blocks would be
+    evicted until the next heartbeat. ValueError for a bad Inventory or count of slabs. Impossible locations are left
+    out.
     """
     check(state, now)
     node = state.nodes.get(name)
@@ -87,13 +88,13 @@ def adopt(state: State, name: str, found: Inventory, now: float, offered: int = 
     set_state(state, node, "alive")
     for other in state.nodes.values():
         if other.leaving or (other.on_gpu and other.host == name):
-            promote_replicas(state, other)  # before anybody may evict the copies here
+            promote_replicas(state, other)  # before anybody can evict the copies here
     if joined and not node.leaving:
         state.allocator.empty_windows(node)
 
 
 def _take_up(state: State, node: Node, found: FoundBlocks) -> None:
-    """Make rows of blocks in the arena of a node that joins, oldest first, children before parents."""
+    """Make rows of the blocks in a joining node's arena: the oldest first, children before parents."""
     state.allocator.open_slabs_of(node, np.concatenate([found.locations, found.writing]))
     slabs.set_aside(state.c, *state.size_classes.rows_of(found.writing))
     order = np.lexsort((-found.positions.astype(np.int64), found.stamps))
@@ -108,7 +109,7 @@ def _take_up(state: State, node: Node, found: FoundBlocks) -> None:
 
 
 def _veto(state: State, found: FoundBlocks) -> None:
-    """Drop blocks whose header tells of another block that is as new, or newer."""
+    """Drop blocks whose header names another block of the same or a newer generation."""
     rows, gens = state.size_classes.rows_of(found.locations)
     keys, known = found.keys, state.c.rows[rows]
     other = (known["gen"] != gens) | (known["k0"] != keys[:, 0]) | (known["k1"] != keys[:, 1])
@@ -118,9 +119,9 @@ def _veto(state: State, found: FoundBlocks) -> None:
 
 
 def heartbeat(state: State, name: str, offered: int, now: float) -> Heartbeat | None:
-    """A node store is alive and has allocated `offered` slabs. None: it is unknown here, and must `join` again.
+    """A node store is alive and has allocated `offered` slabs. None: the directory does not know it; it must `join`.
 
-    ValueError for what is no count of slabs.
+    ValueError for a bad count of slabs.
     """
     check(state, now)
     _check_slabs(offered)
@@ -135,7 +136,7 @@ def heartbeat(state: State, name: str, offered: int, now: float) -> Heartbeat | 
 
 
 def sweep_result(state: State, result: SweepResult, now: float) -> None:
-    """What a node store found in quarantined slots."""
+    """A node store reports what it found in quarantined slots."""
     check(state, now)
     rows, gens = state.size_classes.rows_of(np.frombuffer(result.locations, LOCATION))
     verdicts, keys = np.frombuffer(result.verdicts, np.uint8), key_array(result.keys)
@@ -146,11 +147,11 @@ def sweep_result(state: State, result: SweepResult, now: float) -> None:
 
 
 def set_slab_target(state: State, name: str, report: SlabReport, now: float) -> SlabTarget:
-    """A node store is to have `report.limit` slabs. Called before every `adopt` and `heartbeat`.
+    """Set a node's number of slabs to `report.limit`. Comes before every `adopt` and `heartbeat`.
 
-    Slabs that it says were given back are gone, whatever was agreed before. Of those that it has too many, slabs in
-    which nobody holds a slot are to be given back at once, oldest first, the others as holds end.
-    ValueError for what is no count of slabs.
+    Slabs that the report calls given back are gone, whatever was agreed before. If the node has too many slabs, it
+    returns slabs without held slots now, the oldest first. It returns the others as holds end. ValueError for a bad
+    limit.
     """
     check(state, now)
     _check_slabs(report.limit)
@@ -171,7 +172,7 @@ def set_slab_target(state: State, name: str, report: SlabReport, now: float) -> 
 
 
 def _set_withdrawn(state: State, node: Node, given_back: set[int]) -> None:
-    """Take over what the node says it gave back, where that differs (an answer was lost or late)."""
+    """Take over the node's list of slabs that it gave back. The lists differ after a lost or late answer."""
     kept = sorted(node.withdrawn - given_back, reverse=True)
     lost = [number for number in given_back if number in node.slabs]
     for number in lost:
@@ -184,21 +185,21 @@ def _set_withdrawn(state: State, node: Node, given_back: set[int]) -> None:
 
 
 def leave(state: State, name: str, now: float) -> None:
-    """A node is about to leave: nothing new is stored there, and `sole_copies` are what it takes along.
+    """A node is about to leave. The directory stores nothing new there; `sole_copies` names the blocks to save.
 
-    A new directory must be told before any node joins.
+    A new directory must get this call before any node joins.
     """
     check(state, now)
     state.leaving.add(name)
     for node in state.of_host(name):
-        if not node.leaving:  # it is said every second
+        if not node.leaving:  # this call comes every second
             node.leaving = True
             set_state(state, node, node.state)
             promote_replicas(state, node)
 
 
 def stay(state: State, name: str, now: float) -> None:
-    """A node does not leave after all: blocks are stored there again."""
+    """A node does not leave after all. The directory stores blocks there again."""
     check(state, now)
     state.leaving.discard(name)
     for node in state.of_host(name):
@@ -208,7 +209,7 @@ def stay(state: State, name: str, now: float) -> None:
 
 
 def sole_copies(state: State, name: str, now: float) -> SoleCopies | None:
-    """Blocks that would be lost with a node. None: what the node has is not known here."""
+    """Blocks that would be lost with a node. None: the directory does not know yet what the node has."""
     check(state, now)
     nodes, shared = state.of_host(name), state.tier_catalog.tiers.get("")
     if name not in state.nodes or any(node.state == "joining" for node in nodes):
@@ -233,7 +234,7 @@ def sole_copies(state: State, name: str, now: float) -> SoleCopies | None:
 
 
 def remove_node(state: State, name: str, now: float) -> int:
-    """Ray says that a node is dead: its rows go. Returns how many slots it had."""
+    """Ray says that a node is dead. Remove its rows. Returns how many slots it had."""
     check(state, now)
     state.leaving.discard(name)
     return sum(_remove(state, node.name) for node in state.of_host(name))
@@ -258,9 +259,9 @@ def _remove(state: State, name: str) -> int:
 
 
 def _check_arena(arena: ArenaDescription, epoch: int) -> None:
-    """ValueError for what is no arena: its blocks would be rows without end, or generations that no header keeps.
+    """ValueError for an impossible arena. Its sizes and epoch come from outside.
 
-    epoch: the directory's, which one such arena could bring to the last there is.
+    epoch: the directory's. An arena too far ahead would bring the directory to the last epoch that a header can keep.
     """
     _check_slabs(arena.slab_count)
     if not 0 < arena.slab_bytes <= ARENA_BYTES_MAX:
@@ -270,6 +271,6 @@ def _check_arena(arena: ArenaDescription, epoch: int) -> None:
 
 
 def _check_slabs(count: int) -> None:
-    """ValueError for what is no count of slabs."""
+    """ValueError for a bad count of slabs."""
     if not 0 <= count <= SLABS_MAX:
         raise ValueError(f"{count} slabs: an arena has at most {SLABS_MAX}")

@@ -1,4 +1,4 @@
-"""What readers ask: leases on the blocks of a prompt, and staging slots on the reader's node."""
+"""Calls of readers: leases on the blocks of a prompt, and staging slots on the reader's node."""
 
 from dataclasses import dataclass
 
@@ -26,14 +26,15 @@ from raykv.protocol.clients import (
 )
 from raykv.protocol.location import KEY_BYTES, LOCATION, is_block_size, is_count, is_tier, slot_bytes
 
-HELD_UP_S = 0.5  # for a reader without any staging slot to wait for those that others hold
+HELD_UP_S = 0.5  # a reader without staging slots waits so long for slots that other readers hold
 
 
 @dataclass(slots=True)
 class HeldPrefix:
     """A prefix that is held for a reader, and where its blocks are.
 
-    counts: of all blocks, and of those on other nodes, in external tiers, and on the node whose GPU the reader is.
+    counts: all blocks; blocks outside the reader's memory; of these, blocks in external tiers; of these, blocks in the
+    host's memory where the reader is a GPU.
     """
 
     reader: Node | None
@@ -52,7 +53,7 @@ class HeldPrefix:
 
 
 def match(state: State, call: Call, request: MatchRequest, now: float) -> Matched:
-    """Lease the longest prefix of the keys that is ready."""
+    """Lease the longest ready prefix of the keys."""
     client = on_call(state, call, now)
     state.clients.end(client, request.lease)
     if not is_block_size(request.block_bytes):
@@ -72,11 +73,11 @@ def match(state: State, call: Call, request: MatchRequest, now: float) -> Matche
 def match_parts(
     state: State, call: Call, requests: tuple[MatchRequest, ...], intent: Intent | None, now: float
 ) -> MatchedParts:
-    """Lease what readers need of the longest prefix that all parts have: of each its blocks, or its last ones.
+    """Lease for each reader the blocks that it needs of the longest prefix that all parts have.
 
-    requests: one a part and reader, with a lease each, and equally many keys where blocks are equally long.
-    ValueError for others. intent: the client computes the rest, unless others do and it waits for them; others can
-    wait for it if it has an id.
+    requests: one for each part and reader, each with its own lease. Parts with equally long blocks have equally many
+    keys. intent: the client will compute the other blocks, unless it waits for clients that already do. Others can wait
+    for this client if the intent has an id. ValueError for bad requests.
     """
     client = on_call(state, call, now)
     keys = [key_array(request.keys) for request in requests]
@@ -115,7 +116,7 @@ def match_parts(
 
 
 def _ready_prefix(state: State, requests: tuple[MatchRequest, ...], keys: list[KeyArray]) -> int:
-    """Tokens up to which all blocks of the parts without a window are ready. Touches and holds nothing."""
+    """Tokens up to which all parts without a window are ready. Neither touches nor holds blocks."""
     whole = _whole(requests, keys)
     limits = whole or zip(requests, keys, strict=True)
     tokens = min(len(part) * request.tokens for request, part in limits)
@@ -127,7 +128,7 @@ def _ready_prefix(state: State, requests: tuple[MatchRequest, ...], keys: list[K
 
 
 def _boundary(state: State, requests: tuple[MatchRequest, ...], keys: list[KeyArray], prefix: int) -> int:
-    """Tokens of the longest prefix from which all readers can go on. prefix: of parts without a window."""
+    """Tokens of the longest prefix after which all readers can go on. prefix: ready tokens of windowless parts."""
     runs = []
     for request, part in zip(requests, keys, strict=True):
         if request.window:
@@ -141,7 +142,7 @@ def _boundary(state: State, requests: tuple[MatchRequest, ...], keys: list[KeyAr
 def _pending(state: State, client: int, requests: tuple[MatchRequest, ...], keys: list[KeyArray], prefix: int) -> int:
     """How many blocks of the first part after the ready prefix other clients write, or are about to compute.
 
-    What is about to be computed is known by the first part's keys: all parts of a block are computed together.
+    Intents are known by the first part's keys: a client computes all parts of a block together.
     """
     first, whole = requests[0], _whole(requests, keys)
     tokens = min((len(part) * request.tokens for request, part in whole), default=0)
@@ -157,7 +158,7 @@ def _pending(state: State, client: int, requests: tuple[MatchRequest, ...], keys
 
 
 def _reader_index(state: State, request: MatchRequest) -> int:
-    """What locations call a reader's memory; -1 where it has none yet."""
+    """The index of a reader's memory in locations; -1 where it has none yet."""
     return _index_of(state.nodes.get(request.node))
 
 
@@ -172,7 +173,7 @@ def _hold_prefix(state: State, call: Call, request: MatchRequest, keys: KeyArray
     stage = min(max(0, request.stage), len(keys))
     need = leases.find_prefix(state.c, keys, firsts, node, size_class, stage)
     if need and reader and state.allocator.provide_slots(reader, size_class, stride, need):
-        table.find(state.c, keys, firsts)  # a slab that another size gave up may have held some
+        table.find(state.c, keys, firsts)  # another size may have given up a slab with some of them
     counts = leases.match(
         *(state.c, keys, firsts, node, size_class, stage, host.index if host else -1, request.block_bytes),
         state.quotas.number(request.tenant),
@@ -183,7 +184,7 @@ def _hold_prefix(state: State, call: Call, request: MatchRequest, keys: KeyArray
         call.seq,
         node,
         size_class,
-        keys[:n].copy(),  # a view would keep all of it
+        keys[:n].copy(),  # a view would keep the whole array
         source[:n].copy(),
         gens[:n].copy(),
         staged[:n].copy(),
@@ -197,7 +198,7 @@ def _hold_prefix(state: State, call: Call, request: MatchRequest, keys: KeyArray
 
 
 def _cut(state: State, prefix: HeldPrefix, n: int) -> None:
-    """Let go of a prefix's blocks from n on."""
+    """End the hold on a prefix's blocks from n on."""
     if prefix.counts[0] == n:
         return
     state.clients.release([prefix.hold.cut(n)])
@@ -220,7 +221,7 @@ def _count_match(state: State, asked: int, prefix: HeldPrefix) -> None:
 
 
 def next_window(state: State, call: Call, request: NextWindowRequest, now: float) -> Window:
-    """Staging slots for blocks of a lease, any client's. Those of its other blocks are given back."""
+    """Provide staging slots for blocks of a lease, which may be another client's. Its other blocks lose their slots."""
     on_call(state, call, now)
     owner, start = state.clients.get(request.owner), request.start
     hold = owner.holds.get(request.lease) if owner else None
@@ -247,7 +248,7 @@ def next_window(state: State, call: Call, request: NextWindowRequest, now: float
         hold.staged[wanted],
         hold.staged_gens[wanted],
     )
-    if (hold.staged[wanted] >= 0).any():  # it can go on
+    if (hold.staged[wanted] >= 0).any():  # the reader can go on
         hold.held_up = None
     window = slice(start, start + n)
     _, source = state.size_classes.describe(hold.source[window], request.block_bytes)
@@ -259,11 +260,11 @@ def next_window(state: State, call: Call, request: NextWindowRequest, now: float
 
 
 def _provide_staging(state: State, hold: Hold, staged: RowArray, stride: int, now: float) -> None:
-    """Give the reader of a lease slabs for what it is about to stage.
+    """Give the reader of a lease slabs for the blocks that it stages next.
 
-    While no slot in its window can be taken, most likely since other leases hold them, it waits. After HELD_UP_S it
-    gets slots of the oldest primaries: whoever has those leases may be waiting for this reader. Not on a node
-    that leaves, whose primaries are yet to be copied.
+    The reader waits while it can take no slot of its window, as other leases probably hold the slots. After HELD_UP_S
+    it gets the slots of the oldest primaries, since the holders of those leases may wait for this reader. A leaving
+    node keeps its primaries, which are yet to be copied.
     """
     since, hold.held_up = hold.held_up, None
     lack = leases.staging_lack(state.c, hold.size_class, staged) if hold.size_class >= 0 else 0
@@ -279,9 +280,9 @@ def _provide_staging(state: State, hold: Hold, staged: RowArray, stride: int, no
 
 
 def locate_prefix(state: State, keys: bytes) -> dict[str, int]:
-    """How many blocks of the longest prefix of `keys` that is ready each node has, by name, where it has any.
+    """How many blocks of the longest ready prefix of `keys` each node has in its memory and GPUs, by name.
 
-    For a router that chooses a reader: nothing is touched, leased or counted.
+    Leaves out nodes without any. A router chooses a reader by it. The call touches, leases and counts nothing.
     """
     hosts = np.zeros(len(state.c.grid), np.int64)
     numbers: dict[str, int] = {}
@@ -294,7 +295,7 @@ def locate_prefix(state: State, keys: bytes) -> dict[str, int]:
 
 
 def stored(state: State, keys: bytes) -> Stored:
-    """Which keys are stored, in memory or in an external tier, whether their node answers just now or not."""
+    """Which keys are stored, in memory or in an external tier, whether or not their node answers just now."""
     if any(node.state == "joining" for node in state.nodes.values()):
         return Stored(state.epoch, b"")
     _, found = state.find(keys)
@@ -303,12 +304,12 @@ def stored(state: State, keys: bytes) -> Stored:
 
 
 def _next_keys(keys: bytes, n: int) -> list[bytes]:
-    """From the n-th on, as many as are looked at one by one while all others wait."""
+    """Keys from the n-th on. At most KEYS_PER_CALL, as all callers wait while each key is looked up."""
     return split_keys(keys[n * KEY_BYTES : (n + KEYS_PER_CALL) * KEY_BYTES])
 
 
 def _index_of(reader: Node | None) -> int:
-    """What locations call a reader's memory; -1 where it has none yet."""
+    """The index of a reader's memory in locations; -1 where it has none yet."""
     return reader.index if reader and reader.state != "joining" else -1
 
 
@@ -319,7 +320,7 @@ def _matched_part(found: HeldPrefix, first: int) -> MatchedPart:
 
 
 def _check(requests: tuple[MatchRequest, ...], keys: list[KeyArray], intent: Intent | None) -> None:
-    """ValueError for what is no question of `match_parts`."""
+    """ValueError for bad arguments of `match_parts`."""
     lengths = {(request.tokens, len(part)) for request, part in zip(requests, keys, strict=True)}
     if len(lengths) > len({tokens for tokens, _ in lengths}) or len({r.lease for r in requests}) < len(requests):
         raise ValueError(f"{len(requests)} parts: give equally many keys of each, and each a lease of its own")
@@ -333,18 +334,18 @@ def _check(requests: tuple[MatchRequest, ...], keys: list[KeyArray], intent: Int
 
 
 def _whole(requests: tuple[MatchRequest, ...], keys: list[KeyArray]) -> list[tuple[MatchRequest, KeyArray]]:
-    """The parts of which all blocks are needed."""
+    """The parts of which the reader needs all blocks."""
     return [(request, part) for request, part in zip(requests, keys, strict=True) if not request.window]
 
 
 def _needed(request: MatchRequest, tokens: int) -> slice:
-    """Which of a part's blocks a reader needs that goes on after so many tokens."""
+    """Slice of a part's blocks that a reader needs if it goes on after `tokens`."""
     stop = tokens // request.tokens
     return slice(max(0, stop - request.window) if request.window else 0, stop)
 
 
 def _shortened(requests: tuple[MatchRequest, ...], tokens: int) -> int:
-    """What is left where one part has only so many tokens: nothing with a window, whose blocks are others then."""
+    """Tokens that remain where one part ends early. 0 where a part has a window: it would need other blocks."""
     if any(request.window for request in requests):
         return 0
     return tokens - tokens % step_of([request.tokens for request in requests])

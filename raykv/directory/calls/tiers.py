@@ -1,4 +1,4 @@
-"""What stores report of external tiers, and which blocks they are to demote next."""
+"""Calls of node stores about demotion and external tiers."""
 
 import numpy as np
 
@@ -23,7 +23,7 @@ NO_GPU_DEMOTIONS = GpuDemotions(b"", b"", b"")
 
 
 def tier_heartbeat(state: State, name: str, report: TierReport, now: float) -> TierReply | None:
-    """A node store has an external tier, which it reaches or not. None: it must `join` first."""
+    """A node store reports whether it reaches its external tier. None: the node must `join` first."""
     check(state, now)
     node = state.nodes.get(name)
     if node is None:
@@ -37,7 +37,7 @@ def tier_heartbeat(state: State, name: str, report: TierReport, now: float) -> T
 
 
 def report_existing(state: State, name: str, existing: ExistingBlocks, now: float) -> None:
-    """What lies in a node's tier from before."""
+    """A node store lists blocks that lay in its tier before."""
     check(state, now)
     keys, sizes = key_array(existing.keys), np.frombuffer(existing.sizes, np.int64)
     if len(keys) == len(sizes):
@@ -45,7 +45,7 @@ def report_existing(state: State, name: str, existing: ExistingBlocks, now: floa
 
 
 def demote(state: State, name: str, report: DemotionReport, now: float) -> Demotions:
-    """Which of a node's blocks to copy to its external tier next. A report may come late, or twice."""
+    """Choose the blocks that a node copies to its external tier next. A report may come late, or twice."""
     check(state, now)
     locations, keys = np.frombuffer(report.locations, LOCATION), key_array(report.keys)
     stored = np.frombuffer(report.stored, np.uint8)
@@ -67,14 +67,14 @@ def demote(state: State, name: str, report: DemotionReport, now: float) -> Demot
 
 
 def _share(state: State, node: Node, stride: int, slots: int, share: float) -> float:
-    """Of a size's slots, to be free or clean: a slab of them, too, where another size may take one whole."""
+    """The share of a size's slots to keep free or clean; at least a slab, where another size may take a whole slab."""
     if not 0.0 < share < 1.0 or not slots or len(node.size_classes) == 1:
         return share
     return max(share, min(1.0, (node.slab_bytes // stride) / slots))
 
 
 def demote_gpu(state: State, name: str, report: GpuDemotionReport, now: float) -> GpuDemotions:
-    """Which of a GPU's blocks to copy to its node's memory next."""
+    """Choose the blocks that a GPU's store copies to its node's memory next."""
     check(state, now)
     locations, stored = np.frombuffer(report.locations, LOCATION), np.frombuffer(report.stored, np.uint8)
     node, host = state.nodes.get(name), state.nodes.get(host_of(name))

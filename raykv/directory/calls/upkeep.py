@@ -1,4 +1,4 @@
-"""What time has made due, and what other calls drop."""
+"""Upkeep on every call: nodes and clients that time out, and blocks to drop."""
 
 import numpy as np
 
@@ -13,7 +13,7 @@ CHECK_EVERY_S = 0.5  # between two looks for nodes and clients that are gone
 
 
 def check(state: State, now: float) -> None:
-    """Suspect nodes that are silent, and expire clients that are; twice a second."""
+    """Suspect silent nodes and expire silent clients, leases, pins and intents; twice a second at most."""
     if now < state.next_check:
         return
     state.next_check = now + CHECK_EVERY_S

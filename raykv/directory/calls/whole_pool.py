@@ -1,4 +1,4 @@
-"""What an administrator asks of a pool."""
+"""Calls of an administrator about a whole pool."""
 
 from raykv.config import Quota
 from raykv.directory.calls.upkeep import check
@@ -8,13 +8,13 @@ from raykv.directory.state.state import State
 
 
 def indices(state: State) -> dict[int, str]:
-    """Names of nodes by the index that locations carry: their memory's, and their own tier's."""
+    """Names of nodes by index in locations. A node has an index for its memory, and another for its own tier."""
     own = {tier.index: name for name, tier in state.tier_catalog.tiers.items() if tier.owner}
     return {node.index: name for name, node in state.nodes.items()} | own
 
 
 def clear(state: State, now: float) -> int:
-    """Forget every block. Who holds one keeps its slot until then. Returns how many keys there were."""
+    """Forget every block. A held block keeps its slot until the hold ends. Returns how many keys there were."""
     check(state, now)
     keys = int(state.c.state[ENTRIES])
     state.floor = state.size_classes.last_gen
@@ -27,12 +27,12 @@ def clear(state: State, now: float) -> int:
 
 
 def set_quota(state: State, tenant: str, quota: Quota, now: float) -> None:
-    """Set what a tenant has at least and at most. ValueError where the minima of all would be above 1."""
+    """Set a tenant's minimum and maximum. ValueError where the minima of all tenants would exceed 1."""
     check(state, now)
     state.quotas.set(tenant, quota)
 
 
 def remove_quota(state: State, tenant: str, now: float) -> bool:
-    """Have a tenant compete with all that have no quota. Returns whether it had one."""
+    """End a tenant's quota: it then shares with all tenants without a quota. Returns whether it had a quota."""
     check(state, now)
     return state.quotas.remove(tenant)

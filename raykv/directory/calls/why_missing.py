@@ -1,4 +1,4 @@
-"""Why a match ended at a block, for whoever follows requests."""
+"""Why a match ended at a block: the text for people who follow requests."""
 
 from raykv.directory.kernels import columns
 from raykv.directory.kernels.columns import Columns
@@ -17,7 +17,7 @@ def why_missing(state: State, key: bytes) -> str:
 
 
 def _of_copies(c: Columns, first: int) -> str:
-    """Of a key's copies, what kept a reader from the best of them. first: the first row of the key; -1: none."""
+    """Why a reader could not have the best copy of a key. first: the key's first row; -1: there is no copy."""
     found, row = ABSENT, first
     while row >= 0:
         state = int(c.rows[row]["state"])

@@ -1,4 +1,4 @@
-"""What writers ask: slots, and that what they wrote there is offered."""
+"""Calls of writers: they reserve slots, and commit the blocks that they wrote."""
 
 from functools import partial
 
@@ -20,7 +20,7 @@ from raykv.protocol.location import LOCATION, is_block_size, slot_bytes
 
 
 def reserve(state: State, call: Call, request: ReserveRequest, now: float) -> Reserved:
-    """Grant slots to what is missing of keys[start:]. keys[:start] are their parents, touched along with them."""
+    """Grant slots for the missing keys of keys[start:]. Touches their parents, keys[:start]."""
     client, start = on_call(state, call, now), request.start
     state.clients.end(client, request.reservation)
     writer, keys = state.nodes.get(request.node), key_array(request.keys)
@@ -35,7 +35,7 @@ def reserve(state: State, call: Call, request: ReserveRequest, now: float) -> Re
     missing = placement.find_missing(state.c, keys, firsts, start, size_class)
     tenant = state.quotas.number(request.tenant)
     if missing and state.allocator.provision(writer, size_class, stride, missing, tenant):
-        table.find(state.c, keys, firsts)  # a slab that another size gave up may have held some
+        table.find(state.c, keys, firsts)  # another size may have given up a slab with some of them
     others, heaps = _classes_in_turn(state, writer, stride), state.size_classes.heaps[stride]
     covered, grants = placement.reserve(
         *(state.c, keys, firsts, start, size_class, others, heaps, state.locality),
@@ -56,7 +56,7 @@ def reserve(state: State, call: Call, request: ReserveRequest, now: float) -> Re
         since=now,
         used=now,
     )
-    if not grants and covered < len(keys):  # else the client asks for the rest in another call
+    if not grants and covered < len(keys):  # after some grants the client asks for the rest in another call
         charge = int(state.c.size_classes[size_class]["charge"])
         may_go = partial(quotas.may_give_up, state.c, tenant, charge)
         if state.pins.give_up(size_class, len(keys) - covered, may_go):
@@ -72,7 +72,7 @@ def reserve(state: State, call: Call, request: ReserveRequest, now: float) -> Re
 
 
 def _classes_in_turn(state: State, writer: Node, stride: int) -> RowArray:
-    """Size classes of all nodes, in the order they are tried; for a GPU's writer its own node's memory first."""
+    """Size classes of all nodes in the order to try them. For a GPU's writer, its own node's memory comes first."""
     classes = state.size_classes.classes[stride]
     if not writer.on_gpu:
         return classes
@@ -81,7 +81,7 @@ def _classes_in_turn(state: State, writer: Node, stride: int) -> RowArray:
 
 
 def _refused(state: State, keys: KeyArray, start: int) -> Reserved:
-    """To a writer whose node takes no blocks: it is drained, joining, or unknown."""
+    """The answer to a writer whose node takes no blocks: the node is unknown, joining or drained."""
     firsts = np.empty(len(keys), np.int64)
     table.find(state.c, keys, firsts)
     missing = start + np.flatnonzero(firsts[start:] < 0)
@@ -93,7 +93,7 @@ def _refused(state: State, keys: KeyArray, start: int) -> Reserved:
 def commit(state: State, call: Call, request: CommitRequest, now: float) -> Counted:
     """Offer the blocks that were written, and end the reservation.
 
-    Idempotent: each block is judged by its location, key and generation, whatever became of the reservation.
+    Idempotent: each block counts by its location, key and generation, even after the reservation is gone.
     """
     client = on_call(state, call, now)
     locations, keys = np.frombuffer(request.locations, LOCATION), key_array(request.keys)
@@ -101,7 +101,7 @@ def commit(state: State, call: Call, request: CommitRequest, now: float) -> Coun
     if not len(locations) == len(keys) == len(written):
         return Counted(state.epoch)
     hold = client.holds.get(request.reservation)
-    if NOT_WRITTEN in request.written:  # only the reservation that has a slot may give it up
+    if NOT_WRITTEN in request.written:  # only the reservation that has a slot may give the slot up
         rows, _ = state.size_classes.rows_of(locations)
         theirs = (written == NOT_WRITTEN) & ~np.isin(rows, hold.source if hold else [])
         written = np.where(theirs, np.uint8(UNTOUCHED), written)

@@ -1,1 +1,1 @@
-"""What a directory knows."""
+"""The state of a directory."""

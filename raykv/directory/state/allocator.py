@@ -1,8 +1,8 @@
-"""The memory of all nodes, in slabs: which slab serves which block size, and which are given back.
+"""The memory of all nodes, in slabs: which slab serves which block size, and which slabs a node gives back.
 
-A node's memory is cut into slabs, and each slab into slots of one size. Of each size, some slots are the staging
-window, into which readers of that node pull blocks of others. A size that needs room gets spare slabs first, then slabs
-of other sizes whose newest block is older than its own oldest.
+A node's memory is cut into slabs, and each slab into slots of one size. Some slots of each size are the staging window:
+readers of that node pull other nodes' blocks into it. A size that needs room gets spare slabs first. Then it gets slabs
+of other sizes whose newest block is older than its own oldest block.
 """
 
 import sys
@@ -21,8 +21,8 @@ from raykv.protocol.location import LOCATION, host_of, slot_bytes
 
 QUARANTINED_PER_HEARTBEAT = 4096
 CLOSED_PER_CALL = 8  # slabs
-NOBODY = -1  # in the place of a tenant: no writer's
-SLOTS_MAX = 1 << 22  # of a slab: 16 times what one of 1 GiB has
+NOBODY = -1  # stands for the tenant where no writer asks
+SLOTS_MAX = 1 << 22  # of a slab: 16 times the slots of a 1 GiB slab
 
 
 @dataclass
@@ -38,10 +38,10 @@ class Node:
     limit: int  # slabs that it is to have
     state: str = "joining"  # then alive <-> suspect
     leaving: bool = False
-    floor: int = -1  # tick before that of the oldest block of its inventory, once a piece of that is here
+    floor: int = -1  # tick before the oldest block of its inventory; known from the inventory's first piece on
     offered: int = 0  # slabs that were allocated
-    withdrawn: set[int] = field(default_factory=set)  # of them, those that were, or are to be, given back
-    closing: set[int] = field(default_factory=set)  # slabs to withdraw, in which somebody still holds a slot
+    withdrawn: set[int] = field(default_factory=set)  # offered slabs that were given back, or are to be
+    closing: set[int] = field(default_factory=set)  # slabs to withdraw in which somebody still holds a slot
     spare: list[int] = field(default_factory=list)  # slabs that serve no size; the last is taken first
     size_classes: dict[int, int] = field(default_factory=dict)  # by slot size
     slabs: dict[int, int] = field(default_factory=dict)  # slab record by slab number
@@ -58,12 +58,12 @@ class Node:
 
     @property
     def is_half_adopted(self) -> bool:
-        """Whether some pieces of its inventory are here, but not the last."""
+        """Whether the first pieces of its inventory have come, but not the last."""
         return self.state == "joining" and self.floor >= 0
 
     @property
     def offered_to(self) -> int:
-        """Who is sent there: NOT_OFFERED, TO_READERS, TO_OWN or TO_ALL."""
+        """To whom the directory offers it: NOT_OFFERED, TO_READERS, TO_OWN or TO_ALL."""
         if self.state != "alive":
             return columns.NOT_OFFERED
         if self.leaving:
@@ -72,7 +72,7 @@ class Node:
 
 
 def staging_window(capacity: int) -> int:
-    """Bytes of a node's staging window: 2% of its arena, at least 256 MiB, at most an eighth of it."""
+    """Bytes of a node's staging window: 2% of its arena and at least 256 MiB, but at most an eighth of the arena."""
     return min(max(capacity // 50, 256 * MIB), capacity // 8)
 
 
@@ -81,8 +81,8 @@ class Allocator:
 
     def __init__(self, size_classes: SizeClasses) -> None:
         self.nodes: dict[str, Node] = {}
-        self.may_have_spare: set[str] = set()  # names of all nodes that have spare slabs, and maybe of others
-        self.lacking: dict[int, int] = {}  # by size class, slots that its window lacks until holds on blocks end
+        self.may_have_spare: set[str] = set()  # names of all nodes with spare slabs, maybe also of others
+        self.lacking: dict[int, int] = {}  # by size class: slots that its window lacks until holds on blocks end
         self._size_classes = size_classes
 
     @property
@@ -117,13 +117,13 @@ class Allocator:
         self.restore_windows(lacking)
 
     def restore_windows(self, lacking: RowArray) -> None:
-        """Primaries took so many slots of staging windows, by size class: spare slabs or evictions make up for them."""
+        """Make up for slots of staging windows, by size class, that primaries took: open spare slabs, or evict."""
         for size_class in np.flatnonzero(lacking).tolist():
             self.lacking[size_class] = self.lacking.get(size_class, 0) + int(lacking[size_class])
         self.restore_lacking()
 
     def restore_lacking(self) -> None:
-        """Restore windows as far as blocks may be evicted now; the rest waits until holds end."""
+        """Restore windows as far as blocks can be evicted now. The rest waits until holds end."""
         for size_class, slots in list(self.lacking.items()):
             node = next(node for node in self.nodes.values() if size_class in node.size_classes.values())
             stride = next(stride for stride, known in node.size_classes.items() if known == size_class)
@@ -135,14 +135,14 @@ class Allocator:
                 del self.lacking[size_class]
 
     def promote_replicas(self, node: Node) -> None:
-        """Where a replica of a node's block is on a node that stays, make it the primary."""
+        """Make replicas on staying nodes the primaries of this node's blocks."""
         promoted = np.zeros(len(self._c.size_classes), np.int64)
         for record in node.slabs.values():
             leases.promote_replicas(self._c, *self._size_classes.span(record), promoted)
         self.restore_windows(promoted)
 
     def withdraw(self, node: Node, pinned: RowArray) -> list[int]:
-        """Numbers of slabs that a node has too many: they are no longer in use."""
+        """Withdraw slabs that a node has too many. Returns the numbers of slabs that are no longer in use."""
         excess = min(CLOSED_PER_CALL, node.offered - len(node.withdrawn) - node.limit)
         numbers = node.spare[: max(0, excess)]
         closing = self._slabs_to_close(node, excess - len(numbers), pinned)
@@ -159,10 +159,10 @@ class Allocator:
         return numbers
 
     def _slabs_to_close(self, node: Node, count: int, pinned: RowArray) -> set[int]:
-        """The slabs that were used longest ago, those first in which nobody holds a slot; none with a pinned block.
+        """The slabs to close, at most `count`: those without held slots first. Slabs with a pinned block stay.
 
-        Of those with held slots, slabs that are being emptied already come first: others would lose their blocks too.
-        Then those without which every tenant has its minimum.
+        Among slabs with held slots, slabs that are already being emptied come first: others would lose their blocks
+        too. Then come slabs without which every tenant keeps its minimum, and then those used longest ago.
         """
         if count <= 0:
             return set()
@@ -176,7 +176,7 @@ class Allocator:
         return {entry[-1] for entry in sorted(order)[:count]}
 
     def size_class(self, node: Node, stride: int) -> int:
-        """The node's size class for slots of `stride` bytes; -1 where a slab has none of them, or too many."""
+        """The node's size class for slots of `stride` bytes; -1 where a slab has no such slot, or too many."""
         if not 0 < stride <= node.slab_bytes <= stride * SLOTS_MAX:
             return -1
         if stride not in node.size_classes:
@@ -187,14 +187,15 @@ class Allocator:
         return node.size_classes[stride]
 
     def provision(self, writer: Node, size_class: int, stride: int, need: int, tenant: int) -> bool:
-        """Give a size slabs until `need` more blocks fit: spare ones, the writer's first, then slabs of other sizes.
+        """Give a size slabs until `need` more blocks fit, or its tenant's maximum is reached.
 
-        No more than the writer's tenant may have. Returns whether it took any slab of another size.
+        Spare slabs come first, the writer's before others, then slabs of other sizes. Returns whether it took any slab
+        of another size.
         """
         with_spare = self._nodes_with_spare(writer)
-        if not with_spare and not writer.spare and len(writer.size_classes) == 1:  # nobody has any to give
+        if not with_spare and not writer.spare and len(writer.size_classes) == 1:  # no node has any to give
             return False
-        # without one slot it can't stage for other nodes either
+        # without a slot the node can't stage for other nodes either
         took = self.provide_slots(writer, size_class, stride, 1, tenant)
         if charge := int(self._c.size_classes[size_class]["charge"]):
             need = min(need, self._left(tenant, charge))
@@ -207,37 +208,37 @@ class Allocator:
         return self._reclaim(writer, size_class, stride, self._size_classes.room, need, tenant) or took
 
     def _left(self, tenant: int, stride: int) -> int:
-        """How many blocks more a tenant may have before its own must go."""
+        """How many more blocks a tenant may have before its own blocks must go."""
         quota = self._c.quotas[tenant]
         return max(0, int(quota["maximum"] - quota["used"]) // stride)
 
     def _nodes_with_spare(self, writer: Node) -> list[Node]:
-        """Nodes that take any writer's blocks and have spare slabs, but for the writer's."""
+        """Other nodes with spare slabs that take any writer's blocks."""
         self.may_have_spare = {name for name in self.may_have_spare if name in self.nodes and self.nodes[name].spare}
         found = [self.nodes[name] for name in self.may_have_spare]
         wanted = [node for node in found if node is not writer and node.offered_to == columns.TO_ALL]
         return sorted(wanted, key=lambda node: node.index)
 
     def make_room(self, node: Node, size_class: int, stride: int, need: int) -> None:
-        """As `provision`, on this node only."""
+        """Like `provision`, on this node only and for no tenant."""
         if self._open_spare(node, size_class, stride, need) < need:
             self._reclaim(node, size_class, stride, self._size_classes.room, need, NOBODY)
 
     def staging_class(self, reader: Node | None, stride: int) -> int:
-        """The size class that blocks are pulled into for a reader; -1 where there is none, or no store that pulls."""
+        """The size class into which a reader's node pulls blocks; -1 without such a size or a store that pulls."""
         size_class = self.size_class(reader, stride) if reader else -1
         return size_class if reader and reader.state == "alive" else -1
 
     def _open_spare(self, node: Node, size_class: int, stride: int, need: int) -> int:
-        """Give a size spare slabs until `need` more blocks fit. Returns how many do."""
+        """Give a size spare slabs until `need` more blocks fit. Returns how many more fit."""
         while node.spare and self._size_classes.room(size_class) < need:
             self._open_slab(node, node.spare[-1], size_class, stride)
         return self._size_classes.room(size_class)
 
     def provide_slots(self, node: Node, size_class: int, stride: int, need: int, tenant: int = NOBODY) -> bool:
-        """Give a size slots on a node that cost no primary of that size: `need` of spare slabs, or one at least.
+        """Give a size slots on a node without evicting its primaries: `need` in spare slabs, else at least one.
 
-        Returns as `provision`.
+        Returns whether it took any slab of another size.
         """
         while self._size_classes.takeable(size_class) < need and node.spare:
             self._open_slab(node, node.spare[-1], size_class, stride)
@@ -246,11 +247,11 @@ class Allocator:
     def _reclaim(
         self, node: Node, size_class: int, stride: int, measure: Callable[[int], int], need: int, tenant: int
     ) -> bool:
-        """Take slabs of other sizes until `measure(size_class)` is `need`.
+        """Take slabs of other sizes until `measure(size_class)` is `need`. Returns whether it took any.
 
-        Any slab will do while this size has nothing to evict for the tenant, else only one whose newest block is older
-        than the oldest that may go. To find it costs a look at all rows, so that is done once in a slab's worth of
-        evictions. Returns whether it took any.
+        While this size has nothing to evict for the tenant, any slab will do. Else the slab's newest block must be
+        older than the oldest block that may go. Finding a slab looks at all rows, so it is done once per slab's worth
+        of evictions.
         """
         took = False
         while len(node.size_classes) > 1 and measure(size_class) < need:
@@ -271,10 +272,10 @@ class Allocator:
         return took
 
     def _oldest_slab(self, node: Node, size_class: int, tenant: int) -> tuple[int, int]:
-        """(tick of its newest block, number) of the other sizes' slab that was used longest ago; number -1: none.
+        """(tick of its newest block, number) of the slab of another size that was used longest ago; number -1: none.
 
-        None without which another tenant would lack some of its minimum. Those without blocks of the tenant come first
-        while it lacks some itself.
+        Skips slabs without which another tenant would lack some of its minimum. While this tenant itself lacks some,
+        slabs without its blocks come first.
         """
         found = []
         for number, record in node.slabs.items():
@@ -285,7 +286,7 @@ class Allocator:
         return min(found, key=lambda entry: entry[:2])[1:] if found else (0, -1)
 
     def _lacking_without(self, record: int) -> set[int]:
-        """Tenants that would have less than their minimum without a slab that has blocks of theirs."""
+        """Tenants with blocks in a slab that would have less than their minimum without it."""
         if self._size_classes.tenants == 1:
             return set()
         used = self._size_classes.used_by_tenant(record)
@@ -293,14 +294,14 @@ class Allocator:
         return set(np.flatnonzero((used > 0) & (quotas["used"] - used < quotas["minimum"])).tolist())
 
     def _open_slab(self, node: Node, number: int, size_class: int, stride: int, gen: int | None = None) -> None:
-        """gen: the format's, where the slab was found formatted."""
+        """gen: of the slab's format, where the slab was found formatted."""
         if number in node.spare:
             node.spare.remove(number)
         gen = self._size_classes.next_gen() if gen is None else gen
         node.slabs[number] = self._size_classes.open(node.index, number, size_class, node.slab_bytes // stride, gen)
 
     def held_primaries(self, node: Node, min_uses: int) -> RowArray:
-        """Primaries that somebody holds, and that were matched at least `min_uses` times."""
+        """Primaries that somebody holds and that were matched at least `min_uses` times."""
         held = [np.zeros(0, np.int64)]
         for record in node.slabs.values():
             base, slots = self._size_classes.span(record)
@@ -318,11 +319,11 @@ class Allocator:
         return slots
 
     def memory_bytes(self) -> int:
-        """What all nodes are to have, without their GPUs."""
+        """The bytes that all nodes are to have, without GPUs."""
         return sum(node.limit * node.slab_bytes for node in self.nodes.values() if not node.on_gpu)
 
     def quarantined(self, node: Node) -> LocationArray:
-        """Slots of the node to be swept, at most QUARANTINED_PER_HEARTBEAT of each size."""
+        """Slots of the node that its store must sweep, at most QUARANTINED_PER_HEARTBEAT of each size."""
         locations = [np.zeros(0, LOCATION)]
         for stride, size_class in node.size_classes.items():
             if not self._c.size_classes[size_class]["quarantined"]:
@@ -339,7 +340,7 @@ class Allocator:
         return next(filter(None, self.stats_in_steps(node, now, sys.maxsize)))
 
     def stats_in_steps(self, node: Node, now: float, slots_a_step: int) -> Iterator[dict[str, Any] | None]:
-        """As `stats`, after a None for every so many slots that were looked at: between two, anything may change."""
+        """Like `stats`, with a None after each `slots_a_step` slots or so. Between two steps anything may change."""
         total = np.zeros(len(columns.STATES) + 1, np.int64)
         used = seen = 0
         for number in list(node.slabs):

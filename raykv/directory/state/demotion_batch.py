@@ -1,4 +1,4 @@
-"""The blocks that one answer demotes, and how many these are: from memory to a tier, or from a GPU to memory."""
+"""The blocks that one answer demotes, from memory to a tier or from a GPU to memory, and how many they may be."""
 
 import numpy as np
 
@@ -8,9 +8,9 @@ from raykv.directory.state.size_classes import SizeClasses
 
 
 def blocks_per_call(stride: int, left: int, budget: int) -> int:
-    """Blocks of `stride` bytes that one answer may demote: as many as fit in what is `left` of its budget of bytes.
+    """How many blocks of `stride` bytes an answer may still demote. left: unused bytes of its `budget`.
 
-    At least one while nothing of the budget is used, however large it is.
+    At least one while the budget is unused, however large a block is.
     """
     return min(max(left // stride, int(left == budget)), KEYS_PER_CALL)
 
@@ -24,7 +24,7 @@ class Batch:
         self._target = [np.zeros(0, np.int64)]
 
     def add(self, stride: int, source: RowArray, target: RowArray) -> None:
-        """Blocks in slots of `stride` bytes."""
+        """Add blocks in slots of `stride` bytes."""
         self._source.append(self._size_classes.describe(source, stride)[1].tobytes())
         self._target.append(target)
 

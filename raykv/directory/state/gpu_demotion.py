@@ -1,7 +1,7 @@
-"""Which blocks go from a GPU to the memory of its node.
+"""Which blocks a GPU's store copies from the GPU to the memory of its node.
 
-A demotion keeps a share of a memory's slots free, or such that their loss costs no block. What goes to an external tier
-is chosen in tier_catalog.py.
+Demotion keeps a share of the GPU's slots free or clean: losing a clean slot costs no block. tier_catalog.py chooses the
+blocks for external tiers.
 """
 
 import numpy as np
@@ -44,9 +44,9 @@ class GpuDemotion:
         return GpuDemotions(*batch.fields())
 
     def demoted(self, name: str, locations: LocationArray, stored: NDArray[np.uint8]) -> int:
-        """Finish the last answer: its blocks that the report does not call stored were not. Returns how many were.
+        """Finish the last answer. Its blocks count as demoted only if the report says so. Returns how many were.
 
-        A report of an earlier answer counts for nothing: those rows are quarantined by now, or hold something else.
+        A report of an earlier answer counts for nothing: its rows are quarantined by now, or hold another block.
         """
         c, (rows, gens) = self._size_classes.c, self._size_classes.rows_of(locations[stored > 0])
         done = rows[c.rows["gen"][rows] == gens]
@@ -54,10 +54,10 @@ class GpuDemotion:
         return int(gpu_demotion.gpu_demoted(c, under_way, np.isin(under_way, done)))
 
     def cancel(self, name: str) -> None:
-        """A GPU is gone: nothing of its last answer was stored."""
+        """A GPU is gone: no block of its last answer was stored."""
         self.demoted(name, np.zeros(0, LOCATION), np.zeros(0, np.uint8))
 
     def invalidate(self) -> None:
-        """Slabs were closed: nothing is demoted to rows there."""
+        """Slabs were closed. Forget the rows there."""
         for rows in self._under_way.values():
             self._size_classes.invalidate(rows, rows)

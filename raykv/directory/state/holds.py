@@ -1,4 +1,4 @@
-"""Clients of a pool: the leases and reservations of each, and what becomes of them when it leaves."""
+"""Clients of a pool: their leases and reservations, and what happens to these when a client leaves."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
@@ -12,8 +12,8 @@ from raykv.directory.state.arrays import KeyArray, RowArray
 from raykv.directory.state.size_classes import SizeClasses
 from raykv.protocol.clients import Call
 
-UNUSED_S = 600.0  # without a question by a lease: its reader has most likely forgotten it
-ROWS = ("keys", "source", "gens", "staged", "staged_gens")  # of a Hold, of one length
+UNUSED_S = 600.0  # nothing asked for by a lease for so long: the reader has probably forgotten the lease
+ROWS = ("keys", "source", "gens", "staged", "staged_gens")  # arrays of a Hold; they have one length
 
 
 @dataclass(slots=True)
@@ -29,13 +29,13 @@ class Hold:
     staged: RowArray
     staged_gens: RowArray
     writes: bool
-    group: int  # id of the first of those that were asked for together, whose blocks of one number belong together
+    group: int  # id of the first hold of one question; blocks of the same number in a group belong together
     since: float  # seconds, of the caller's clock
-    used: float  # the same: when it was asked for, or slots to stage more of it were
-    held_up: float | None = None  # the same: since when others hold all slots that it could stage into
+    used: float  # the same clock: of its request, or of the last request for staging slots by it
+    held_up: float | None = None  # the same clock: since then it waits for slots that others hold
 
     def cut(self, n: int) -> "Hold":
-        """What it holds from block n on; it does not any more."""
+        """End the hold on blocks from n on, in this object. Returns a Hold of those blocks, to be released."""
         rest = replace(self, **{name: getattr(self, name)[n:] for name in ROWS})
         for name in ROWS:
             setattr(self, name, getattr(self, name)[:n].copy())  # a view would keep the rest
@@ -46,11 +46,11 @@ class Hold:
 class Client:
     last_seen: float
     holds: dict[int, Hold] = field(default_factory=dict)  # by the id that the client has chosen
-    swapped: dict[bytes, None] = field(default_factory=dict)  # keys that are pinned while it is there
+    swapped: dict[bytes, None] = field(default_factory=dict)  # keys that are pinned while the client is there
 
 
 class Clients(dict[int, Client]):
-    """By their ids."""
+    """Clients by id."""
 
     def __init__(self, size_classes: SizeClasses, ttl: float) -> None:
         """ttl: seconds without a call after which a client is gone."""
@@ -74,20 +74,20 @@ class Clients(dict[int, Client]):
         self.release([client.holds.pop(hold) for hold in holds if hold in client.holds])
 
     def end_unlisted(self, client: Client, call: Call) -> None:
-        """End what a call no longer lists, unless it was sent before that was asked for."""
+        """End holds that a call does not list, unless the client sent the call before it asked for the hold."""
         if client.holds:
             held = set(memoryview(call.held).cast("Q"))
             self.end_all(client, [i for i, hold in client.holds.items() if i not in held and hold.seq < call.seq])
 
     def disconnect(self, client: int) -> Client | None:
-        """A client leaves in order: it writes nothing any more."""
+        """A client says that it leaves. It writes nothing any more."""
         gone = self.pop(client, None)
         if gone:
             self.release(gone.holds.values())
         return gone
 
     def expire(self, client: int) -> Client:
-        """A client has vanished: slots that it may still write are quarantined."""
+        """A client has vanished. Slots that it may still write are quarantined."""
         gone, c = self.pop(client), self._size_classes.c
         for hold in gone.holds.values():
             leases.abandon(c, hold.source, hold.gens)
@@ -96,9 +96,9 @@ class Clients(dict[int, Client]):
         return gone
 
     def end_unused(self, now: float) -> None:
-        """Leases by which nothing was asked for UNUSED_S hold no blocks any more; a late reader sees it by the headers.
+        """End leases that nobody used for UNUSED_S. A late reader sees it by the headers.
 
-        Slots that it may still write are quarantined.
+        Slots that the reader's node may still write are quarantined.
         """
         for client in self.values():
             unused = [i for i, hold in client.holds.items() if now - hold.used > UNUSED_S and not hold.writes]
@@ -107,7 +107,7 @@ class Clients(dict[int, Client]):
                 self.release([hold])
 
     def largest(self, n: int, now: float) -> list[dict[str, Any]]:
-        """The clients that hold the most blocks, of these the first `n`."""
+        """The `n` clients that hold the most blocks."""
         found = [
             {
                 "client": f"{client:016x}",
@@ -124,14 +124,14 @@ class Clients(dict[int, Client]):
         return [i for i, client in self.items() if now - client.last_seen > self._ttl]
 
     def invalidate(self) -> None:
-        """Slabs were closed: nobody holds rows there."""
+        """Slabs were closed. Nobody holds rows there any more."""
         for client in self.values():
             for hold in client.holds.values():
                 self._size_classes.invalidate(hold.source, hold.gens)
                 self._size_classes.invalidate(hold.staged, hold.staged_gens)
 
     def release(self, ended: Iterable[Hold]) -> None:
-        """What these held is free of them: of what was asked for together block after block, the last one first."""
+        """Free the blocks of these holds. Blocks of one group are freed together, the last blocks first."""
         groups: dict[int, list[Hold]] = {}
         for hold in ended:
             groups.setdefault(hold.group, []).append(hold)
@@ -144,7 +144,7 @@ class Clients(dict[int, Client]):
 
 
 def _woven(parts: list[RowArray]) -> RowArray:
-    """The first row of each part, then the second of each, and so on; -1 where one has no more."""
+    """The first row of each part, then the second of each, and so on; -1 where a part has no more."""
     woven = np.full((max(map(len, parts)), len(parts)), -1, np.int64)
     for i, part in enumerate(parts):
         woven[: len(part), i] = part

@@ -1,27 +1,27 @@
-"""What clients are about to compute, so that others can wait for it instead of computing it too."""
+"""What clients are about to compute. So others can wait for it instead of computing it too."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from raykv.protocol.clients import Call
 
-KEYS_MAX = 1 << 18  # in all: what is beyond is computed by all who ask for it
-TTL_S = 60.0  # after so long nobody waits for an intent, whatever its client says
+KEYS_MAX = 1 << 18  # in all; all clients that ask for more keys compute them
+TTL_S = 60.0  # after so long nobody waits for an intent any more
 
 
 @dataclass(slots=True)
 class Intended:
-    """keys: those that nobody else was about to compute."""
+    """keys: those that no other client was about to compute."""
 
-    seq: int  # of the call that it came with
+    seq: int  # of the call with the intent
     since: float
     keys: list[bytes]
 
 
 class Intents:
-    """By client and by the id that it has chosen. A key is the first client's that says so.
+    """Intents by client and by the id that the client has chosen. A key belongs to the first client that announces it.
 
-    Nobody waits for one of its own: vLLM computes a prefix once by itself in one engine.
+    A client never waits for its own intent: within one engine vLLM computes a prefix only once anyway.
     """
 
     def __init__(self) -> None:
@@ -32,7 +32,7 @@ class Intents:
         return sum(map(len, self._clients.values()))
 
     def add(self, call: Call, intent: int, keys: list[bytes], now: float) -> None:
-        """A client computes these from now on. intent: an id that is not in use."""
+        """A client computes these keys from now on. intent: an id that is not in use."""
         free = list(dict.fromkeys(key for key in keys if key not in self._owners))
         mine = free[: max(0, KEYS_MAX - len(self._owners))]
         if mine:
@@ -47,11 +47,11 @@ class Intents:
         return n
 
     def end(self, client: int, intent: int) -> None:
-        """A client does not compute any more what it meant to."""
+        """A client no longer computes the keys of an intent."""
         self._end(client, [intent])
 
     def end_unlisted(self, call: Call) -> None:
-        """End what a call no longer lists, unless it was sent before."""
+        """End intents that a call does not list, unless the client sent the call before the intent."""
         if mine := self._clients.get(call.client):
             held = set(memoryview(call.held).cast("Q"))
             self._end(call.client, [i for i, it in mine.items() if i not in held and it.seq < call.seq])
@@ -61,7 +61,7 @@ class Intents:
         self._end(client, list(self._clients.get(client, ())))
 
     def expire(self, now: float) -> None:
-        """End those that are too old."""
+        """End intents older than TTL_S."""
         for client, theirs in list(self._clients.items()):
             self._end(client, [i for i, it in theirs.items() if now - it.since > TTL_S])
 

@@ -1,6 +1,6 @@
 """Blocks that stay until somebody unpins them, or for a time, in memory or in an external tier.
 
-A pin with a priority is given up where a writer would be refused for it: the lowest first, then the oldest.
+Where a writer would be refused, pins with a priority are given up: the lowest priority first, then the oldest pin.
 """
 
 from collections import Counter
@@ -17,23 +17,23 @@ from raykv.directory.state.size_classes import SizeClasses
 
 
 class Pins(dict[bytes, tuple[int, int]]):
-    """By key, the row that is held for it, and the row's generation: the copy in an external tier, else the primary."""
+    """By key: the row that is held for it, and the row's generation. A copy in a tier comes before the primary."""
 
     def __init__(self, size_classes: SizeClasses) -> None:
         self._size_classes = size_classes
-        self._ends: dict[bytes, float] = {}  # when pins end that do so by themselves
-        self._next_end = inf  # not after the first of them
+        self._ends: dict[bytes, float] = {}  # end times, of pins with a ttl
+        self._next_end = inf  # not after the first of these times
         self._priorities: dict[bytes, int] = {}  # of pins that may be given up
-        self._by_priority: dict[int, dict[bytes, None]] = {}  # the same, the oldest first
-        self._lasting: dict[bytes, int] = {}  # the others, with their bytes in the memory of a node
-        self._lasting_bytes = 0  # of all these
+        self._by_priority: dict[int, dict[bytes, None]] = {}  # the same pins by priority, oldest first
+        self._lasting: dict[bytes, int] = {}  # the other pins, and the bytes of each in the memory of a node
+        self._lasting_bytes = 0  # sum of `_lasting`
 
     def pin(self, keys: list[bytes], end: float = inf, priority: int | None = None, limit: int | None = None) -> int:
-        """Pin the keys that are stored until `end`, and have them give way by `priority`: None: not at all.
+        """Pin keys that are stored, until `end`. Where a writer needs room, they give way by `priority`; None: never.
 
-        Also those that were pinned in another way. limit: bytes of nodes' memory that all may have which do not give
-        way; the last of `keys` that would have more stay as they were.
-        Returns how many of `keys` are pinned so now.
+        The new terms also replace the terms of earlier pins. limit: bytes of nodes' memory for all pins that never give
+        way. The last of `keys` beyond the limit keep their earlier state. Returns how many of `keys` are pinned on the
+        new terms.
         """
         before = {key for key in keys if key in self}
         self._hold(keys)
@@ -52,7 +52,7 @@ class Pins(dict[bytes, tuple[int, int]]):
         return len(pinned)
 
     def _beyond(self, limit: int, keys: list[bytes]) -> set[bytes]:
-        """The last of these pins with which those that do not give way would have more bytes than that."""
+        """The last of these pinned keys, with which the lasting pins would have more than `limit` bytes."""
         sizes = self._memory_bytes([key for key in dict.fromkeys(keys) if key in self and key not in self._lasting])
         over, beyond = self._lasting_bytes + sum(sizes.values()) - limit, set[bytes]()
         for key, size in reversed(sizes.items() if over > 0 else ()):
@@ -62,21 +62,21 @@ class Pins(dict[bytes, tuple[int, int]]):
         return beyond
 
     def _let_last(self, keys: list[bytes]) -> None:
-        """These do not give way, whether they did before or not."""
+        """These pins never give way, whether or not they did before."""
         sizes = self._memory_bytes(keys)
         self._lasting_bytes += sum(sizes.values()) - sum(self._lasting.get(key, 0) for key in sizes)
         self._lasting.update(sizes)
 
     def _memory_bytes(self, keys: list[bytes]) -> dict[bytes, int]:
-        """What each pinned key has in the memory of a node; 0 on a GPU and in an external tier."""
+        """Bytes of each pinned key in the memory of a node; 0 on a GPU and in an external tier."""
         c, rows = self._size_classes.c, np.array([self[key][0] for key in keys], np.int64)
         sizes: NDArray[np.int64] = c.size_classes["charge"][c.slabs["size_class"][c.pages[rows >> columns.PAGE_BITS]]]
         return dict(zip(keys, sizes.tolist(), strict=True))
 
     def give_up(self, size_class: int, count: int, may_go: Callable[[int, int], bool]) -> bool:
-        """Unpin blocks of a size class that nothing else holds, `count` at most. Returns whether there were any.
+        """Unpin at most `count` blocks of a size class that nothing else holds. Returns whether there were any.
 
-        may_go: whether one more block of a tenant, by its number, may be evicted after so many others of it.
+        may_go(tenant, count): whether another block of the tenant, by its number, may be evicted after `count` others.
         """
         given_up, of_tenant = list[bytes](), Counter[int]()
         for key in self._held_alone(size_class):
@@ -90,7 +90,7 @@ class Pins(dict[bytes, tuple[int, int]]):
         return bool(given_up)
 
     def _held_alone(self, size_class: int) -> Iterator[bytes]:
-        """Keys that may be given up, of rows of a size class that could be evicted without their pins; in order."""
+        """Keys that may be given up, in order: blocks of the size class that could be evicted without their pins."""
         c = self._size_classes.c
         for _, pinned in sorted(self._by_priority.items()):
             keys = list(pinned)
@@ -111,7 +111,7 @@ class Pins(dict[bytes, tuple[int, int]]):
                     del self._by_priority[priority]
 
     def expire(self, now: float) -> None:
-        """End those whose time is over."""
+        """End pins whose time is over."""
         if now >= self._next_end:
             self.unpin([key for key in self if self._ends.get(key, inf) <= now])
             self._next_end = min(self._ends.values(), default=inf)
@@ -126,14 +126,14 @@ class Pins(dict[bytes, tuple[int, int]]):
         )
 
     def unpin(self, keys: list[bytes]) -> int:
-        """Returns how many of the keys were pinned."""
+        """End pins. Returns how many of the keys were pinned."""
         held = [self.pop(key) for key in keys if key in self]
         self._forget_terms(keys)
         self._release(held)
         return len(held)
 
     def renew(self, keys: list[bytes]) -> None:
-        """Hold the copies that are to stay now: once a key is in an external tier, its copy in memory may go."""
+        """Hold the copy that is now to stay: once a key is in an external tier, its copy in memory may go."""
         before = {key: self.pop(key) for key in keys if key in self}
         self._hold(list(before))
         self._forget_terms([key for key in before if key not in self])
@@ -141,7 +141,7 @@ class Pins(dict[bytes, tuple[int, int]]):
         self._release(list(before.values()))
 
     def repair(self) -> None:
-        """Pin another copy of each key whose pinned one was dropped, went with its node or is no longer the primary."""
+        """Pin another copy where the pinned copy was dropped, is lost with its node, or is no longer the primary."""
         rows, gens = self.rows(), np.array([gen for _, gen in self.values()], np.int64)
         held = self._size_classes.c.rows[rows]
         stale = (held["gen"] != gens) | (held["state"] == columns.DROPPED) | (held["state"] == columns.REPLICA)

@@ -1,11 +1,11 @@
-"""Which prefixes look-ups end with, and how often: the most used ones, in little time and memory."""
+"""The prefixes with which look-ups end most often, counted in little time and memory."""
 
 from dataclasses import dataclass
 
 from raykv.protocol.location import KEY_BYTES
 
-KEPT = 256  # prefixes that outlast a clearing out
-SEEN = 1024  # that are counted before one: a prefix is forgotten that was not among the KEPT largest until then
+KEPT = 256  # prefixes that stay when the table is cleared
+SEEN = 1024  # prefixes until the table is cleared; all but the KEPT largest are forgotten then
 
 
 @dataclass(slots=True)
@@ -25,13 +25,13 @@ class Prefix:
 
 
 class Prefixes:
-    """Counts, by the last block that was found. Of a look-up in several calls each call counts by itself."""
+    """Counts by the last block found. If a look-up takes several calls, each call counts alone."""
 
     def __init__(self) -> None:
         self._seen: dict[bytes, Prefix] = {}
 
     def count(self, keys: bytes, blocks: int, block_bytes: int, now: float) -> None:
-        """A look-up of `keys` has found the first `blocks` of them, at least one."""
+        """A look-up found the first `blocks` of `keys`. blocks: at least one."""
         key = keys[(blocks - 1) * KEY_BYTES : blocks * KEY_BYTES]
         prefix = self._seen.get(key)
         if prefix is not None:
@@ -42,5 +42,5 @@ class Prefixes:
         self._seen[key] = Prefix(key, blocks, block_bytes, 1, now)
 
     def largest(self, n: int) -> list[Prefix]:
-        """At most `n`, that of the most blocks found first."""
+        """At most `n` prefixes, the most blocks found first."""
         return sorted(self._seen.values(), key=lambda prefix: prefix.found, reverse=True)[:n]

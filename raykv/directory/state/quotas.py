@@ -1,4 +1,4 @@
-"""Shares of the pool's memory, by tenant: what is kept for each, and what it may have at most.
+"""Shares of the pool's memory, by tenant: a minimum that is kept for it, and a maximum.
 
 Only tenants with a quota are told apart, each by a number. All others are tenant 0, which has no minimum and no limit.
 Kernels enforce quotas: `kernels/quotas.py: may_go` says whose blocks may go for whom.
@@ -14,19 +14,19 @@ from raykv.directory.state.size_classes import SizeClasses
 
 
 class Quotas(dict[str, Quota]):
-    """By the tenant's name."""
+    """Quotas by the tenant's name."""
 
     def __init__(self, size_classes: SizeClasses) -> None:
         self._size_classes = size_classes
         self._numbers: dict[str, int] = {}
-        self._capacity = 0  # bytes of which a share of 1 is all
+        self._capacity = 0  # bytes; a share of 1 is all of them
 
     def number(self, tenant: str) -> int:
-        """What kernels call a tenant."""
+        """The number of a tenant in kernels."""
         return self._numbers.get(tenant, 0)
 
     def set(self, tenant: str, quota: Quota) -> None:
-        """ValueError for what is no name, where all minima would be more than there is, or too many had a quota."""
+        """ValueError for a bad name, for minima above 1 in sum, or for too many tenants."""
         check_tenant(tenant)
         others = sum(other.minimum for name, other in self.items() if name != tenant)
         if others + quota.minimum > 1 + 1e-9:
@@ -44,7 +44,7 @@ class Quotas(dict[str, Quota]):
         self._apply()
 
     def remove(self, tenant: str) -> bool:
-        """Charge everybody for what a tenant has. Returns whether it had a quota."""
+        """End a tenant's quota, and charge tenant 0 for its blocks. Returns whether it had a quota."""
         if self.pop(tenant, None) is None:
             return False
         self._size_classes.give_up(self._numbers.pop(tenant))
@@ -52,12 +52,12 @@ class Quotas(dict[str, Quota]):
         return True
 
     def resize(self, nodes: Iterable[Node]) -> None:
-        """The pool has these nodes: a share is of what their memory has for blocks. GPUs do not count."""
+        """Set the nodes of the pool. Shares are of their memory for blocks, without GPUs."""
         self._capacity = sum(node.slab_bytes * node.limit - node.window_bytes for node in nodes if not node.on_gpu)
         self._apply()
 
     def stats(self) -> dict[str, dict[str, Any]]:
-        """By tenant, "" for all without a quota: bytes used, minimum and maximum as shares and in bytes, evictions."""
+        """Bytes used, minimum and maximum as shares and in bytes, evictions. By tenant; "": all without a quota."""
         return {"": self._stats(0, Quota())} | {
             tenant: self._stats(self._numbers[tenant], quota) for tenant, quota in sorted(self.items())
         }

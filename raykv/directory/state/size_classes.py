@@ -1,7 +1,7 @@
-"""Slabs, and the rows in them. A size class is the slots of one size on one node, or in one external tier.
+"""Slabs, and their rows. A size class is the slots of one size on one node, or in one external tier.
 
-SizeClasses owns the columns that the kernels work on. It grows them, gives rows to slabs that are opened, and turns
-locations of messages into rows and back. The Allocator and the TierCatalog decide which slab serves which size.
+SizeClasses owns the columns that the kernels work on. It grows the columns, gives rows to new slabs, and translates
+locations in messages into rows and back. The Allocator and the TierCatalog decide which slab serves which size.
 """
 
 from typing import Any, NamedTuple
@@ -25,7 +25,7 @@ class Census(NamedTuple):
     held: bool  # whether somebody holds, or may still write to, one of its slots
 
 
-RESERVED_ROWS = 1 << 28  # whose addresses are reserved: 16 GiB of them
+RESERVED_ROWS = 1 << 28  # rows whose addresses are reserved: 16 GiB of addresses
 
 
 def _grown(array: NDArray[Any], length: int) -> NDArray[Any]:
@@ -44,7 +44,7 @@ class SizeClasses:
     """All size classes of a pool, by number."""
 
     def __init__(self, epoch: int) -> None:
-        self._reserved = reserved.zeros(RESERVED_ROWS, 64, columns.ROW)  # a copy of all rows would hold up callers
+        self._reserved = reserved.zeros(RESERVED_ROWS, 64, columns.ROW)  # copying all rows would hold up callers
         self._tenants = reserved.zeros(RESERVED_ROWS, 64, np.uint8)
         self.c = columns.Columns(
             rows=self._reserved[:64],
@@ -62,7 +62,7 @@ class SizeClasses:
         self.c.state[EPOCH], self.c.state[TENANTS] = epoch, 1
         self.sizes: dict[int, list[int]] = {}  # size classes by slot size
         self.classes: dict[int, RowArray] = {}  # the same as arrays
-        self.heaps: dict[int, NDArray[np.void]] = {}  # of `eviction.coldest`, one a tenant, by slot size
+        self.heaps: dict[int, NDArray[np.void]] = {}  # for `eviction.coldest`: one heap for each tenant, by slot size
         self._class_count = 0
         self._slab_count = 0
         self._page_count = 0
@@ -70,7 +70,7 @@ class SizeClasses:
         self._free_pages: list[tuple[int, int]] = []  # runs of pages of such slabs: first, length
 
     def next_gen(self) -> int:
-        """A generation above all that were given before."""
+        """A generation above all earlier ones."""
         self.c.state[COUNTER] += 1
         return self.last_gen
 
@@ -80,21 +80,21 @@ class SizeClasses:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all columns that are in use."""
+        """Bytes of all columns in use."""
         unused = self.c.tenants.nbytes if self.tenants == 1 else 0
         return sum(array.nbytes for array in self.c) - unused
 
     @property
     def tenants(self) -> int:
-        """How many tenants are told apart, with tenant 0."""
+        """How many tenants are told apart, including tenant 0."""
         return int(self.c.state[TENANTS])
 
     # ------------------------------------------------------------------ size classes
 
     def add(self, node: int, stride: int, window: int, offered: int, charge: int) -> int:
-        """Make a size class for slots of `stride` bytes, of which `window` may be staging. Returns its number.
+        """Make a size class for slots of `stride` bytes. Returns its number.
 
-        charge: bytes for which a primary's tenant is charged.
+        window: how many slots may be staging. charge: bytes that a primary's tenant pays.
         """
         size_class = self._add(node, window, offered, charge)
         self.sizes.setdefault(stride, []).append(size_class)
@@ -102,7 +102,7 @@ class SizeClasses:
         return size_class
 
     def add_tier(self, tier: int, offered: int) -> int:
-        """Make a size class of an external tier, where no writer's blocks go, so that none evicts there."""
+        """Make a size class of an external tier. No writer's blocks go there, so none evicts there."""
         return self._add(tier, 0, offered, 0)
 
     def _add(self, node: int, window: int, offered: int, charge: int) -> int:
@@ -116,36 +116,36 @@ class SizeClasses:
         return size_class
 
     def offer(self, size_class: int, stride: int, offered: int) -> None:
-        """Set who is sent there: NOT_OFFERED, TO_READERS, TO_OWN or TO_ALL."""
+        """Set to whom a size class is offered: NOT_OFFERED, TO_READERS, TO_OWN or TO_ALL."""
         self.c.size_classes[size_class]["offered"] = offered
         self._reset_heap(stride)
 
     def resize_window(self, size_class: int, window: int) -> None:
-        """Set how many slots may be staging; those that are now stay so."""
+        """Set how many slots may be staging. Present staging slots stay."""
         record = self.c.size_classes[size_class]
         record["window"] = max(window, record["staging"])
 
     def remove(self, size_class: int, stride: int) -> None:
-        """Its node is gone, and all its slabs are closed."""
+        """The node of a size class is gone, and all its slabs are closed."""
         self.sizes[stride].remove(size_class)
         self._reset_heap(stride)
 
     def _reset_heap(self, stride: int) -> None:
         heaps = np.zeros((self.tenants, len(self.sizes[stride])), columns.HEAP)
         self.classes[stride] = np.array(self.sizes[stride], np.int64)
-        heaps["size_class"] = self.sizes[stride]  # valid heaps: ticks of 0 are a lower bound of all
+        heaps["size_class"] = self.sizes[stride]  # valid heaps: ticks of 0 are a lower bound
         self.heaps[stride] = heaps
 
     # ------------------------------------------------------------------ tenants
 
     def set_tenants(self, count: int) -> None:
-        """Tell so many tenants apart. Those that are no longer must have no rows."""
+        """Tell `count` tenants apart. Tenants beyond the count must have no rows."""
         self.c.state[TENANTS] = count
         for stride in self.sizes:
             self._reset_heap(stride)
 
     def give_up(self, tenant: int) -> None:
-        """Charge tenant 0 for everything that this one has."""
+        """Charge tenant 0 for everything that this tenant has."""
         for size_classes in self.sizes.values():
             for size_class in size_classes:
                 lists.give_up_list(self.c, size_class, tenant)
@@ -155,7 +155,7 @@ class SizeClasses:
         self.c.quotas[tenant] = (0, 0, columns.NO_LIMIT, 0)
 
     def room(self, size_class: int) -> int:
-        """Slots that writers may take without evicting; negative where the staging window lacks some."""
+        """Slots that writers can take without evicting; negative where the staging window lacks some."""
         return int(free_slots.room(self.c, size_class))
 
     def takeable(self, size_class: int) -> int:
@@ -168,7 +168,7 @@ class SizeClasses:
         return int(self.c.rows[row]["last"]) if row >= 0 else -1
 
     def oldest_tick_for(self, size_class: int, tenant: int) -> int:
-        """As `oldest_tick`, of the blocks that a tenant's may evict: not its own while it is within its minimum."""
+        """As `oldest_tick`, for blocks that this tenant may evict; not its own while it is within its minimum."""
         row = int(eviction.oldest_candidate(self.c, size_class, tenant))
         return int(self.c.rows[row]["last"]) if row >= 0 else -1
 
@@ -200,7 +200,7 @@ class SizeClasses:
         return number
 
     def invalidate(self, rows: RowArray, gens: RowArray) -> None:
-        """Set rows of closed slabs, and their generations, to -1 in arrays of what somebody holds."""
+        """Set rows of closed slabs and their generations to -1, in the arrays of a hold."""
         closed = (rows >= 0) & (self.c.rows["state"][rows] == columns.CLOSED)
         rows[closed] = gens[closed] = -1
 
@@ -214,18 +214,18 @@ class SizeClasses:
         return Census(counts, int(newest), bool(held))
 
     def tenant_of_row(self, row: int) -> int:
-        """Who is charged for a row's key."""
+        """The number of the tenant that pays for a row's key."""
         return int(self.c.tenants[row]) if self.tenants > 1 else 0
 
     def used_by_tenant(self, record: int) -> NDArray[np.int64]:
-        """Bytes of a slab's primaries that each tenant is charged for, but for those that are being written."""
+        """Bytes of a slab's ready primaries, by the tenant that pays for them."""
         base, slots = self.span(record)
         ready = self.c.rows["state"][base : base + slots] == columns.READY
         counts = np.bincount(self.c.tenants[base : base + slots][ready], minlength=columns.TENANTS_MAX)
         return counts * int(self.c.size_classes[self.c.slabs[record]["size_class"]]["charge"])
 
     def _take_pages(self, pages: int) -> int:
-        """Returns the first of a run of row pages: one of a closed slab of the same size, else new ones."""
+        """Take a run of pages: that of a closed slab of the same size, else a new run. Returns the first page."""
         for i, (first, length) in enumerate(self._free_pages):
             if length == pages:
                 del self._free_pages[i]
@@ -239,7 +239,7 @@ class SizeClasses:
         while self._page_count << PAGE_BITS > length * 3 // 4:
             length *= 2
         if length > len(old):
-            entries = reserved.zeros(length, length, np.int64)  # in huge pages: probes go all over it
+            entries = reserved.zeros(length, length, np.int64)  # in huge pages, as probes are spread over the table
         pages_now = _grown(self.c.pages, self._page_count)
         self.c = self.c._replace(rows=rows, tenants=tenants, pages=pages_now, table=entries)
         if entries is not old:
@@ -273,7 +273,7 @@ class SizeClasses:
         return gens, out
 
     def rows_of(self, locations: LocationArray) -> tuple[RowArray, RowArray]:
-        """(rows, generations) of locations; row -1 where the slab is gone or was formatted anew."""
+        """(rows, generations) of locations; row -1 where the slab is gone or was formatted again."""
         rows = np.empty(len(locations), np.int64)
         slabs.rows_of(self.c, locations, rows)
         return rows, locations["gen"].astype(np.int64)

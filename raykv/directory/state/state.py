@@ -1,4 +1,4 @@
-"""All that a directory knows."""
+"""The whole state of a directory."""
 
 import itertools
 
@@ -45,16 +45,16 @@ class State:
         share: float = 0.25,
         min_hits: int = 0,
     ) -> None:
-        """epoch: above that of every directory before. locality: how many times as long as a writer's own oldest block
-        another node's must have been idle to be evicted instead. client_ttl: seconds without a call after which a
-        client is gone. share: part of a node's slots that is kept free or copied to its external tier. min_hits: a
-        block is copied there once it was matched so often.
+        """epoch: above that of every earlier directory. locality: factor of idle times; another node's oldest block
+        must have been idle so many times as long as the writer's own to be evicted instead. client_ttl: seconds without
+        a call after which a client is gone. share: of a node's slots, to keep free or copied to its external tier.
+        min_hits: matches after which a block is copied there.
         """
-        compile_all("raykv.directory")  # before the first caller waits for a kernel
+        compile_all("raykv.directory")  # before a first caller waits for a kernel
         self.locality = float(locality)
         self.counters = dict.fromkeys(COUNTERS, 0)
-        self.evicted_before = 0  # by the directories before this one
-        self.floor = 0  # generation up to which all blocks were cleared
+        self.evicted_before = 0  # by earlier directories
+        self.floor = 0  # all blocks up to this generation were cleared
         self.size_classes = SizeClasses(epoch)
         self.allocator = Allocator(self.size_classes)
         self.tier_catalog = TierCatalog(self.size_classes, share, min_hits)
@@ -72,7 +72,7 @@ class State:
 
     @property
     def c(self) -> Columns:
-        """It grows: another one is there then."""
+        """The columns. Growing replaces the object, so do not keep it."""
         return self.size_classes.c
 
     @property
@@ -90,22 +90,22 @@ class State:
         return self.size_classes.nbytes
 
     def find(self, keys: bytes) -> tuple[KeyArray, RowArray]:
-        """(keys, first row of each, or -1)."""
+        """(keys, first row of each key or -1)."""
         found = key_array(keys)
         firsts = np.empty(len(found), np.int64)
         table.find(self.c, found, firsts)
         return found, firsts
 
     def of_host(self, name: str) -> list[Node]:
-        """A node's memory and that of its GPUs, or that of one GPU."""
+        """A node's memory and its GPUs, or one GPU."""
         return [node for node in self.nodes.values() if name in (node.name, node.host)]
 
     def new_index(self, tier: bool) -> int:
-        """An index of a node or tier (see `is_tier`) that no other has, nor one of another directory's."""
+        """An index (see `is_tier`) that no other node or tier has, nor has had under another directory."""
         return self.epoch % (1 << 31 - NODE_BITS) << NODE_BITS | next(self._indices) * 2 + tier
 
     def invalidate(self) -> None:
-        """Slabs were closed: nobody holds rows there."""
+        """Slabs were closed. Nobody holds rows there any more."""
         self.clients.invalidate()
         self.gpu_demotion.invalidate()
         self.pins.repair()

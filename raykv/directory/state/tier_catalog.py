@@ -1,7 +1,7 @@
-"""The external tiers of a pool: what lies there, which blocks are copied there, and which keys are deleted there.
+"""The external tiers of a pool: their blocks, the blocks to copy there, and the keys to delete there.
 
-A tier is cut into slabs as memory is, so that its blocks are rows too. The node stores do the I/O: each answer to
-`demote` names blocks to copy and keys to delete, and the next call reports what became of them.
+A tier is cut into slabs like memory, so its blocks are rows too. The node stores do the I/O: each answer to `demote`
+names blocks to copy and keys to delete, and the next call reports the outcome.
 """
 
 from collections.abc import Callable, Iterable
@@ -20,9 +20,9 @@ from raykv.directory.state.size_classes import SizeClasses
 from raykv.protocol.location import ALIGN, SLABS_MAX, slot_bytes
 from raykv.protocol.tiers import Demotions, TierReply, TierReport
 
-BATCH_BYTES = 32 * MIB  # demoted by one answer, of all sizes together
+BATCH_BYTES = 32 * MIB  # of all sizes together, demoted by one answer
 NOTHING = Demotions(b"", b"", b"", b"", 0)
-SUSPECT = "suspect"  # stands in `unreached` for the owner being suspect
+SUSPECT = "suspect"  # in `unreached`, stands for the owner being suspect
 
 
 @dataclass
@@ -31,30 +31,30 @@ class ExternalTier:
 
     index: int
     capacity: int
-    owner: str | None  # name of the node whose it is; None: all nodes share it
+    owner: str | None  # name of the node that owns the tier; None: all nodes share it
     spare: list[int]  # numbers of slabs that serve no size
     slab_bytes: int
-    size_classes: dict[int, int] = field(default_factory=dict)  # by the bytes that a block takes
+    size_classes: dict[int, int] = field(default_factory=dict)  # by the bytes of a block there
     slabs: dict[int, int] = field(default_factory=dict)  # slab record by slab number
     to_delete: dict[bytes, None] = field(default_factory=dict)  # keys to delete there, in order
-    unreached: set[str] = field(default_factory=set)  # nodes that do not reach it: then nobody is sent there
-    demoting: dict[str, tuple[RowArray, RowArray]] = field(default_factory=dict)  # by node, of its last answer
-    lister: str | None = None  # the node that lists what lies there from before
-    listed: bool = False  # all of it
-    cleared: bool = False  # before all was listed: what is listed later is deleted too
+    unreached: set[str] = field(default_factory=set)  # nodes that do not reach it: then it is not offered
+    demoting: dict[str, tuple[RowArray, RowArray]] = field(default_factory=dict)  # by node: rows of its last answer
+    lister: str | None = None  # the node that lists the blocks from before
+    listed: bool = False  # whether all are listed
+    cleared: bool = False  # cleared before all was listed: later listed blocks are deleted too
     deleting: dict[str, tuple[int, list[bytes]]] = field(
         default_factory=dict
     )  # by node: last answer, its keys to delete
-    answers: int = 0  # so far: the number of the last
-    content: bytes = b""  # name of what is there since the content was lost last
+    answers: int = 0  # so far, and so the number of the last answer
+    content: bytes = b""  # name of the present content, since content was last lost
     demoted: int = 0  # blocks, since start
 
 
 class TierCatalog:
-    """The external tiers of a pool, by the node that owns one; the one under "" is shared by all nodes."""
+    """The external tiers of a pool, by the node that owns the tier; under "" the tier that all nodes share."""
 
     def __init__(self, size_classes: SizeClasses, share: float, min_uses: int) -> None:
-        """share: of a node's slots, to be free or clean. min_uses: matches of a block that is worth demoting."""
+        """share: of a node's slots, to keep free or clean. min_uses: matches after which a block is demoted."""
         self.share, self.min_uses = share, min_uses
         self.tiers: dict[str, ExternalTier] = {}
         self._size_classes = size_classes
@@ -64,11 +64,11 @@ class TierCatalog:
         return self._size_classes.c
 
     def tier_of(self, node: str) -> ExternalTier | None:
-        """The tier that a node's blocks are demoted to."""
+        """The tier to which a node's blocks are demoted."""
         return self.tiers.get(node) or self.tiers.get("")
 
     def heartbeat(self, node: str, report: TierReport, new_index: Callable[[], int]) -> TierReply:
-        """A node has a tier, and reaches it or not. new_index: makes the index of a tier that is not known yet."""
+        """A node reports its tier, and whether it reaches it. new_index: makes the index of a new tier."""
         name = "" if report.shared else node
         tier = self.tiers.get(name)
         if tier is None:
@@ -82,7 +82,7 @@ class TierCatalog:
         return TierReply(tier.index, not tier.listed and tier.lister == node)
 
     def set_suspect(self, node: str, suspect: bool) -> None:
-        """A node does not answer, or does again. While it does not, the tier that only it reads is not offered."""
+        """A node stops answering, or answers again. While it does not, the tier that only it reads is not offered."""
         if node in self.tiers:
             self._set_reached(self.tiers[node], SUSPECT, not suspect)
 
@@ -104,7 +104,7 @@ class TierCatalog:
                 del self.tiers[name]
 
     def lose_content(self, node: str, content: bytes) -> None:
-        """The content of a node's tier is gone. content: name of what is there now; a repeated report is ignored."""
+        """The content of a node's tier is lost. content: name of the new content; a repeated report is ignored."""
         tier = self.tier_of(node)
         if tier and tier.content != content:
             tier.content = content
@@ -120,12 +120,12 @@ class TierCatalog:
         self.refresh(size_class for size_classes in self._size_classes.sizes.values() for size_class in size_classes)
 
     def refresh(self, size_classes: Iterable[int]) -> None:
-        """Some clean blocks of these size classes no longer are: look for blocks to demote from the oldest on."""
+        """Some clean blocks of these size classes no longer are. Look for blocks to demote from the oldest on."""
         for size_class in size_classes:
             demotion.forget_clean_tail(self._c, size_class)
 
     def clear(self) -> None:
-        """Forget all blocks in all tiers, and have them deleted."""
+        """Forget all blocks in all tiers, and delete them there."""
         for tier in self.tiers.values():
             tier.cleared = not tier.listed
             for record in tier.slabs.values():
@@ -133,7 +133,7 @@ class TierCatalog:
                 slabs.clear_rows(self._c, *self._size_classes.span(record))
 
     def report_existing(self, node: str, keys: KeyArray, sizes: NDArray[np.int64], last: bool) -> None:
-        """A node lists blocks of its tier, oldest first; sizes: block_bytes. Those that find no room are deleted."""
+        """A node lists blocks of its tier, oldest first. sizes: block_bytes. Blocks without room are deleted."""
         tier = self.tier_of(node)
         if tier is None or tier.listed or tier.lister != node:
             return
@@ -164,8 +164,8 @@ class TierCatalog:
     ) -> Demotions:
         """Choose a node's blocks to demote, oldest first, until `shares` of its `slots`, by size, are free or clean.
 
-        examined: rows of a size to look at, at most: then there may be more to demote than it found. pinned: rows that
-        are demoted too where nothing else is left.
+        examined: rows of a size to look at, at most; beyond them there may be more to demote. pinned: rows that are
+        demoted too, where nothing else is left.
         """
         tier = self.tier_of(node)
         if tier is None or tier.unreached or not tier.listed:
@@ -203,14 +203,14 @@ class TierCatalog:
     ) -> bool:
         """Finish earlier answers to a node. Returns whether some of their blocks were not demoted.
 
-        Blocks that the report does not name were not. What was not stored, or is no longer wanted, may lie in the tier
-        in part or from before, so it is deleted; not if the key was demoted again since, as then those are its bytes.
-        seen: number of the answer whose deletions the node has carried out.
+        Blocks that the report does not name were not demoted. A block that was not stored, or is no longer wanted, may
+        have left bytes in the tier, so its key is deleted. A key that was demoted again is not: the bytes are now that
+        block's. seen: number of the answer whose deletions the node has carried out.
         """
         tier = self.tier_of(node)
         if tier is None:
             return False
-        ours = locations["node"] == tier.index  # others are another directory's: they are listed, or will be
+        ours = locations["node"] == tier.index  # other locations are another directory's; that tier is listed anyway
         (rows, gens), lost = self._size_classes.rows_of(locations[ours]), np.zeros(int(ours.sum()), np.bool_)
         tier.demoted += int(demotion.demoted(self._c, rows, gens, stored[ours], lost))
         cancelled = self._cancel(tier, node)
@@ -219,13 +219,13 @@ class TierCatalog:
         return cancelled or not stored.all()
 
     def _reschedule_delete(self, tier: ExternalTier, node: str, seen: int) -> None:
-        """Have the keys of a node's last answer deleted after all, unless it has `seen` that answer."""
+        """Schedule the keys of a node's last answer for deletion again, unless it has `seen` that answer."""
         number, keys = tier.deleting.pop(node, (seen, []))
         if number != seen:
             self._schedule_delete(tier, key_array(b"".join(keys)))
 
     def _schedule_delete(self, tier: ExternalTier, keys: KeyArray) -> None:
-        """Have keys deleted, but for those that are in the tier, or being demoted to it."""
+        """Schedule keys for deletion, except those that are in the tier or on their way there."""
         self._add_to_delete(tier, keys[~self._in_tier(tier, keys)])
 
     def _in_tier(self, tier: ExternalTier, keys: KeyArray) -> NDArray[np.bool_]:
@@ -237,7 +237,7 @@ class TierCatalog:
         tier.to_delete.update(dict.fromkeys(split_keys(keys.tobytes())))
 
     def _cancel(self, tier: ExternalTier, node: str) -> bool:
-        """Free what is still being demoted by a node's last answer. Returns whether that was anything."""
+        """Free what the node's last answer still demotes. Returns whether there was any."""
         rows, gens = tier.demoting.pop(node, (np.zeros(0, np.int64), np.zeros(0, np.int64)))
         c = self._c
         rows = rows[(c.rows["gen"][rows] == gens) & (c.rows["state"][rows] == columns.DEMOTING)]
@@ -247,7 +247,7 @@ class TierCatalog:
         return len(rows) > 0
 
     def schedule_delete(self, rows: RowArray, gens: RowArray) -> None:
-        """Have the bytes of those rows that are in a tier deleted: they are about to be dropped."""
+        """Delete the bytes of those rows that are in a tier: they are about to be dropped."""
         c = self._c
         rows = rows[(rows >= 0) & (c.rows["gen"][rows] == gens) & (c.rows["state"][rows] == columns.EXTERNAL)]
         owners = c.size_classes["node"][c.slabs["size_class"][c.pages[rows >> columns.PAGE_BITS]]]
@@ -256,13 +256,13 @@ class TierCatalog:
             to_delete[owner][key] = None
 
     def stats(self) -> dict[str, dict[str, Any]]:
-        """By the node that owns a tier, or "" for one that all share."""
+        """Statistics by the node that owns a tier; "": the shared tier."""
         return {name: self._tier_stats(tier) for name, tier in self.tiers.items()}
 
     def fill(self) -> dict[str, dict[str, Any]]:
-        """As `stats`, what costs no look at every slot: `state`, `capacity`, `demoted`, and `blocks` and `bytes_used`.
+        """The part of `stats` that needs no look at every slot: `state`, `capacity`, `demoted`, `blocks`, `bytes_used`.
 
-        The blocks that are on their way there are counted.
+        Blocks on their way to the tier count.
         """
         return {name: self._tier_fill(tier) for name, tier in self.tiers.items()}
 
@@ -305,8 +305,8 @@ class TierCatalog:
     def _answer(self, tier: ExternalTier, node: str, batch: Batch) -> Demotions:
         source, keys, target = batch.fields()
         for key in split_keys(keys) if tier.to_delete else ():
-            tier.to_delete.pop(key, None)  # it is wanted there again
-        to_delete = list(islice(tier.to_delete, KEYS_PER_CALL))  # there are millions after `clear`
+            tier.to_delete.pop(key, None)  # the key is wanted there again
+        to_delete = list(islice(tier.to_delete, KEYS_PER_CALL))  # after `clear` there are millions
         for key in to_delete:
             del tier.to_delete[key]
         tier.answers += 1
@@ -316,7 +316,7 @@ class TierCatalog:
     # ------------------------------------------------------------------ slabs
 
     def _size_class(self, tier: ExternalTier, stride: int) -> int:
-        """The tier's size class for slots of `stride` bytes, with the record's header; -1 where no slab holds one."""
+        """The tier's size class for slots of `stride` bytes, including the record's header; -1 for a bad size."""
         if not ALIGN < stride <= tier.slab_bytes:
             return -1
         if stride not in tier.size_classes:
@@ -325,7 +325,7 @@ class TierCatalog:
         return tier.size_classes[stride]
 
     def _provide_slots(self, tier: ExternalTier, size_class: int, need: int) -> None:
-        """Give a size spare slabs until `need` blocks fit. A size without any takes the slab used longest ago."""
+        """Give a size spare slabs until `need` blocks fit. A size without a slab takes the slab used longest ago."""
         stride = next(size for size, known in tier.size_classes.items() if known == size_class)
         while self._size_classes.takeable(size_class) < need and tier.spare:
             self._open_slab(tier, tier.spare.pop(), size_class, stride)

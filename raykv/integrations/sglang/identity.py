@@ -1,6 +1,6 @@
-"""What an engine's caches in the pool are called: all that changes the bytes of KV, but for the tokens.
+"""The names of an engine's caches in the pool. They cover everything that changes the bytes of KV, except tokens.
 
-Adapter and `cache_salt` are in SGLang's page hashes; what a page looks like is added in `pages`.
+SGLang's page hashes cover adapter and `cache_salt`. `pages` adds the form of a page.
 """
 
 import hashlib
@@ -10,7 +10,7 @@ from sglang.srt.runtime_context import get_server_args
 from sglang.version import __version__
 
 RANK_SHARDED = ("mamba", "draft", "draft_swa")  # pools that differ by rank even where all ranks have the same KV
-# of SGLang's server arguments those that change what is computed, or how it is written down
+# SGLang's server arguments that change KV or its layout
 OPTIONS = (
     *("revision", "quantization", "quantization_param_path", "dtype", "kv_cache_dtype", "load_format", "model_impl"),
     *("json_model_override_args", "context_length", "mamba_ssm_dtype"),
@@ -20,10 +20,10 @@ OPTIONS = (
 
 
 def identity(config: Any, name: str) -> dict[str, Any]:
-    """What tells caches of a host pool apart, as arguments of `KVPool.cache`, apart from what its pages look like.
+    """Arguments of `KVPool.cache` for the caches of a host pool, without the form of its pages.
 
-    config: SGLang's HiCacheStorageConfig. name: of the host pool. Data parallel engines share: their KV is the same.
-    Raises ValueError for a model without a name.
+    config: SGLang's HiCacheStorageConfig. name: of the host pool. Data parallel engines share, as their KV is the same.
+    ValueError for a model without a name.
     """
     if not config.model_name:
         raise ValueError("SGLang gives its storage no model name: start it with --model-path, or --served-model-name")
@@ -39,7 +39,7 @@ def identity(config: Any, name: str) -> dict[str, Any]:
 
 
 def _options() -> str:
-    """A digest. A version of SGLang that lacks an option has None for it."""
+    """A digest of OPTIONS. An option that this SGLang lacks counts as None."""
     arguments = get_server_args()
     found = [(name, str(getattr(arguments, name, None))) for name in OPTIONS]
     return f"{__version__}/{hashlib.sha256(repr(found).encode()).hexdigest()[:16]}"

@@ -17,9 +17,9 @@ class HostPages:
     """Pages of a host pool, each a block of as many parts as it has in the pool's buffers."""
 
     def __init__(self, pool: KVPool, host: Any, name: str, caches: dict[str, Any]) -> None:
-        """host: a HostKVCache of SGLang. name: what SGLang calls it. caches: of `identity`, with the tokens of a block.
+        """host: a HostKVCache of SGLang. name: SGLang's name of it. caches: of `identity`, with the tokens of a block.
 
-        Raises what `host` does in a layout whose pages it can't address.
+        Passes on errors of `host` for a layout whose pages it can't address.
         """
         self._host, self._page_size = host, host.page_size or 1
         addresses, sizes = host.get_page_buffer_meta(torch.arange(self._page_size))
@@ -32,7 +32,7 @@ class HostPages:
         )
 
     def keys(self, hashes: Sequence[str]) -> Keys:
-        """SGLang's page hashes, each of which stands for all pages before it too, as keys."""
+        """SGLang's page hashes as keys. A page hash stands for all pages before it too."""
         return _keys(self.cache, hashes)
 
     def rows(self, indices: torch.Tensor, pages: int) -> Rows:
@@ -50,10 +50,10 @@ class HostPages:
 
 
 class FlatPages:
-    """Pages that SGLang copies out of and into its host pool by itself, each a tensor (without `interface_v1`)."""
+    """Pages that SGLang itself copies out of and into its host pool, each a tensor (without `interface_v1`)."""
 
     def __init__(self, pool: KVPool, host: Any, caches: dict[str, Any]) -> None:
-        """As HostPages. What is in such a block is in another order: they share with none of those."""
+        """Like HostPages. A block has its bytes in another order, so the caches are separate."""
         self.cache = pool.cache(
             **caches,
             block_bytes=host.get_dummy_flat_data_page().nbytes,
@@ -62,7 +62,7 @@ class FlatPages:
         )
 
     def keys(self, hashes: Sequence[str]) -> Keys:
-        """As HostPages.keys."""
+        """Like HostPages.keys."""
         return _keys(self.cache, hashes)
 
     def rows(self, tensors: Sequence[torch.Tensor]) -> Rows:

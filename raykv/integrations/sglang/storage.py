@@ -29,21 +29,21 @@ from raykv.keys import Keys
 
 P = ParamSpec("P")
 T = TypeVar("T")
-KV = "kv"  # what SGLang calls the pool that all others go along with
+KV = "kv"  # SGLang's name of the pool that all others go along with
 
 
 class RayKVStorage(HiCacheStorage):  # type: ignore[misc]
     """Pages of SGLang's host memory in a pool: a cache for each rank's part of each host pool.
 
-    A failure of the pool is a miss; it is counted, logged once a minute, and never raised.
+    A failure of the pool is a miss. It is counted, logged once a minute, and never raised.
     """
 
     def __init__(self, storage_config: Any, more: Any = None) -> None:
         """storage_config: HiCacheStorageConfig; in its extra_config `pool` is the pool's name. more: unused.
 
-        `tenant` beside `pool` is who is charged for the blocks (see KVPool.cache).
+        `tenant` in extra_config is charged for the blocks (see KVPool.cache).
 
-        Raises as `raykv.attach`, and ValueError for a model without a name: then SGLang does not start.
+        Raises like `raykv.attach`, and ValueError for a model without a name: then SGLang does not start.
         """
         self._config, extra = storage_config, storage_config.extra_config or {}
         identity(storage_config, KV)
@@ -56,7 +56,7 @@ class RayKVStorage(HiCacheStorage):  # type: ignore[misc]
     # ------------------------------------------------------------------ host pools
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
-        """The host pool that holds the KV. One without memory (DeepSeek V4) only goes along with others."""
+        """The host pool that holds the KV. A pool without memory (DeepSeek V4) only goes along with others."""
         super().register_mem_pool_host(mem_pool_host)
         self._flat, self._pages = None, {}
         if mem_pool_host.kv_buffer is None:
@@ -67,7 +67,7 @@ class RayKVStorage(HiCacheStorage):  # type: ignore[misc]
             self._flat = FlatPages(self._pool, mem_pool_host, self._caches(KV))
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: str) -> None:
-        """One more host pool. Raises what it does in a layout whose pages it can't address (of states: layer_first)."""
+        """Another host pool. Passes on its error for a layout whose pages it can't address (of states: layer_first)."""
         super().register_mem_host_pool_v2(host_pool, host_pool_name)
         if host_pool_name != KV:
             self._pages[host_pool_name] = self._host_pages(host_pool, host_pool_name)
@@ -77,7 +77,7 @@ class RayKVStorage(HiCacheStorage):  # type: ignore[misc]
         return HostPages(self._pool, host, plain, self._caches(plain))
 
     def _caches(self, name: str) -> dict[str, Any]:
-        """Arguments of the cache of a host pool. A block is what one page hash stands for, of every pool."""
+        """Arguments of the cache of a host pool. In every pool, one page hash stands for a block."""
         page_tokens = self.mem_pool_host.page_size
         return {**identity(self._config, name), "block_tokens": page_tokens, "tenant": self._tenant}
 
@@ -88,31 +88,31 @@ class RayKVStorage(HiCacheStorage):  # type: ignore[misc]
         return self._or(0, self._find, keys)
 
     def batch_get_v1(self, keys: list[str], host_indices: torch.Tensor, extra_info: Any = None) -> list[bool]:
-        """Read pages into the host pool. Those after the first that did not come did not either."""
+        """Read pages into the host pool. After the first page that did not come, no other page came."""
         return self._or([False] * len(keys), self._get, KV, keys, host_indices)
 
     def batch_set_v1(self, keys: list[str], host_indices: torch.Tensor, extra_info: Any = None) -> list[bool]:
-        """Store pages out of the host pool. One that the pool has, or that another engine is writing, is stored."""
+        """Store pages of the host pool. A page counts as stored if the pool has it, or another engine is writing it."""
         return self._or([False] * len(keys), self._set, KV, keys, host_indices, extra_info)
 
     # ------------------------------------------------------------------ several host pools
 
     def batch_exists_v2(self, keys: list[str], pool_transfers: Any = None, extra_info: Any = None) -> Any:
-        """The longest prefix of which every pool has what it needs: all pages, or the last ones.
+        """The longest prefix for which every pool has what it needs: all pages, or the last ones.
 
-        Every pool is said to have as much: a lower bound. Nothing is said of block groups, which shorten no hit.
+        It is reported for every pool, as a lower bound. Block groups are not reported: they shorten no hit.
         """
         return self._or(PoolTransferResult.empty(), self._find_all, keys, pool_transfers or [])
 
     def batch_get_v2(self, transfers: list[Any], extra_info: Any = None) -> dict[str, list[bool]]:
-        """As `batch_get_v1`, of each transfer's pool."""
+        """Like `batch_get_v1`, for each transfer's pool."""
         return {
             one.name: self._or([False] * len(one.keys or []), self._get, one.name, one.keys, one.host_indices)
             for one in transfers
         }
 
     def batch_set_v2(self, transfers: list[Any], extra_info: Any = None) -> dict[str, list[bool]]:
-        """As `batch_set_v1`, of each transfer's pool."""
+        """Like `batch_set_v1`, for each transfer's pool."""
         return {
             one.name: self._or(
                 [False] * len(one.keys or []), self._set, one.name, one.keys, one.host_indices, extra_info
@@ -133,7 +133,7 @@ class RayKVStorage(HiCacheStorage):  # type: ignore[misc]
     def batch_get(
         self, keys: list[str], target_locations: Any = None, target_sizes: Any = None
     ) -> list[torch.Tensor | None]:
-        """As `get`: after the first miss all are misses."""
+        """Like `get`, for several pages. After the first miss all are misses."""
         count = self._or(0, self._read_flat, keys, target_locations)
         return [*target_locations[:count], *[None] * (len(keys) - count)] if count else [None] * len(keys)
 
@@ -144,13 +144,13 @@ class RayKVStorage(HiCacheStorage):  # type: ignore[misc]
     def batch_set(
         self, keys: list[str], values: Any = None, target_locations: Any = None, target_sizes: Any = None
     ) -> bool:
-        """As `set`. Returns whether all are stored."""
+        """Like `set`, for several pages. Returns whether all are stored."""
         return self._or(False, self._write_flat, keys, values)
 
     # ------------------------------------------------------------------ the whole
 
     def clear(self) -> None:
-        """Forget all that the pool has, of every engine: what `POST /hicache/storage-backend/clear` asks for."""
+        """Forget everything in the pool, of every engine: for `POST /hicache/storage-backend/clear`."""
         self._or(0, self._pool.clear)
 
     def close(self) -> None:
@@ -158,7 +158,7 @@ class RayKVStorage(HiCacheStorage):  # type: ignore[misc]
         self._pool.close()
 
     def _or(self, miss: T, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Its answer, or `miss` where it fails: SGLang's threads would not go on."""
+        """The function's result, or `miss` after an error, which would end SGLang's threads."""
         try:
             return function(*args, **kwargs)
         except Exception as error:
@@ -197,7 +197,7 @@ class RayKVStorage(HiCacheStorage):  # type: ignore[misc]
         return self._pages[name]
 
     def _read(self, cache: KVCache, keys: Keys, rows: Rows) -> int:
-        """Leading pages that were read. The look-up was counted by `batch_exists`."""
+        """Read leading pages. Returns how many were read. `batch_exists` has counted the look-up."""
         with Match(self._session, keys, cache.recompute_tokens_per_s).ask() as match:
             return match.read_rows(rows)
 
@@ -238,7 +238,7 @@ class RayKVStorage(HiCacheStorage):  # type: ignore[misc]
         return PoolTransferResult(count, dict.fromkeys(windows, count) if count else {}, ends)
 
     def _restorable(self, keys: Keys, window: int, ends: list[int]) -> list[int]:
-        """Those of the ends before which the pool has a whole window: ranks go on from one that all of them have."""
+        """The ends before which the pool has a whole window. Ranks go on from an end that all of them have."""
         answer = self._session.directory.stored(keys.tobytes())
         if answer is None or not answer.found:
             return []
@@ -247,5 +247,5 @@ class RayKVStorage(HiCacheStorage):  # type: ignore[misc]
 
 
 def _parents(extra_info: Any) -> list[str]:
-    """Hashes of the pages before those of a call, if SGLang says them (`hicache_storage_pass_prefix_keys`)."""
+    """Hashes of the pages before those of a call, if SGLang gives them (`hicache_storage_pass_prefix_keys`)."""
     return list((extra_info and extra_info.prefix_keys) or [])

@@ -1,4 +1,4 @@
-"""vLLM reads and stores prefixes by way of a connector, loaded by configuration alone."""
+"""vLLM reads and stores prefixes through a connector, loaded by configuration alone."""
 
 from typing import Any
 

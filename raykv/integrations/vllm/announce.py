@@ -16,14 +16,14 @@ def __getattr__(name: str) -> Any:
 
 
 class RoutedConnector(RayKVConnector):
-    """RayKVConnector for engines behind a VLLMPrefixRouter, which finds them by their served model name.
+    """RayKVConnector for engines behind a VLLMPrefixRouter. The router finds an engine by its served model name.
 
-    LoRA adapters are found by their own name, once they were asked for.
+    It finds a LoRA adapter by the adapter's own name, after the first request for the adapter.
     """
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        self._announced: dict[tuple[str, str], bytes] = {}  # weights of adapters, by name and path
+        self._announced: dict[tuple[str, str], bytes] = {}  # digest of an adapter's weights, by name and path
         if self.connector_scheduler is not None:
             self._announce(self._vllm_config.model_config.served_model_name)
 
@@ -38,7 +38,7 @@ class RoutedConnector(RayKVConnector):
 
     def _announce(self, name: str, lora: dict[str, str] | None = None) -> None:
         cache = self.connector_scheduler.manager.first_cache
-        if cache is None:  # the engine uses no pool
+        if cache is None:  # the engine does not use the pool
             return
         vllm_config = self._vllm_config
         model, algorithm = vllm_config.model_config, vllm_config.cache_config.prefix_caching_hash_algo

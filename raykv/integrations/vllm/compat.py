@@ -1,11 +1,11 @@
-"""What differs between the versions of vLLM that raykv runs on. Nothing else in raykv asks for vLLM's version.
+"""The differences between the versions of vLLM that raykv supports. Only this module asks for the version.
 
-| vLLM | differs |
+| vLLM | difference |
 | --- | --- |
 | before 0.30 | workers name the blocks that did not arrive, of one KV cache group; a last token without KV is stored |
-| before 0.31 | a KV cache has no `kv_tp_replicas`; what hashes a block beside its tokens is published as it is |
+| before 0.31 | a KV cache has no `kv_tp_replicas`; extra keys of a block's hash are published unchanged |
 | before 0.31 | requests do not limit what is loaded |
-| before 0.32 | a session that goes on keeps the hashes of tokens that it dropped: it stores nothing from then on |
+| before 0.32 | a continued session keeps the hashes of tokens that it dropped: it stores nothing from then on |
 | from 0.33 on | loads may be `expedited`: within a step, which `RayKVConnector` turns off |
 """
 
@@ -22,14 +22,14 @@ from vllm.v1.core import kv_cache_utils
 
 log = logging.getLogger("raykv")
 
-OLDEST, NEWEST = (0, 29), (0, 33)  # of vLLM: these and those between were tried
+OLDEST, NEWEST = (0, 29), (0, 33)  # of vLLM: these two and the versions between were tried
 INSTALL = "pip install 'vllm>=0.29,<0.34'"
-# connectors of vLLM's that `kv_offloading_size` puts in the place of a configured one, whose module it keeps
+# vLLM's connectors that `kv_offloading_size` sets instead of a configured one; vLLM keeps the configured module
 REPLACING = ("OffloadingConnector", "SimpleCPUOffloadConnector", "LMCacheConnectorV1", "LMCacheMPConnector")
 
 
 def check_version(version: str) -> None:
-    """ValueError for a vLLM that is too old. Warns of one that nobody tried, since the alternative is no cache."""
+    """ValueError for a vLLM that is too old. Warns of an untried version: refusing would mean no cache."""
     minor = _minor(version)
     if minor and minor < OLDEST:
         raise ValueError(f"vLLM {version} is installed, but raykv supports 0.29 to 0.33: {INSTALL}")
@@ -38,13 +38,13 @@ def check_version(version: str) -> None:
 
 
 def _minor(version: str) -> tuple[int, int] | None:
-    """None for a version that has no numbers."""
+    """(major, minor); None for a version without numbers."""
     found = re.match(r"(\d+)\.(\d+)", version)
     return (int(found[1]), int(found[2])) if found else None
 
 
 def missing(module: str, name: str) -> Exception:
-    """What to raise where a connector is looked for in one of our modules, by a name that is not there."""
+    """The error for a connector name that our modules lack."""
     if name in REPLACING:
         return ValueError(
             f"kv_offloading_size has vLLM use its own {name} in the place of raykv's connector: leave "
@@ -55,15 +55,15 @@ def missing(module: str, name: str) -> Exception:
 
 def kv_replicas(kv_cache_config: Any, tensor: int) -> int:
     """How many ranks have the same latent of an MLA model. tensor: the tensor-parallel size."""
-    return getattr(kv_cache_config, "kv_tp_replicas", tensor)  # of which all had the same before
+    return getattr(kv_cache_config, "kv_tp_replicas", tensor)  # before 0.31 all ranks had the same
 
 
 def load_limit(status: Any) -> int | None:
-    """How many tokens a request allows to be loaded; None: any. status: vLLM's state of the request."""
+    """How many tokens a request allows to load; None: any number. status: vLLM's state of the request."""
     return getattr(status, "max_load_tokens", None)
 
 
-# one entry a block, of what generate_block_hash_extra_keys gives, as KV events have it
+# the results of generate_block_hash_extra_keys as KV events have them, one entry for each block
 event_extra_keys: Any = getattr(kv_cache_utils, "to_event_extra_keys", list)
 
 
@@ -77,18 +77,18 @@ class ByRequest(OffloadingConnector):  # type: ignore[misc]
         return base.KVConnectorTransferResults(sent, received, failed)
 
     def failed_requests(self, connector_output: Any) -> set[str]:
-        """Requests whose load failed, as workers told in this step."""
+        """Requests whose load failed, as the workers told in this step."""
         return set(connector_output.failed_recving or ())
 
 
 class ByBlock(OffloadingConnector):  # type: ignore[misc]
-    """Workers tell vLLM which blocks did not arrive; the scheduler's side looks up whose they are."""
+    """Workers tell vLLM which blocks did not arrive. The scheduler's side finds the blocks' requests."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         if self.connector_scheduler is not None:
             _leave_out_last_sampled(self.connector_scheduler)
-        self._loads: dict[str, set[int]] = {}  # blocks of requests that load
+        self._loads: dict[str, set[int]] = {}  # by loading request: its blocks
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         return {block for blocks in self.connector_worker.worker.take_failed().values() for block in blocks}
@@ -99,7 +99,7 @@ class ByBlock(OffloadingConnector):  # type: ignore[misc]
             self._loads[request.request_id] = set(blocks.get_block_ids()[0])
 
     def failed_requests(self, connector_output: Any) -> set[str]:
-        """Requests whose load failed, as workers told in this step."""
+        """Requests whose load failed, as the workers told in this step."""
         missing = connector_output.invalid_block_ids
         failed = {request for request, blocks in self._loads.items() if not blocks.isdisjoint(missing)}
         for request in connector_output.finished_recving or ():
@@ -108,7 +108,7 @@ class ByBlock(OffloadingConnector):  # type: ignore[misc]
 
 
 def _leave_out_last_sampled(scheduler: Any) -> None:
-    """A request's last token is sampled, but not computed: a block that ends with it is not to be stored."""
+    """Store no block that ends with a request's last token: that token was sampled, but not computed."""
     count = scheduler._calc_num_offloadable_tokens
 
     def computed(status: Any, tokens: int) -> int:
@@ -119,6 +119,6 @@ def _leave_out_last_sampled(scheduler: Any) -> None:
     scheduler._calc_num_offloadable_tokens = computed
 
 
-TRIMS_HASHES = (_minor(vllm.__version__) or NEWEST) >= (0, 32)  # of tokens that a session drops
-TAKES_GROUPS = hasattr(base, "KVConnectorTransferResults")  # several KV cache groups
+TRIMS_HASHES = (_minor(vllm.__version__) or NEWEST) >= (0, 32)  # drops the hashes of tokens that a session drops
+TAKES_GROUPS = hasattr(base, "KVConnectorTransferResults")  # supports several KV cache groups
 Connector: Any = ByRequest if TAKES_GROUPS else ByBlock

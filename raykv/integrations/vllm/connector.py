@@ -1,17 +1,17 @@
-"""vLLM on a pool: a prefix that any engine of the cluster computed is read instead of computed again.
+"""vLLM on a pool: an engine reads a prefix that any engine of the cluster computed, instead of computing it again.
 
 Loaded by configuration alone:
 
     LLM(..., kv_transfer_config=kv_transfer_config("default"))
 
-`RayKVConnector` is vLLM's own `OffloadingConnector` over a `RayKVOffloadingSpec`: its manager, in the scheduler's
-process, asks the pool's directory; its worker copies between vLLM's KV tensors and this node's arena.
+`RayKVConnector` is vLLM's own `OffloadingConnector` with a `RayKVOffloadingSpec`. The spec's manager, in the
+scheduler's process, asks the pool's directory. Its worker copies between vLLM's KV tensors and this node's arena.
 
 A pool block is a chunk of `blocks_per_chunk` engine blocks: of each block in turn, its page of every KV tensor. By
-default a chunk has as many blocks as make 1 MiB; `blocks_per_chunk` beside `pool` sets another number, the same for all
-engines that are to share. With tensor or pipeline parallelism each rank has a part of every chunk, in the memory of the
-node that it runs on, and a chunk is a hit if the pool has all parts (see `ranks`). Layers that keep KV of another kind
-have chunks of their own (see `groups`). What a `kv_producer` has prefilled is stored to its last token (see `tail`).
+default a chunk has as many blocks as make 1 MiB. `blocks_per_chunk` in the configuration sets another number; engines
+that share must have the same. With tensor or pipeline parallelism each rank has a part of every chunk, in the memory of
+its node. A chunk is a hit if the pool has all parts (see `ranks`). Layers with another kind of KV have their own chunks
+(see `groups`). A `kv_producer` stores its prompts to the last token (see `tail`).
 """
 
 from __future__ import annotations
@@ -56,16 +56,16 @@ from raykv.integrations.vllm.worker.ranks import Cut, check_heads, cut, tell, to
 log = logging.getLogger("raykv")
 
 CHUNK_BYTES = 1 * MIB  # a pool block is at least this long: metadata costs the same for any length
-HOLD_S = 1.0  # after a reset that failed: no load begins, and the reset is tried again
-WITHOUT_KV = ("ngram", "suffix")  # speculative methods that have no layers of their own
+HOLD_S = 1.0  # no load begins for so long after a failed reset, so that it can be tried again
+WITHOUT_KV = ("ngram", "suffix")  # speculative methods without layers of their own
 WITHOUT = "or leave kv_transfer_config out"
 
 
 def kv_transfer_config(pool: str = "default", role: str = "kv_both") -> dict[str, Any]:
     """The value of vLLM's `kv_transfer_config` that attaches an engine to a pool. Returns a dict.
 
-    pool: its name. role: "kv_both" reads and stores; where prefill runs apart from decode, "kv_producer" prefills, and
-    stores prompts to the last token, and "kv_consumer" decodes: it stores nothing.
+    pool: its name. role: "kv_both" reads and stores. Where prefill and decode run apart, "kv_producer" prefills, and
+    stores prompts to the last token; "kv_consumer" decodes, and stores nothing.
     """
     register("RayKVConnector")
     return {
@@ -81,7 +81,7 @@ class RayKVConnector(Connector):  # type: ignore[misc]
     """vLLM's offloading connector on a raykv pool. A block that can't be loaded is computed."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
-        """ValueError for a version, hash, parallel shape or KV layout of vLLM that is not supported."""
+        """ValueError for a version, hash, parallel shape or KV layout of vLLM that raykv does not support."""
         check(vllm.__version__, vllm_config, kv_cache_config)
         _check_policy(vllm_config)
         _configure(vllm_config)
@@ -121,10 +121,10 @@ class RayKVConnector(Connector):  # type: ignore[misc]
         gpu_block_pool.reset_prefix_cache = noted
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: Any) -> None:
-        """Another connector's, inside of vLLM's MultiConnector."""
+        """Ignored: inside MultiConnector the metadata are another connector's."""
 
     def _place_ranks(self) -> None:
-        """What every worker has told, all of which have their memory by now: RuntimeError if one has not."""
+        """Take the places that the workers told; all have their memory by now. RuntimeError if one is missing."""
         scheduler, extra = self.connector_scheduler, self._kv_transfer_config.kv_connector_extra_config
         ranks = told(
             extra.get("pool", "default"),
@@ -173,9 +173,9 @@ class RayKVConnector(Connector):  # type: ignore[misc]
         return found, loads
 
     def _waits_for_adapter(self, request: Any, chain: Chain, computed: int) -> bool:
-        """Whether the request can't begin yet: the workers have not told what they have loaded.
+        """Whether the request can't begin yet, as the workers have not told which adapters they have loaded.
 
-        computed: tokens that vLLM's own cache has, which may be those of both weights while others go on.
+        computed: tokens in vLLM's own cache. Their KV may mix old and new weights while older requests go on.
         """
         if not self._adapters.answered(chain.question):
             return True
@@ -215,7 +215,7 @@ class RayKVConnector(Connector):  # type: ignore[misc]
         return super().request_finished_all_groups(request, block_ids)
 
     def _verify(self, step: Callable[..., None], *arguments: Any) -> None:
-        """Follow what blocks hold. Where that fails, no chunk is trusted any more, and the engine goes on without."""
+        """Follow the content of blocks. After an error the engine goes on without the pool: no chunk can be trusted."""
         if self._contents is None:
             return
         try:
@@ -226,7 +226,7 @@ class RayKVConnector(Connector):  # type: ignore[misc]
             self.connector_scheduler.manager.give_up()
 
     def _make_contents(self) -> Contents | None:
-        """What this engine's blocks hold, where that is to be verified."""
+        """The content of this engine's blocks, where `verify_tokens` is set; else None."""
         if not self._vllm_config.kv_transfer_config.kv_connector_extra_config["verify_tokens"]:
             return None
         config, statuses = self.connector_scheduler.config, self.connector_scheduler._req_status
@@ -234,9 +234,9 @@ class RayKVConnector(Connector):  # type: ignore[misc]
         return Contents(tokens, config.blocks_per_chunk, lambda request: statuses[request].req)
 
     def _go_on(self, status: Any, computed: int) -> None:
-        """A session's prompt has grown: vLLM tells all of its blocks anew, and keeps what it computed of the others.
+        """A session's prompt has grown. vLLM names all of its blocks again, and keeps the computed chunks before.
 
-        computed: tokens that it keeps. Its last answer's last token is dropped, and may have been hashed.
+        computed: tokens that it keeps. The last token of its last answer is dropped, though it may have been hashed.
         """
         config, context = self.connector_scheduler.config, status.req_context
         for group, state in zip(config.kv_group_configs, status.group_states, strict=True):
@@ -254,7 +254,7 @@ class RayKVConnector(Connector):  # type: ignore[misc]
                 continue
             scheduler.manager.on_load_failed(request_id)
             for state in status.group_states:
-                state.next_stored_chunk_idx = 0  # what is computed instead is to be stored
+                state.next_stored_chunk_idx = 0  # the computed chunks are to be stored
         super().update_connector_output(connector_output)
         if told := getattr(connector_output.kv_connector_worker_meta, "adapters", None):
             for name in self._adapters.tell(told):
@@ -262,7 +262,7 @@ class RayKVConnector(Connector):  # type: ignore[misc]
             self._name_adapters()
 
     def _forget_weights(self, name: str) -> None:
-        """An adapter has other weights: requests under way share nothing from now on, nor what they leave behind."""
+        """An adapter has other weights. Requests under way stop sharing, and so do their blocks in vLLM's cache."""
         statuses = self.connector_scheduler._req_status.values()
         begun = [it for it in statuses if it.req.lora_request and it.req.lora_request.lora_name == name]
         for status in begun:
@@ -271,14 +271,14 @@ class RayKVConnector(Connector):  # type: ignore[misc]
         self._own_cache.let_go(name, [it.req for it in begun if not it.req_context.get_state(Chain).trusted])
 
     def _name_adapters(self) -> None:
-        """Name requests' chunks by the weights that their adapters have, once the workers have told."""
+        """Name requests' chunks by the weights of their adapters, once the workers have told these."""
         for request_id in list(self._unnamed):
             status = self.connector_scheduler._req_status.get(request_id)
             if status is None or self._name_adapter(status):
                 self._unnamed.discard(request_id)
 
     def _name_adapter(self, status: Any) -> bool:
-        """Whether a request's chunks have their name now. What it computed before is stored then."""
+        """Whether a request's chunks have their names now. Chunks that were computed before are then stored."""
         chain = status.req_context.get_state(Chain)
         if not self._adapters.answered(chain.question):
             return False
@@ -288,7 +288,7 @@ class RayKVConnector(Connector):  # type: ignore[misc]
             return False
         chain.origin = chain.origin._replace(adapter=adapter)
         for group, state in zip(self.connector_scheduler.config.kv_group_configs, status.group_states, strict=True):
-            if group.sliding_window_size_in_chunks is None:  # a window has let go of blocks meanwhile
+            if group.sliding_window_size_in_chunks is None:  # a window may have freed blocks meanwhile
                 state.next_stored_chunk_idx = 0
         return True
 
@@ -297,7 +297,7 @@ class RayKVConnector(Connector):  # type: ignore[misc]
         return events.take() if events else []
 
     def _events(self) -> KVEvents | None:
-        """What this engine tells routers of the pool, if it is to tell them anything."""
+        """The KV events of this engine for routers; None where it publishes none."""
         config, scheduler = self._vllm_config.kv_events_config, self.connector_scheduler
         if config is None or not config.enable_kv_cache_events:
             return None
@@ -312,7 +312,7 @@ class RayKVConnector(Connector):  # type: ignore[misc]
         return KVEvents(lambda: manager.caches.get(group.group_idx, {}), sizes, config.buffer_steps // 2)
 
     def _tail_of(self, request: Any) -> Tail | None:
-        """Of its prompt, where prefill runs apart from decode, and all layers read all chunks."""
+        """The tail of the request's prompt, where prefill and decode run apart and all layers read all chunks."""
         config = self.connector_scheduler.config
         if self._role == "kv_both" or len(config.kv_group_configs) > 1:
             return None
@@ -320,7 +320,7 @@ class RayKVConnector(Connector):  # type: ignore[misc]
         return None if group.window else tail_of(request, group.tokens, config.tokens_per_hash, self._hash)
 
     def _store_tail(self, request_id: str, tokens: int) -> dict[int, Any]:
-        """A job by its id, if the prompt of a request ends among those tokens, which this step computes."""
+        """A job by its id, if the prompt of a request ends among the `tokens` that this step computes; else {}."""
         scheduler = self.connector_scheduler
         if (status := scheduler._req_status.get(request_id)) is None:
             return {}
@@ -332,7 +332,7 @@ class RayKVConnector(Connector):  # type: ignore[misc]
     # ------------------------------------------------------------------ worker
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """ValueError where the canonical layout was asked for, and pages do not lie head by head."""
+        """ValueError where the canonical layout was asked for, but pages do not lie head by head."""
         spec = self._kv_cache_config.kv_cache_groups[0].kv_cache_spec
         parts = _cut(self._vllm_config, self._kv_cache_config)
         if parts.by_heads:
@@ -356,14 +356,14 @@ class RayKVConnector(Connector):  # type: ignore[misc]
 
     def get_finished(self, finished_req_ids: set[str]) -> Any:
         worker = self.connector_worker.worker
-        # told by the scheduler: a forward context says nothing in vLLM's second model runner, which has left it by now
+        # the scheduler says it, as vLLM's second model runner has left its forward context by now
         worker.computes() if self._connector_metadata.computes else worker.pause()
         return super().get_finished(finished_req_ids)
 
 
 @dataclass
 class WorkerNews(OffloadingWorkerMetadata):  # type: ignore[misc]
-    """What workers tell the scheduler's side. adapters: by rank, what changed of those that it has loaded."""
+    """News of workers for the scheduler's side. adapters: by rank, changes of the loaded adapters."""
 
     adapters: dict[int, Told] = field(default_factory=dict)
 
@@ -372,7 +372,7 @@ class WorkerNews(OffloadingWorkerMetadata):  # type: ignore[misc]
 
 
 def most_loaded(scheduler: Any, status: Any, computed: int) -> int:
-    """Of how many leading tokens of a request vLLM loads KV at most. status: its state of the request."""
+    """How many leading tokens of a request vLLM may load. status: its state of the request."""
     allowed = load_limit(status)
     most = None if allowed is None else computed + allowed
     aligned = scheduler._mamba_align_size or 0
@@ -380,7 +380,7 @@ def most_loaded(scheduler: Any, status: Any, computed: int) -> int:
 
 
 def check(version: str, vllm_config: Any, kv_cache_config: Any) -> None:
-    """ValueError unless this engine can use a pool; it says which option to set."""
+    """ValueError unless this engine can use a pool; the text says which option to set."""
     check_version(version)
     algorithm = vllm_config.cache_config.prefix_caching_hash_algo
     if algorithm.startswith("xxhash"):
@@ -414,14 +414,14 @@ def check(version: str, vllm_config: Any, kv_cache_config: Any) -> None:
 
 
 def _name(vllm_config: Any) -> str:
-    """Of one start of an engine. A configuration may name its engine_id, and several engines may have that one."""
+    """A name of one start of an engine. The engine_id is not enough: several engines may have the same."""
     return f"{vllm_config.kv_transfer_config.engine_id}-{vllm_config.instance_id}"
 
 
 def _check_policy(vllm_config: Any) -> None:
-    """ValueError where vLLM would end a request whose load fails, which it does by default.
+    """ValueError where vLLM would end a request whose load fails, as it does by default.
 
-    Inside of MultiConnector the configuration of a connector is its own, and the scheduler reads the one around.
+    Inside MultiConnector each connector has its own configuration, but the scheduler reads the outer one.
     """
     around = getattr(get_current_vllm_config_or_none(), "kv_transfer_config", None)
     if around is None or around is vllm_config.kv_transfer_config:
@@ -434,9 +434,9 @@ def _check_policy(vllm_config: Any) -> None:
 
 
 def _why_computed(vllm_config: Any) -> str:
-    """Why an engine must compute every prefix, in words, if vLLM itself can't go on from one; else "".
+    """Why an engine must compute every prefix, as vLLM itself can't go on from one; "" if it can.
 
-    Where the user turned vLLM's prefix cache off, the pool may serve all the same.
+    Where only the user turned vLLM's prefix cache off, the pool may still serve.
     """
     model = vllm_config.model_config
     if vllm_config.cache_config.enable_prefix_caching:
@@ -449,22 +449,22 @@ def _why_computed(vllm_config: Any) -> str:
 
 
 def _configure(vllm_config: Any) -> None:
-    """Set the options of vLLM's offloading that the user need not know."""
+    """Set options of vLLM's offloading that the user need not know."""
     extra = vllm_config.kv_transfer_config.kv_connector_extra_config
     extra["spec_name"], extra["spec_module_path"] = RayKVOffloadingSpec.__name__, RayKVOffloadingSpec.__module__
-    extra["offload_prompt_only"] = False  # else the next turn of a chat never hits what was generated
+    extra["offload_prompt_only"] = False  # else a chat's next turn would never hit the generated part
     extra.setdefault("kv_events", extra.get("self_describing_kv_events", True))
-    extra["self_describing_kv_events"] = False  # vLLM's tracker: ours is KVEvents
+    extra["self_describing_kv_events"] = False  # vLLM's tracker; raykv has KVEvents
     extra["patience"] = patience_of(extra)
     if not isinstance(extra.setdefault("verify_tokens", False), bool):
         raise ValueError(
             f"verify_tokens={extra['verify_tokens']!r} in kv_connector_extra_config: set it to true or false"
         )
-    extra["sync_load_budget_bytes"] = 0  # vLLM can't compute what a load within a step does not bring
+    extra["sync_load_budget_bytes"] = 0  # vLLM can't compute the missing part of a load within a step
 
 
 def _identify(vllm_config: Any, kv_cache_config: Any) -> None:
-    """Set what engines must have in common to share blocks, and how many engine blocks make one of the pool's."""
+    """Set the identity by which engines share blocks, and how many engine blocks make a pool block."""
     extra = vllm_config.kv_transfer_config.kv_connector_extra_config
     parts = _cut(vllm_config, kv_cache_config)
     role = vllm_config.kv_transfer_config.kv_role
@@ -479,7 +479,7 @@ def _identify(vllm_config: Any, kv_cache_config: Any) -> None:
 
 
 def _cut(vllm_config: Any, kv_cache_config: Any) -> Cut:
-    """How this engine's chunks are cut in parts."""
+    """How this engine's chunks are cut into parts."""
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     groups, tensor = kv_cache_config.kv_cache_groups, parallel.tensor_parallel_size
     latent = all(is_latent(group.kv_cache_spec) for group in groups)
@@ -491,7 +491,7 @@ def _cut(vllm_config: Any, kv_cache_config: Any) -> Cut:
 
 
 def _block_bytes(vllm_config: Any, kv_cache_config: Any) -> int:
-    """Bytes of an engine's block on one rank; on each stage of a pipeline those of the shortest stage."""
+    """Bytes of an engine's block on one rank. With a pipeline, bytes on its shortest stage."""
     here = kv_cache_config.kv_cache_tensors[0].size // kv_cache_config.num_blocks
     stages = vllm_config.parallel_config.pipeline_parallel_size
     if stages == 1:

@@ -1,4 +1,4 @@
-"""Ray Serve's LLM applications on a pool: a request goes to the vLLM replica whose node holds its prompt's blocks.
+"""Ray Serve's LLM applications on a pool: a request goes to the vLLM replica whose node has its prompt's blocks.
 
 LLMConfig(
     model_loading_config={"model_id": "my-model", ...},
@@ -30,7 +30,7 @@ from raykv.integrations.vllm.connector import kv_transfer_config
 from raykv.integrations.vllm.serve_llm import register
 
 ROUTED = "RoutedConnector"
-register(ROUTED)  # here too, since of an application in YAML only the router is imported before its engines start
+register(ROUTED)  # here too: with an application in YAML only the router is imported before the engines start
 
 
 def routed_config(pool: str = "default") -> dict[str, Any]:
@@ -43,8 +43,8 @@ def routed_config(pool: str = "default") -> dict[str, Any]:
 class VLLMPrefixRouter(PrefixRouter):
     """A PrefixRouter for OpenAI requests: completions with one prompt, and chats of text.
 
-    Prompts are tokenized here as the engine does it, with the model's tokenizer and chat template. Requests with
-    images or several prompts are Serve's to place. Those for a LoRA adapter go to replicas that have loaded it.
+    It tokenizes prompts like the engine, with the model's tokenizer and chat template. Ray Serve places requests with
+    images or several prompts. Requests for a LoRA adapter go to replicas that have loaded it.
     request_router_kwargs: `model` is LLMConfig's model_id, and `pool`.
     """
 
@@ -60,9 +60,9 @@ class VLLMPrefixRouter(PrefixRouter):
 
 
 def prompt_keys(body: Any, announced: dict[str, Any]) -> NDArray[np.uint8]:
-    """Keys of an OpenAI request's prompt, (chunks, 16) uint8, as its engine's connector has them.
+    """Keys of an OpenAI request's prompt, (chunks, 16) uint8, equal to those of the engine's connector.
 
-    body: the request. announced: what the engine told. Raises ValueError for a request without one prompt.
+    body: the request. announced: by the engine. ValueError for a request without exactly one prompt.
     """
     token_ids = _token_ids(body, announced)
     hashes = block_hashes(token_ids, announced, getattr(body, "cache_salt", None))
@@ -72,7 +72,7 @@ def prompt_keys(body: Any, announced: dict[str, Any]) -> NDArray[np.uint8]:
 
 
 def block_hashes(token_ids: list[int], announced: dict[str, Any], salt: str | None = None) -> list[bytes]:
-    """vLLM's own hashes of a prompt's full blocks. announced: what the engine told. salt: the request's cache_salt."""
+    """vLLM's own hashes of a prompt's full blocks. announced: by the engine. salt: the request's cache_salt."""
     function, size = get_hash_fn_by_name(announced["hash_algorithm"]), announced["hash_tokens"]
     hashes, parent, lora = [], function(announced["hash_seed"]), announced.get("lora")
     adapter = LoRARequest(lora["name"], 1, lora["path"]) if lora else None
@@ -85,7 +85,7 @@ def block_hashes(token_ids: list[int], announced: dict[str, Any], salt: str | No
 
 
 def _token_ids(body: Any, announced: dict[str, Any]) -> list[int]:
-    """ValueError for a request without one prompt of text or token ids."""
+    """ValueError for a request without exactly one prompt of text or token ids."""
     tokenizer = _tokenizer(announced["tokenizer"], announced["tokenizer_revision"], announced["trust_remote_code"])
     if messages := getattr(body, "messages", None):
         return tokenizer.apply_chat_template(  # type: ignore[no-any-return]
@@ -106,7 +106,7 @@ def _token_ids(body: Any, announced: dict[str, Any]) -> list[int]:
 
 
 def _text(content: Any) -> Any:
-    """A message's text, whether it came whole or in parts."""
+    """A message's text, which came whole or in parts. ValueError for parts other than text."""
     if not isinstance(content, list):
         return content
     if any(part.get("type") != "text" for part in content):

@@ -1,24 +1,24 @@
-"""What ray.serve.llm is to know of our connectors. Without it its engines warn of one that they do not support."""
+"""Registers our connectors with ray.serve.llm. Otherwise its engines warn of an unsupported connector."""
 
 import contextlib
 import sys
 
 CATEGORY = "kv_connector_backend"
-# our engines find one another by the pool: nothing to set up in a replica, no ports, no peers
+# our engines find one another through the pool: a replica needs no ports and no peers
 BACKEND = "ray.llm._internal.serve.engines.vllm.kv_transfer.base:DefaultConnectorBackend"
 
 
 def register(connector: str) -> None:
-    """Register a connector with ray.serve.llm, for all processes of this cluster, or of the one joined next.
+    """Register a connector with ray.serve.llm, for all processes of this cluster, or of the next cluster joined.
 
     connector: its name in `kv_transfer_config`. Does nothing in a process that has not imported ray.serve.llm.
     """
-    if "ray.llm._internal.serve" not in sys.modules:  # not imported here, since it takes over the process's log
+    if "ray.llm._internal.serve" not in sys.modules:  # never imported here, as it takes over the process's log
         return
     from ray.llm._internal.serve.engines.vllm.kv_transfer.factory import KVConnectorBackendFactory
     from ray.llm._internal.serve.utils.registry import ComponentRegistry
 
-    if ComponentRegistry(CATEGORY).contains(connector):  # a new one: it asks Ray, and has nothing of another cluster
+    if ComponentRegistry(CATEGORY).contains(connector):  # this new object asks Ray, and has nothing of another cluster
         return
     with contextlib.suppress(ValueError):  # another process was faster
         KVConnectorBackendFactory.unregister_backend(connector)

@@ -1,4 +1,4 @@
-"""What vLLM makes a connector's manager and worker by: the caches of the pool that an engine's chunks are in."""
+"""How vLLM makes a connector's manager and worker, with the pool's caches for an engine's chunks."""
 
 from typing import Any
 
@@ -12,10 +12,10 @@ from raykv.integrations.vllm.worker.worker import RayKVWorker, pages_of
 
 
 class RayKVOffloadingSpec(OffloadingSpec):  # type: ignore[misc]
-    """A cache of the pool for each part of an engine's chunks: what a rank has of them."""
+    """Makes a cache of the pool for each part of an engine's chunks."""
 
     def __init__(self, config: Any) -> None:
-        """config: vLLM's, with what `RayKVConnector` added to its extra configuration."""
+        """config: vLLM's; `RayKVConnector` has extended its extra configuration."""
         super().__init__(config)
         self._pool = self.extra_config.get("pool", "default")
         self._arguments: dict[str, Any] = self.extra_config["cache"]
@@ -35,7 +35,7 @@ class RayKVOffloadingSpec(OffloadingSpec):  # type: ignore[misc]
         return self._manager
 
     def get_worker(self, kv_caches: Any) -> RayKVWorker:
-        """This rank's side, with the memory of the node that it runs on: its GPU's, if that has a tier.
+        """This rank's side, with the memory of its node, or of its GPU if the GPU has a tier.
 
         kv_caches: vLLM's KV tensors. Made at the first call.
         """

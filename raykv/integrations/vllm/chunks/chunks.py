@@ -1,4 +1,4 @@
-"""What vLLM's scheduler tells its workers of a request's chunks: which to load, from where, and which to store."""
+"""What vLLM's scheduler tells its workers about a request's chunks: where to load from, and what to store."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from raykv.integrations.vllm.identity.adapters import Adapter
 
 
 class Origin(NamedTuple):
-    """Where a request comes from: vLLM's id of it, of its caller the trace headers and the salt, and the LoRA adapter
-    that it asks for, once the workers have told which weights that has (see `adapters`)."""
+    """Where a request comes from: vLLM's id of it, its caller's trace headers, its salt, and its LoRA adapter.
+
+    adapter: None until the workers have told the adapter's weights (see `adapters`).
+    """
 
     id: str
     headers: Mapping[str, str] | None = None
@@ -23,14 +25,14 @@ class Origin(NamedTuple):
 
     @property
     def weights(self) -> bytes:
-        """What makes an adapter's keys its own."""
+        """Digest of the adapter's weights, which makes its keys its own; b"" without an adapter."""
         return self.adapter.weights if self.adapter else b""
 
 
 class PartToLoad(NamedTuple):
-    """A part of a group's chunks that are leased, for the rank that reads it.
+    """Leased chunks of a group, one part of them, for the rank that reads it.
 
-    group: its place among vLLM's. number: of the part, among those that the rank has. away: some are on other nodes.
+    group: its index in vLLM's order. number: index of the part among the rank's parts. away: some are on other nodes.
     """
 
     group: int
@@ -41,7 +43,7 @@ class PartToLoad(NamedTuple):
 
 @dataclass
 class ChunksToLoad(LoadStoreSpec):  # type: ignore[misc]
-    """Where chunks lie. ranks: by rank, the parts that it reads. origin: of the request. digests: see ChunksToStore."""
+    """Where the chunks are. ranks: by rank, the parts to read. origin: of the request. digests: as in ChunksToStore."""
 
     ranks: list[list[PartToLoad]]
     origin: Origin
@@ -49,9 +51,9 @@ class ChunksToLoad(LoadStoreSpec):  # type: ignore[misc]
 
 
 class ChunksOfGroup(NamedTuple):
-    """Chunks that the workers are to offer. keys: by part, as bytes. position: of the first in its chain.
+    """Chunks of a group for the workers to store. keys: by part, as bytes. position: the first chunk's, in its chain.
 
-    tail: of a prompt's tail, the engine's blocks that it is in: fewer than fill a chunk, or as many.
+    tail: how many engine blocks a prompt's tail is in; at most a chunk's. 0: no tail.
     """
 
     keys: dict[int, bytes]
@@ -61,9 +63,9 @@ class ChunksOfGroup(NamedTuple):
 
 @dataclass
 class ChunksToStore(LoadStoreSpec):  # type: ignore[misc]
-    """Chunks that the workers are to offer, by group. salt, adapter: of the request's origin.
+    """Chunks for the workers to store, by group. salt, adapter: of the request's origin.
 
-    digests: by group, of what each of its chunks holds (see `contents`); none where that is not verified, or unknown.
+    digests: by group, of each chunk's content (see `contents`). A group without an entry is unknown or not verified.
     """
 
     groups: dict[int, ChunksOfGroup]

@@ -1,8 +1,8 @@
 """What the blocks of an engine hold, and what a request's chunks must hold: the guard of `verify_tokens`.
 
-Keys say what a chunk should be. This follows, step by step, what vLLM's scheduler has computed into which block, and
-gives each chunk that is stored a digest of that. A reader compares it with a digest of its own tokens. Where a fault
-puts a chunk under another one's key, the two digests differ, and the chunk is a miss.
+Keys say what a chunk should be. This module follows each step of vLLM's scheduler and records what was computed into
+which block. Each stored chunk gets a digest of that content. A reader compares the digest with that of its own tokens.
+If a bug stores a chunk under the key of another chunk, the digests differ, and the chunk is a miss.
 """
 
 from __future__ import annotations
@@ -22,8 +22,10 @@ DIGEST_BYTES = 8
 
 @dataclass
 class Table:
-    """A request's blocks, by group. told: tokens whose blocks are known. last: by group, how many blocks are known, and
-    the digest of the last."""
+    """A request's blocks, by group. told: number of tokens whose blocks are known.
+
+    last: by group, the number of known blocks, and the digest of the last.
+    """
 
     blocks: dict[int, list[int]]
     told: int
@@ -31,23 +33,23 @@ class Table:
 
 
 class Contents:
-    """For the scheduler's side. A digest of a block is of its tokens, and of all before them."""
+    """On the scheduler's side. The digest of a block covers its tokens and all tokens before."""
 
     def __init__(self, tokens: dict[int, int], per_chunk: int, request_of: Callable[[str], Any]) -> None:
         """tokens: of a block, by group, in vLLM's order. per_chunk: blocks of a chunk. request_of: vLLM's, by id."""
         self._tokens, self._per_chunk, self._request_of = tokens, per_chunk, request_of
-        self._held: dict[int, bytes] = {}  # by block
+        self._held: dict[int, bytes] = {}  # digests by block
         self._tables: dict[str, Table] = {}
-        self._left: dict[str, dict[int, bytes]] = {}  # what finished requests held, until their last jobs are made
-        self._asked: dict[str, int] = {}  # by request that waits, tokens that vLLM's own cache has
-        self._loaded: set[str] = set()  # requests whose prefix was loaded here, not by another connector
+        self._left: dict[str, dict[int, bytes]] = {}  # by finished request, until its last jobs are made
+        self._asked: dict[str, int] = {}  # by waiting request: tokens in vLLM's own cache
+        self._loaded: set[str] = set()  # requests whose prefix this connector loaded, not another connector
 
     def ask(self, request: str, computed: int) -> None:
-        """A request is about to begin, or to begin again. computed: its tokens in vLLM's own cache."""
+        """A request is about to begin or resume. computed: its tokens in vLLM's own cache."""
         self._asked[request] = computed
 
     def follow(self, output: Any) -> None:
-        """vLLM has scheduled a step. output: what it tells its workers."""
+        """vLLM has scheduled a step. output: its message to the workers."""
         begin = {}
         for preempted in getattr(output, "preempted_req_ids", None) or ():
             self._tables.pop(preempted, None)
@@ -66,7 +68,7 @@ class Contents:
             self._write(request, begin[request], begin[request] + count)
 
     def finish(self, request: Any) -> None:
-        """A request is done, and vLLM is about to free its blocks. Its last chunks are stored in the next step."""
+        """A request is done. vLLM frees its blocks next, and its last chunks are stored in the next step."""
         self._asked.pop(request.request_id, None)
         self._loaded.discard(request.request_id)
         table = self._tables.get(request.request_id)
@@ -78,7 +80,7 @@ class Contents:
         self._left[request.request_id] = {block: self._held[block] for block in blocks if block in self._held}
 
     def note(self, meta: Any) -> None:
-        """Give the jobs of a step their digests."""
+        """Add digests to the jobs of a step."""
         for job in meta.store_jobs.values():
             self._note_stored(job, self._left.get(job.req_id, self._held))
         for job in meta.load_jobs.values():
@@ -88,7 +90,7 @@ class Contents:
     # ------------------------------------------------------------------ what blocks hold
 
     def _go_on(self, request: str, blocks: Any, computed: int, resumed: bool) -> None:
-        """blocks: by group, those that a request got; all that it has if it was `resumed`."""
+        """blocks: by group, a request's new blocks; all of its blocks if it was `resumed`."""
         if resumed:
             self._begin(request, blocks, computed)
             return
@@ -96,7 +98,7 @@ class Contents:
             of_group += blocks[group] if blocks else ()
 
     def _begin(self, request: str, blocks: Any, computed: int) -> None:
-        """blocks: all that a request has, by group. What another connector brought of its prefix is not known."""
+        """blocks: all blocks of a request, by group. Blocks that another connector loaded have unknown content."""
         self._tables[request] = Table({group: list(blocks[group]) for group in self._tokens}, computed)
         known = self._asked.pop(request, computed)
         if request in self._loaded:
@@ -107,7 +109,7 @@ class Contents:
                 self._held.pop(block, None)
 
     def _write(self, name: str, start: int, stop: int) -> None:
-        """A step computes these tokens of a request. Those at the end may be guesses, which a later step tells."""
+        """A step computes tokens [start, stop) of a request. The last may be guesses, which a later step settles."""
         table, request = self._tables[name], self._request_of(name)
         known, start = min(stop, request.num_tokens), min(start, table.told)
         for group, tokens in self._tokens.items():
@@ -124,21 +126,21 @@ class Contents:
         table.told = known
 
     def _up_to(self, request: Any, group: int, blocks: list[int], count: int) -> bytes:
-        """Of a request's first blocks. Where vLLM has let go of the last one nobody reads that: its tokens count."""
+        """The digest of a request's first `count` blocks; from its tokens where vLLM freed the last of these blocks."""
         if count and blocks[count - 1]:
             return self._held.get(blocks[count - 1], b"")
         *_, digest = self._chain(request, group, count * self._tokens[group])
         return digest
 
     def _chain(self, request: Any, group: int, stop: int) -> Iterator[bytes]:
-        """By a request's tokens before `stop`: what stands before its blocks, then a digest of each."""
+        """For a request's tokens before `stop`: the digest before the first block, then that of each block."""
         digest, tokens = _seed(request, group), self._tokens[group]
         yield digest
         for first in range(0, stop, tokens):
             yield (digest := _next(digest, request, first, min(stop, first + tokens)))
 
     def _hold(self, block: int, digest: bytes | None) -> None:
-        if block and digest:  # 0 is nobody's
+        if block and digest:  # block 0 belongs to nobody
             self._held[block] = digest
         else:
             self._held.pop(block, None)
@@ -146,7 +148,7 @@ class Contents:
     # ------------------------------------------------------------------ jobs
 
     def _note_stored(self, job: Any, held: Mapping[int, bytes]) -> None:
-        """What the job's blocks hold. Nothing for a group with a block of which that is not known."""
+        """Add the digests of a job's chunks. A group with a block of unknown content gets none."""
         chunks: ChunksToStore = job.dst_spec
         for place, (group, first, blocks) in enumerate(self._runs(job.src_spec)):
             offered = chunks.groups.get(place)
@@ -155,13 +157,13 @@ class Contents:
             found = [held.get(block, b"") for block in blocks]
             if offered.tail:
                 found[-1] = self._end_of_prompt(job.req_id, group, found)
-            before = -first % self._per_chunk  # blocks of a chunk that begins before them, which is left out
+            before = -first % self._per_chunk  # blocks of a chunk that begins before them; that chunk is left out
             if found[before:] and all(found[before:]):
                 left_out = bytes(DIGEST_BYTES) if before else b""
                 chunks.digests[place] = left_out + _of_chunks(found[before:], self._per_chunk)
 
     def _end_of_prompt(self, name: str, group: int, found: list[bytes]) -> bytes:
-        """Of the block that a prompt ends in. found: of the blocks up to it."""
+        """Digest of the block in which a prompt ends. found: of the blocks up to there."""
         tokens, request = self._tokens[group], self._request_of(name)
         stop = request.num_prompt_tokens
         number = stop // tokens
@@ -171,7 +173,7 @@ class Contents:
         return before and _next(before, request, number * tokens, stop)
 
     def _note_loaded(self, job: Any) -> None:
-        """What the request expects. Its blocks hold that when the job is done, or are computed."""
+        """Add the digests that the request expects. After the job its blocks have this content, or are computed."""
         chunks, request = job.src_spec, self._request_of(job.req_id)
         self._loaded.add(job.req_id)
         for place, (group, first, blocks) in enumerate(self._runs(job.dst_spec)):
@@ -187,7 +189,7 @@ class Contents:
             chunks.digests[place] = _of_chunks(digests[first // per_chunk * per_chunk :], per_chunk)
 
     def _runs(self, spec: Any) -> list[tuple[int, int, list[int]]]:
-        """Of each group, in vLLM's order: what keys call it, the number of its first block, and its blocks."""
+        """For each group in vLLM's order: its index in keys, the number of its first block, and its blocks."""
         ids, found, begin = spec.block_ids.tolist(), [], 0
         for group, size, first in zip(self._tokens, spec.group_sizes, spec.block_indices, strict=True):
             found.append((group, first, ids[begin : begin + size]))
@@ -196,18 +198,18 @@ class Contents:
 
 
 def _of_chunks(blocks: list[bytes], per_chunk: int) -> bytes:
-    """Digests of chunks, of which the last may not be full, by those of their blocks."""
+    """Digests of chunks from those of their blocks. The last chunk may not be full."""
     return b"".join(_digest(*blocks[first : first + per_chunk]) for first in range(0, len(blocks), per_chunk))
 
 
 def _seed(request: Any, group: int) -> bytes:
-    """What stands before a request's tokens."""
+    """The digest before a request's first token."""
     adapter = request.lora_request.lora_name if request.lora_request else ""
     return _digest(b"%d" % group, (request.cache_salt or "").encode(), adapter.encode())
 
 
 def _next(before: bytes, request: Any, first: int, stop: int) -> bytes:
-    """Of tokens [first, stop) of a request, after what was before."""
+    """Digest of tokens [first, stop) of a request, after the digest `before`."""
     images = [
         f"{image.identifier}@{image.mm_position.offset}"
         for image in request.mm_features or ()
@@ -224,7 +226,7 @@ def _bytes_of(tensor: Any) -> bytes:
 
 
 def mixed(digests: bytes, weights: bytes) -> bytes:
-    """The digests, of chunks that an adapter of these weights has computed."""
+    """The digests of chunks that an adapter with these weights has computed."""
     if not weights:
         return digests
     return b"".join(_digest(digests[at : at + DIGEST_BYTES], weights) for at in range(0, len(digests), DIGEST_BYTES))

@@ -1,9 +1,9 @@
 """The tail of a prompt: its last tokens, which do not fill a chunk of the pool.
 
-Where prefill runs apart from decode, what one engine has prefilled is read by another to its last token. So the tail is
-in the pool too, under a key that says how many tokens it has, as a chunk which is filled in part: whoever reads it has
-asked for as many tokens, and takes nothing after them for KV. vLLM hashes full blocks only, and offloads full chunks:
-here it is told of one chunk more, for as long as it looks at a request's.
+Where prefill and decode run apart, the decode engine reads the prompt to its last token. So the pool has the tail too,
+as a partly filled chunk. Its key says how many tokens it has: a reader asks for exactly these, and uses nothing after
+them. vLLM hashes full blocks only, and offloads full chunks only. So its scheduler is shown one extra chunk while it
+looks at a request's chunks.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys, hash_blo
 from vllm.v1.kv_offload.base import GPULoadStoreSpec, make_offload_key
 
 Hash = Callable[[Any], bytes]
-LIMITS = ("max_load_tokens", "max_offload_tokens")  # of a request, in its kv_transfer_params
+LIMITS = ("max_load_tokens", "max_offload_tokens")  # keys in a request's kv_transfer_params
 
 
 class Tail(NamedTuple):
-    """A prompt's, of tokens [start, stop). key: as vLLM names a chunk. number: of the chunk that it would fill."""
+    """The tail of a prompt: tokens [start, stop). key: in vLLM's form for a chunk. number: of the chunk it begins."""
 
     key: bytes
     number: int
@@ -31,9 +31,10 @@ class Tail(NamedTuple):
     stop: int
 
     def is_next(self, computed: int, found: int, block_tokens: int) -> bool:
-        """Whether to ask for it. computed: tokens that an engine has. found: by the pool, after those.
+        """Whether to ask for the tail. computed: tokens that the engine has. found: tokens after those that the pool
+        has.
 
-        What is shorter than a block of the engine's, and not the end of a longer load, is computed as soon as loaded.
+        A tail shorter than an engine block, and not the end of a longer load, is computed as fast as it is loaded.
         """
         if not self.start <= computed + found < self.stop - 1:
             return False
@@ -41,9 +42,10 @@ class Tail(NamedTuple):
 
 
 def tail_of(request: Any, chunk_tokens: int, block_tokens: int, function: Hash) -> Tail | None:
-    """The tail of a request's prompt; None where it is worth nothing, or the request limits what is transferred.
+    """The tail of a request's prompt; None where it is not worth a transfer, or the request limits its transfers.
 
-    block_tokens: of what vLLM hashes. function: that it hashes by. One token is worth nothing: the last is computed.
+    block_tokens: of a block that vLLM hashes. function: vLLM's hash. A tail of one token is useless: the last token is
+    always computed.
     """
     stop = request.num_prompt_tokens
     number, tokens = divmod(stop, chunk_tokens)
@@ -71,9 +73,9 @@ def as_chunk(tail: Tail, status: Any) -> Iterator[None]:
 
 
 def store_job(tail: Tail, status: Any, scheduler: Any) -> dict[int, TransferJob]:
-    """Have vLLM's scheduler know of a job that stores the tail of a request, which this step computes.
+    """Register a job with vLLM's scheduler that stores the tail of a request, which this step computes.
 
-    status: its state of the request. Returns the job for the workers, by its id; none where nothing is stored.
+    status: the scheduler's state of the request. Returns the workers' job by id; {} where nothing is stored.
     """
     config = scheduler.config.kv_group_configs[0]
     first, last = tail.start // config.tokens_per_block, -(-tail.stop // config.tokens_per_block)

@@ -1,1 +1,1 @@
-"""What routers are told of the chunks in the pool."""
+"""KV events: what routers learn about chunks in the pool."""

@@ -1,8 +1,9 @@
-"""vLLM's KV events for what the pool holds: routers learn from an engine which prefixes it can read instead of compute.
+"""vLLM's KV events for chunks in the pool: they tell routers which prefixes an engine can read instead of compute.
 
-An engine publishes the chunks that it stored, or read, once the directory says that the pool has them, and removes them
-when it says that they are gone. A thread asks it; the scheduler's loop only takes what is ready. vLLM's own tracker of
-such events stays off: it keeps every chunk's tokens as Python objects, and tells no chunk again.
+An engine publishes the chunks that it stored or read once the directory says that the pool has them. It removes them
+when the directory says that they are gone. A thread asks the directory, and the scheduler's loop only takes finished
+events. vLLM's own tracker of such events stays off: it keeps every chunk's tokens as Python objects, and never repeats
+an event.
 """
 
 from __future__ import annotations
@@ -29,26 +30,26 @@ from raykv.protocol.clients import Stored
 
 log = logging.getLogger("raykv")
 
-BLOCKS_PER_S = 10_000  # engine blocks that are told to be stored or removed, at most; what is over waits
-BURST_BLOCKS = 1000  # in one step
-READY_BLOCKS = 4 * BURST_BLOCKS  # that wait as events, about; what is over waits in Published, which is smaller
-CHANGES = 256  # that are made events at a time
+BLOCKS_PER_S = 10_000  # engine blocks in events, stored or removed, at most; the rest waits
+BURST_BLOCKS = 1000  # blocks in the events of one step
+READY_BLOCKS = 4 * BURST_BLOCKS  # blocks in waiting events, about; the rest waits in Published, which needs less memory
+CHANGES = 256  # that become events at a time
 REMOVED_AT_ONCE = 512  # blocks of one event, about
-KEYS_ASKED = 4096  # of the directory at a time, of all parts: it answers in about 0.1 ms
-ASK_S = 1.0  # between two questions for chunks that are only to be there still, while the engine steps
+KEYS_ASKED = 4096  # of the directory at a time, over all parts: it answers in about 0.1 ms
+ASK_S = 1.0  # between two checks that published chunks are still there, while the engine steps
 UNANSWERED_S = 1.0  # after a question that the directory did not answer
-KEEP_AWAKE_S = 0.5  # for an engine with nothing to compute to step on, and tell what it stored last
-REFRESH_S = 600.0  # after which a chunk is told again
+KEEP_AWAKE_S = 0.5  # an engine with nothing to compute goes on stepping so long, to publish its last chunks
+REFRESH_S = 600.0  # after which a chunk is published again
 
 
 class Prompt(NamedTuple):
-    """A request, whose tokens and hashes its chunks' events are made of. What is computed of both stays."""
+    """A request, for the tokens and hashes in its chunks' events. They do not change once computed."""
 
     request: Any
 
 
 class Sizes(NamedTuple):
-    """In tokens: a chunk of the pool, a block of the engine, and what vLLM hashes at a time. kind: of attention."""
+    """In tokens: a chunk of the pool, a block of the engine, and a block that vLLM hashes. kind: of attention."""
 
     chunk: int
     block: int
@@ -57,7 +58,7 @@ class Sizes(NamedTuple):
 
 
 class Offer(NamedTuple):
-    """Chunks of a request that the pool was given, or had: vLLM's keys, and their numbers in the request."""
+    """A request's chunks that the pool got or had: vLLM's keys, and numbers in the request."""
 
     keys: list[bytes]
     numbers: list[int | None]
@@ -65,7 +66,7 @@ class Offer(NamedTuple):
 
 
 class Ready(NamedTuple):
-    """Events of one step, how many blocks they tell of, and whether they are no repetition."""
+    """Events of one step, the number of their blocks, and whether they are no repetition."""
 
     events: tuple[Any, ...]
     blocks: int
@@ -73,19 +74,19 @@ class Ready(NamedTuple):
 
 
 class KVEvents:
-    """What routers are told of an engine's part in a pool. One thread asks the directory, and makes events.
+    """The KV events of one engine about a pool. One thread asks the directory, and makes the events.
 
-    `offer`, `reset`, `take` and `pending` are for the scheduler's loop, and wait for nothing.
+    The scheduler's loop calls `offer`, `reset`, `take` and `pending`, which never wait.
     """
 
     def __init__(self, caches: Callable[[], Mapping[int, KVCache]], sizes: Sizes, refresh_steps: int) -> None:
-        """caches: by part, those in use now. refresh_steps: after so many steps of the engine a chunk is told again."""
+        """caches: those in use now, by part. refresh_steps: engine steps after which a chunk is published again."""
         self._caches, self._sizes = caches, sizes
         self._offers: SimpleQueue[Offer | None] = SimpleQueue()  # None: a reset
-        self._published = Published(REFRESH_S, refresh_steps)  # the thread's
+        self._published = Published(REFRESH_S, refresh_steps)  # used by the thread only
         self._ready: deque[Ready] = deque()
         self._made = self._made_news = 0  # blocks, and events that are no repetition; the thread counts
-        self._taken = self._taken_news = 0  # of them, the loop's
+        self._taken = self._taken_news = 0  # the same, counted by the loop
         self._works = self._full = False
         self._answers = True
         self._steps, self._allowed = 0, 0.0
@@ -97,18 +98,18 @@ class KVEvents:
     # ------------------------------------------------------------------ the scheduler's
 
     def offer(self, keys: list[bytes], numbers: list[int | None], prompt: Prompt) -> None:
-        """Routers are to know of these chunks once the pool has them. numbers: None: no chunk of it."""
+        """Publish these chunks once the pool has them. A number of None: not a chunk of the request."""
         self._awake_until = time.monotonic() + KEEP_AWAKE_S
         self._offers.put(Offer(keys, numbers, prompt))
         self._bell.ring()
 
     def reset(self) -> None:
-        """Nothing of what was told is to be had from now on."""
+        """Withdraw everything that was published."""
         self._offers.put(None)
         self._bell.ring()
 
     def take(self) -> list[Any]:
-        """vLLM's events of this step. Called once a step."""
+        """vLLM's events of this step. vLLM calls it once a step."""
         now = time.monotonic()
         self._steps += 1
         events = self._take(now) if self._ready else []
@@ -131,7 +132,7 @@ class KVEvents:
 
     @property
     def pending(self) -> bool:
-        """Whether an engine that has nothing to compute is to step on: events are taken in steps."""
+        """Whether an engine without work must go on stepping, so that events are taken."""
         if self._made_news > self._taken_news:
             return True
         waits = self._works or self._published.waits or not self._offers.empty()
@@ -152,7 +153,7 @@ class KVEvents:
             self._works = True
             try:
                 pause = self._work(time.monotonic())
-            except Exception:  # routers know less: no reason to end an engine
+            except Exception:  # routers know less, but the engine goes on
                 log.exception("no KV events of the pool")
                 pause = None
             self._works = False
@@ -191,7 +192,7 @@ class KVEvents:
                     self._published.offer(key, msgpack.encode(event), now)
 
     def _ask(self, chunks: Sequence[bytes]) -> Stored | None:
-        """Which chunks the pool has, all parts of them. None where that can't be said now."""
+        """Which chunks the pool has, with all parts. None where the directory can't say now."""
         hashes, found = [get_offload_block_hash(chunk) for chunk in chunks], np.ones(len(chunks), np.uint8)
         epochs = set()
         for cache in self._caches().values():
@@ -211,7 +212,7 @@ class KVEvents:
 
 
 def stored_event(request: Any, number: int, sizes: Sizes, group: int) -> BlockStored:
-    """Of a chunk of a request: as vLLM publishes blocks of its own memory, but for the medium."""
+    """The event for a chunk of a request, in the form of vLLM's own blocks except for the medium."""
     start, stop = number * sizes.chunk, (number + 1) * sizes.chunk
     first, last, a_block = start // sizes.hash, stop // sizes.hash, sizes.block // sizes.hash
     extra = [
@@ -233,12 +234,12 @@ def stored_event(request: Any, number: int, sizes: Sizes, group: int) -> BlockSt
 
 
 def events_of(changes: Sequence[Change]) -> Iterator[tuple[Any, ...]]:
-    """vLLM's events of changes, in their order: each tuple's in one step. Removals in a row are one."""
+    """vLLM's events for changes, in order; a tuple's events go into one step. Adjacent removals share an event."""
     removed: dict[int | None, list[Any]] = {}
     for change in changes:
         stored = msgpack.decode(change.event, type=BlockStored)
         blocks = stored.block_hashes * change.removed
-        if change.stored:  # who does not count forgets it in between
+        if change.stored:  # a router that does not count forgets the block in between
             yield from _removals(removed)
             yield (*(_removal(blocks, stored.group_idx) for _ in blocks[:1]), stored)
         else:

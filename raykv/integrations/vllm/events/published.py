@@ -1,7 +1,7 @@
-"""Which chunks routers were told of, and what they are to be told next. No vLLM, no clock and no I/O.
+"""Which chunks were announced to routers, and what to announce next. No vLLM, no clock and no I/O.
 
-Routers count KV events: to them a block is gone when it was removed as often as it was stored. So it is known how often
-a chunk was told, and it goes with as many removals, which say nothing new to those that do not count.
+Routers count KV events: they drop a block after as many removals as announcements. So this module remembers how often
+each chunk was announced, and removes it that often. To a router that does not count, extra removals say nothing new.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ from collections.abc import Sequence
 from itertools import islice, takewhile
 from typing import NamedTuple
 
-CHUNKS = 1 << 17  # that routers know of, about 2 KB each; of more, those told longest ago are withdrawn
-OFFERED_S = 5.0  # for a chunk that was offered to appear in the pool
-AGAIN_S = 0.05  # between two questions for chunks that were offered
-ABSENT_S = 2.0  # between two questions after which an absent chunk is gone: a node store may have been restarted
-SETTLE_S = 15.0  # for a new directory to learn what the nodes have
-REPEATS = 8  # that a chunk was told before it is told afresh
+CHUNKS = 1 << 17  # that routers know, about 2 KB each; beyond, those announced longest ago are withdrawn
+OFFERED_S = 5.0  # for an offered chunk to appear in the pool
+AGAIN_S = 0.05  # between two questions about offered chunks
+ABSENT_S = 2.0  # after so long an absent chunk is gone; before, a node store may have been restarted
+SETTLE_S = 15.0  # for a new directory to learn which blocks the nodes have
+REPEATS = 8  # after so many announcements a chunk is removed and announced again
 
 
 class Told(NamedTuple):
-    """A chunk that routers know of: its event, how often they were told, and when and at which step last."""
+    """A chunk that routers know: its event, number of announcements, and time and step of the last one."""
 
     event: bytes
     times: int
@@ -29,7 +29,7 @@ class Told(NamedTuple):
 
 
 class Change(NamedTuple):
-    """What routers are to be told of a chunk: that it is removed, so many times, and then that it is stored, or not."""
+    """The next events about a chunk: first `removed` removals, then, if `stored`, an announcement."""
 
     event: bytes
     removed: int
@@ -37,47 +37,47 @@ class Change(NamedTuple):
 
 
 class Published:
-    """Chunks by vLLM's hash. For one thread. Every call takes the time as `now`, in seconds of any monotonic clock."""
+    """Chunks by vLLM's hash. For one thread. `now`: seconds of any monotonic clock."""
 
     def __init__(self, refresh_s: float, refresh_steps: int, chunks: int = CHUNKS) -> None:
-        """refresh_s, refresh_steps: after so much time, or so many steps of the engine, a chunk is told again."""
+        """refresh_s, refresh_steps: after so much time, or so many engine steps, a chunk is announced again."""
         self._refresh_s, self._refresh_steps, self._limit = refresh_s, refresh_steps, chunks
-        self._told: OrderedDict[bytes, Told] = OrderedDict()  # told longest ago first
-        self._in_turn: OrderedDict[bytes, None] = OrderedDict()  # of them, whom to ask the directory for next
-        self._absent: dict[bytes, float] = {}  # of them, since when the directory does not have them
-        self._offered: dict[bytes, tuple[bytes, float]] = {}  # not told yet: event, and since when
+        self._told: OrderedDict[bytes, Told] = OrderedDict()  # longest ago first
+        self._in_turn: OrderedDict[bytes, None] = OrderedDict()  # of these, in the order to ask the directory
+        self._absent: dict[bytes, float] = {}  # of these, since when the directory lacks them
+        self._offered: dict[bytes, tuple[bytes, float]] = {}  # not announced yet: event, and time of the offer
         self._withdrawn: deque[Told] = deque()
         self._epoch, self._settled = 0, 0.0
         self._asked = 0.0
 
     @property
     def waits(self) -> bool:
-        """Whether chunks were offered that are not seen in the pool yet."""
+        """Whether offered chunks have not yet appeared in the pool."""
         return bool(self._offered)
 
     @property
     def leaves(self) -> bool:
-        """Whether routers are still to be told that chunks are withdrawn."""
+        """Whether routers have not yet been told of all withdrawals."""
         return bool(self._withdrawn)
 
     def knows(self, chunk: bytes) -> bool:
         return chunk in self._told or chunk in self._offered
 
     def offer(self, chunk: bytes, event: bytes, now: float) -> None:
-        """A chunk that the pool was given, or had. event: what routers are told once it is there."""
+        """Offer a chunk that the pool got or had. event: to publish once the chunk is there."""
         if not self.knows(chunk) and len(self._offered) < self._limit:
             self._offered[chunk] = event, now
 
     def withdraw_all(self) -> None:
-        """Nothing of this is to be had any more."""
+        """Withdraw all announced chunks, and forget the offered chunks."""
         self._withdrawn.extend(self._told.values())
         for chunks in (self._told, self._in_turn, self._absent, self._offered):
             chunks.clear()
 
     def to_ask(self, limit: int, in_turn: bool, now: float) -> list[bytes]:
-        """Chunks that the directory is to be asked for, at most `limit`. in_turn: those too that are only to be there.
+        """At most `limit` chunks to ask the directory for. in_turn: also some that are only checked to be there.
 
-        Nothing while routers are still to be told that others are withdrawn, which may be the same.
+        None while withdrawals are yet to be told: they may be of the same chunks.
         """
         if self._withdrawn:
             return []
@@ -95,7 +95,7 @@ class Published:
         return asked
 
     def answered(self, chunks: Sequence[bytes], found: bytes, epoch: int, step: int, now: float) -> list[Change]:
-        """What follows from the directory's answer. found: 1 or 0 a chunk. epoch: of the directory."""
+        """The changes after an answer of the directory. found: 1 or 0 for each chunk. epoch: the directory's."""
         if epoch != self._epoch:
             self._epoch, self._settled = epoch, now + SETTLE_S
             self._absent.clear()
@@ -132,11 +132,11 @@ class Published:
         return []
 
     def withdrawn(self, limit: int) -> list[Change]:
-        """At most so many of those that are withdrawn: routers are told in turn."""
+        """At most `limit` changes for withdrawn chunks."""
         return [_removed(self._withdrawn.popleft()) for _ in range(min(limit, len(self._withdrawn)))]
 
     def refresh(self, limit: int, step: int, now: float) -> list[Change]:
-        """At most so many that are to be told again, for routers that joined late."""
+        """At most `limit` repeated announcements, for routers that joined late."""
         changes = []
         for chunk, told in list(islice(self._told.items(), limit)):
             if now < told.at + self._refresh_s and step < told.step + self._refresh_steps:

@@ -1,1 +1,1 @@
-"""What an engine's KV is called: model, adapters, weights, and groups of layers."""
+"""What names an engine's KV: model, adapters, weights, and groups of layers."""

@@ -1,8 +1,8 @@
-"""Which weights a LoRA adapter has: vLLM hashes its name and path (0.29 only its name), and others may have both.
+"""Which weights a LoRA adapter has. vLLM hashes only its name and path (0.29: its name), which other weights may share.
 
-ray.serve.llm keeps every adapter under a path made of its name, whatever bucket it came from and however often it was
-trained again; vLLM loads an adapter again in place. So the workers tell which weights they loaded, and the scheduler's
-side names no chunk of an adapter before all of them did. See `loads` for the workers' side.
+ray.serve.llm keeps every adapter under a path made of its name, whatever its bucket and however often it was trained
+again. vLLM can also load an adapter again in place. So the workers tell which weights they loaded, and the scheduler's
+side names no chunk of an adapter before all workers have told. See `loads` for the workers' side.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 
 class Load(NamedTuple):
-    """An adapter as a worker has it. number: of a name's loads; another number may be other weights.
+    """An adapter in a worker. number: counts loads of a name; loads with different numbers may have different weights.
 
-    weights: a digest of the files that it was loaded from; empty where nobody knows (yet) which those were.
+    weights: digest of the files that it was loaded from; b"" while these files are unknown.
     """
 
     name: str
@@ -22,14 +22,14 @@ class Load(NamedTuple):
 
 
 class Told(NamedTuple):
-    """What a worker has loaded, by vLLM's ids. question: of the scheduler's, the last that this answers."""
+    """The adapters that a worker has, by vLLM's ids. question: number of the last question that this answers."""
 
     question: int
     loads: dict[int, Load]
 
 
 class Adapter(NamedTuple):
-    """What a request's keys name. id: vLLM's. numbers: by rank, of the loads that had these weights."""
+    """The adapter in a request's keys. id: vLLM's. numbers: by rank, of the loads that had these weights."""
 
     id: int
     weights: bytes
@@ -37,16 +37,16 @@ class Adapter(NamedTuple):
 
 
 class ToldAdapters:
-    """What all workers of an engine have loaded, as they told the scheduler's side."""
+    """The adapters that all workers of an engine have, as they told the scheduler's side."""
 
     def __init__(self, ranks: int) -> None:
         self._ranks = ranks
         self._told: dict[int, Told] = {}  # by rank
         self._newest: dict[tuple[int, str], int] = {}  # by rank and name, the highest number of a load
-        self.question = 0  # the last that was asked
+        self.question = 0  # number of the last question
 
     def ask(self) -> int:
-        """Have the workers tell what they have loaded after now. Returns the number of the question."""
+        """Ask the workers which adapters they have from now on. Returns the number of the question."""
         self.question += 1
         return self.question
 
@@ -54,7 +54,7 @@ class ToldAdapters:
         return len(self._told) == self._ranks and all(told.question >= question for told in self._told.values())
 
     def tell(self, told: dict[int, Told]) -> set[str]:
-        """told: by rank. Returns the names of adapters that have other weights than a request may have begun with."""
+        """told: by rank. Returns names of adapters whose weights changed, maybe while requests use them."""
         self._told |= told
         changed = set()
         for rank, of_rank in told.items():
@@ -66,12 +66,12 @@ class ToldAdapters:
         return changed
 
     def numbers(self, adapter: int) -> dict[int, int] | None:
-        """By rank, of the loads that are there now; None unless all ranks have one. adapter: vLLM's id."""
+        """By rank, the number of the present load; None unless all ranks have a load. adapter: vLLM's id."""
         found = {rank: told.loads[adapter].number for rank, told in self._told.items() if adapter in told.loads}
         return found if len(found) == self._ranks else None
 
     def named(self, adapter: int, numbers: dict[int, int]) -> Adapter | None:
-        """With what these loads have for weights; None where they are not there, or do not agree."""
+        """The adapter with the weights of these loads; None where the loads are gone or differ in weights."""
         if self.numbers(adapter) != numbers:
             return None
         found = {told.loads[adapter].weights for told in self._told.values()}
@@ -80,22 +80,22 @@ class ToldAdapters:
 
 
 class OwnCache:
-    """vLLM's own prefix cache, which knows an adapter by its name: what it has of other weights is let go of.
+    """vLLM's own prefix cache knows an adapter by its name only. This evicts its blocks after a change of weights.
 
-    blocks: vLLM's pool of them.
+    blocks: vLLM's block pool.
     """
 
     def __init__(self) -> None:
         self.blocks: Any = None
-        self._outdated: dict[str, list[Any]] = {}  # by name, requests that go on with blocks of both weights
+        self._outdated: dict[str, list[Any]] = {}  # by name: requests that go on with blocks of both weights
 
     def let_go(self, name: str, requests: list[Any]) -> None:
-        """An adapter has other weights now. requests: vLLM's, which began before."""
+        """An adapter has other weights now. requests: vLLM's requests that began before."""
         self._outdated[name] = [*self._outdated.get(name, []), *requests]
         self._evict()
 
     def is_mixed(self, name: str) -> bool:
-        """Whether what a request finds there now may be of both weights. What the last one left is let go of here."""
+        """Whether blocks in vLLM's cache may now mix both weights. Evicts the leftovers of the last old request."""
         if name not in self._outdated:
             return False
         self._outdated[name] = [request for request in self._outdated[name] if not request.is_finished()]

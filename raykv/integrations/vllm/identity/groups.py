@@ -1,8 +1,8 @@
 """The KV cache groups of a model: layers whose chunks are looked up, stored and evicted together.
 
-A layer of full attention reads every chunk of a prefix, one that attends to a sliding window the last ones, and a state
-(Mamba, gated delta nets, short convolutions) is the last chunk alone. So each group is a cache of its own in the pool,
-and vLLM asks for a chunk of a group by its hash and the index of the group.
+A full-attention layer reads every chunk of a prefix, and a sliding-window layer the last chunks. A state (Mamba, gated
+delta nets, short convolutions) is only the last chunk. So each group is its own cache in the pool. vLLM asks for a
+chunk of a group by its hash and the index of the group.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
-SUPPORTED = (  # by name: a subclass may mean something else
+SUPPORTED = (  # by name, as a subclass may mean something else
     *("FullAttentionSpec", "SinkFullAttentionSpec", "MLAAttentionSpec"),
     *("SlidingWindowSpec", "SlidingWindowMLASpec", "ChunkedLocalAttentionSpec", "MambaSpec"),
 )
 
 
 class Group(NamedTuple):
-    """group_idx: what vLLM's keys call it. place: among those that are offloaded.
+    """group_idx: vLLM's index in keys. place: index among the offloaded groups.
 
     tokens: of a chunk. window: how many last chunks of a prefix are read; 0: all.
     """
@@ -38,12 +38,12 @@ class Group(NamedTuple):
 
 
 def pool_part(place: int, part: int, ranks: Iterable[Sequence[int]]) -> int:
-    """Which part of the pool's cache a part of a group's chunks is. ranks: the parts of a chunk that each rank has."""
+    """The `part` of the pool's cache for a part of a group's chunks. ranks: by rank, its parts of a chunk."""
     return place * (1 + max(map(max, ranks))) + part
 
 
 def groups_of(configs: Sequence[Any]) -> list[Group]:
-    """Of vLLM's `kv_group_configs`, those of which all chunks are read first."""
+    """The groups in vLLM's `kv_group_configs`, first those that read all chunks."""
     found = [
         Group(config.group_idx, place, config.tokens_per_chunk, config.sliding_window_size_in_chunks or 0)
         for place, config in enumerate(configs)
@@ -52,10 +52,10 @@ def groups_of(configs: Sequence[Any]) -> list[Group]:
 
 
 def loadable(tokens: int, groups: Sequence[Group], aligned: int, most: int | None) -> int:
-    """Of how many leading tokens of a request vLLM's scheduler loads KV at most, so that windows end there.
+    """How many leading tokens of a request vLLM's scheduler loads at most. Windows end there.
 
-    tokens: of the request; where a group has a window, its last is computed. aligned: tokens after which a state may be
-    taken; 0: any. most: up to which the request is loaded; None: to its end.
+    tokens: of the request; where a group has a window, the last token is computed. aligned: a state exists only after a
+    multiple of so many tokens; 0: after any token. most: limit of the request; None: its end.
     """
     found = tokens if most is None else min(tokens, most)
     if any(group.window for group in groups):
@@ -67,7 +67,7 @@ def loadable(tokens: int, groups: Sequence[Group], aligned: int, most: int | Non
 
 
 def unsupported(spec: Any) -> set[str]:
-    """Names of the kinds of pages in a group that are not KV which depends on nothing but the tokens before."""
+    """Names of the page kinds in a group that raykv can't share: not KV that depends on the earlier tokens alone."""
     return {type(layer).__name__ for layer in _layers(spec)}.difference(SUPPORTED)
 
 
@@ -77,14 +77,14 @@ def is_latent(spec: Any) -> bool:
 
 
 def _layers(spec: Any) -> Iterable[Any]:
-    """What a group's layers keep, where they differ; else what all of them keep."""
+    """The specs of a group's layers: each layer's where they differ, else the common one."""
     return spec.kv_cache_specs.values() if isinstance(spec, UniformTypeKVCacheSpecs) else [spec]
 
 
 def blocks_within(spec: Any) -> int:
-    """How many blocks a chunk may have at most: a longer one would never lie whole in a window, nor be a state; 0: any.
+    """How many blocks a chunk may have at most; 0: any number. A longer chunk would exceed a window or a state.
 
-    vLLM lets go of what is before a window while the next chunk is being filled.
+    vLLM frees the blocks before a window while the next chunk is being filled.
     """
     if isinstance(spec, MambaSpec):
         return 1
@@ -101,7 +101,7 @@ def _window(spec: Any) -> int:
 
 
 def names(groups: Sequence[Any]) -> str:
-    """What tells these groups from others of the same model, which other options make. groups: vLLM's."""
+    """Text that tells these groups from those of the same model with other options. groups: vLLM's."""
     return ";".join(
         f"{type(group.kv_cache_spec).__name__},{group.kv_cache_spec.block_size},{_window(group.kv_cache_spec)},"
         f"{','.join(group.layer_names)}"

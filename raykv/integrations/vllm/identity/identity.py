@@ -1,7 +1,7 @@
-"""What an engine's caches in the pool are called: all that changes the bytes of KV, but for the tokens.
+"""The names of an engine's caches in the pool. They cover everything that changes the bytes of KV, except tokens.
 
-What a request brings (adapter, images, salt, prompt embeddings) is in vLLM's hashes of blocks, and in `adapters`; what
-makes a block of the pool (its tokens and bytes, parts, groups) is in `KVPool.cache`.
+vLLM's block hashes and `adapters` cover what a request brings: adapter, images, salt, prompt embeddings. `KVPool.cache`
+covers the shape of a pool block: tokens, bytes, parts, groups.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from vllm.platforms import current_platform
 
 from raykv.integrations.vllm.identity.groups import names
 
-# options of vLLM that change what is computed, or how it is written down, where hf_config does not say it
+# options of vLLM that change KV or its layout, and that hf_config does not have
 OPTIONS = {
     "model_config": ("quantization_config", "code_revision", "model_impl", "model_class_overrides"),
     "cache_config": ("kv_cache_dtype_skip_layers", "mamba_cache_dtype", "mamba_ssm_cache_dtype"),
-    "load_config": ("model_loader_extra_config",),  # some loaders find the weights, or an adapter, by it
+    "load_config": ("model_loader_extra_config",),  # some loaders find the weights or an adapter by it
 }
 OF_IMAGES = ("mm_encoder_attn_dtype", "mm_encoder_fp8_scale_path", "video_pruning_rate", "video_pruning_method")
 
 
 def identity(vllm_config: Any, kv_cache_config: Any, parallel: str) -> dict[str, str]:
-    """What engines must have in common to share blocks: arguments of `KVPool.cache`. parallel: how they cut them."""
+    """Arguments of `KVPool.cache` that engines must share to share blocks. parallel: name of the cut into parts."""
     model, cache = vllm_config.model_config, vllm_config.cache_config
     algorithm = cache.prefix_caching_hash_algo
     groups = kv_cache_config.kv_cache_groups
@@ -42,7 +42,7 @@ def identity(vllm_config: Any, kv_cache_config: Any, parallel: str) -> dict[str,
                 _processor(),
                 str(vllm_config.attention_config.backend),
                 str(cache.kv_cache_layout),
-                # `sha256` pickles what it hashes: other versions of Python give other bytes
+                # `sha256` pickles its input, and other versions of Python give other bytes
                 algorithm if algorithm == "sha256_cbor" else f"{algorithm}-{platform.python_version()}",
                 str(cache.block_size),
                 names(groups) if len(groups) > 1 else "",
@@ -53,14 +53,14 @@ def identity(vllm_config: Any, kv_cache_config: Any, parallel: str) -> dict[str,
 
 
 def _config_digest(hf_config: Any) -> str:
-    """Of a model's whole configuration: overrides of it may change its KV."""
+    """Digest of a model's whole configuration: an override may change the KV."""
     fields = json.loads(hf_config.to_json_string(use_diff=False))
     counted = {name: value for name, value in fields.items() if name not in ("_name_or_path", "transformers_version")}
     return _digest(json.dumps(counted, sort_keys=True))
 
 
 def _options_digest(vllm_config: Any) -> str:
-    """Of what else changes KV. Versions of vLLM that lack an option have None for it."""
+    """Digest of other options that change KV. An option that this vLLM lacks counts as None."""
     found = {
         f"{part}.{name}": getattr(getattr(vllm_config, part), name, None)
         for part, of_part in OPTIONS.items()
@@ -72,7 +72,7 @@ def _options_digest(vllm_config: Any) -> str:
 
 
 def _longest(model: Any) -> str:
-    """An engine's longest sequence, where all positions are computed otherwise by it (LongRoPE, Llama 4); else ""."""
+    """The engine's longest sequence, where it changes the KV of all positions (LongRoPE, Llama 4); else ""."""
     depends = "longrope" in model.hf_config.to_json_string() or model.hf_text_config.model_type.startswith("llama4")
     return str(model.max_model_len) if depends else ""
 
@@ -82,7 +82,7 @@ def _digest(text: str) -> str:
 
 
 def _processor() -> str:
-    """What vLLM chooses attention kernels by, and so the order of the bytes in a page."""
+    """The processor, by which vLLM chooses attention kernels, and so the order of bytes in a page."""
     if not current_platform.is_cpu():
         return str(current_platform.get_device_name())
     amx = "amx" if torch.cpu._is_amx_tile_supported() else ""

@@ -1,4 +1,4 @@
-"""What an engine's weights are called, beside model and revision, where they change while it runs (sleep, RLHF)."""
+"""The name of an engine's weights, in addition to model and revision: they may change while it runs (sleep, RLHF)."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ log = logging.getLogger("raykv")
 class Weights:
     """Engines whose weights have one name share what they store.
 
-    name: what caches of the engine are told apart by; "" for the weights that were loaded, if nobody named them.
+    name: part of the names of the engine's caches; "" for the loaded weights, if nobody named them.
     """
 
     def __init__(self, file: str | None) -> None:
-        """file: that has the name, and is read again at every reset. ValueError if there is none, or it is empty."""
+        """file: has the name, and is read again at every reset. ValueError if it is missing or empty."""
         self._file = file
         self.name = self._read() if file else ""
         if file and not self.name:
             raise ValueError(f"weights={file!r}: write what the engine's weights are called into this file")
 
     def reset(self) -> None:
-        """They may be others now: those that the file names, or else some that no other engine has."""
+        """The weights may have changed. Take the name in the file, or else a name that no other engine has."""
         self.name = self._read() or f"/{secrets.token_hex(16)}"
 
     def _read(self) -> str:
-        """ "" where there is no file, or nothing in it."""
+        """The name in the file; "" where the file is missing or empty."""
         if self._file is None:
             return ""
         try:

@@ -1,4 +1,4 @@
-"""The scheduler's side of vLLM on a pool: which chunks of a request are there, and where. Never waits for Ray."""
+"""The scheduler's side of vLLM on a pool: which chunks of a request the pool has, and where. Never waits for Ray."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ METRICS = {
 
 
 class Found(NamedTuple):
-    """What the pool has of a request in memory. chunks: by group, the numbers of those that are leased."""
+    """What the pool has of a request in memory. chunks: by group, the numbers of the leased chunks."""
 
     match: JointMatch
     chunks: dict[int, range]
@@ -61,9 +61,9 @@ class Found(NamedTuple):
 
 @dataclass
 class Ask:
-    """A request's question to the pool. first: the number of the first chunk that it asked for, by group.
+    """A request's question to the pool. first: by group, the number of the first chunk asked for.
 
-    computes: others may wait for what it misses. wait: for others, which compute some of them.
+    computes: others may wait for the missing chunks. wait: set while the request waits for another engine.
     """
 
     keys: dict[int, list[bytes]]
@@ -85,11 +85,11 @@ class Ask:
 
 @dataclass
 class Computing:
-    """What a request has to compute, and since when: chunks of the first group that the pool does not have.
+    """The chunks that a request must compute, of the first group, and since when.
 
-    answer: of the question by which others wait for them. missed: those that were not offered yet. offered:
-    `complete_store` will tell. measured: whether it tells nothing (more) of how fast this engine computes, as where
-    another request of this engine computes them.
+    answer: of the question through which others wait for them. missed: those not yet offered. offered: those whose
+    `complete_store` is yet to come. measured: True if it can't (or need not) measure this engine's speed, for instance
+    where another request of this engine computes the chunks.
     """
 
     since: float
@@ -100,18 +100,18 @@ class Computing:
 
 
 class RayKVManager(OffloadingManager):  # type: ignore[misc]
-    """Asks the directory once a request, in threads beside the scheduler's loop. Its methods are vLLM's to call.
+    """Asks the directory once per request, in threads beside the scheduler's loop. vLLM calls its methods.
 
-    caches: by group, and part of a chunk; none before `set_ranks`. events: what routers are told; None where nothing
-    is. weights: what they are called. resets: how often they may have become others.
+    caches: by group and part; none before `set_ranks`. events: for routers, or None. weights: the name of the weights.
+    resets: how often the weights may have changed.
     """
 
     def __init__(
         self, pool: KVPool, arguments: dict[str, Any], stores: bool = True, patience: float = PATIENCE
     ) -> None:
-        """arguments: of `KVPool.cache`, less what groups and ranks tell: part, block_tokens and block_bytes.
+        """arguments: of `KVPool.cache`, without part, block_tokens and block_bytes, which groups and ranks give.
 
-        stores: the workers offer what they compute, so others may wait for it. patience: see Wait.
+        stores: the workers store what they compute, so others may wait for it. patience: see Wait.
         """
         self._pool, self._arguments, self._stores, self._patience = pool, arguments, stores, patience
         self._ranks: list[Rank] = []
@@ -123,12 +123,12 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
         self._failed: set[str] = set()  # requests whose load failed: they are computed, not looked up again
         self._counts: Counter[str] = Counter()
         self._computing: dict[str, Computing] = {}
-        self._rate = 0.0  # tokens a second that requests got computed, lately
+        self._rate = 0.0  # tokens per second that requests computed lately
         self._held_until = 0.0
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="raykv-ask")
 
     def set_ranks(self, ranks: list[Rank], groups: list[Group]) -> None:
-        """Where the ranks are, and what they have of each group. Until then nothing is looked up, nor stored."""
+        """Set where the ranks are, and their parts of each group. Before this, nothing is looked up or stored."""
         self._ranks, self._groups = ranks, groups
         self.caches = self._make_caches()
 
@@ -136,9 +136,9 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
         return RequestOffloadingContext()
 
     def lookup(self, key: bytes, req_context: Any) -> LookupResult:
-        """RETRY while the request's look-up runs, or it waits for others; HIT for a chunk that is leased; else MISS.
+        """RETRY while the look-up runs or the request waits for another engine; HIT for a leased chunk; else MISS.
 
-        Called by the scheduler: it never waits for Ray. key: vLLM's hash of a chunk.
+        The scheduler calls it, so it never waits for Ray. key: vLLM's hash of a chunk.
         """
         request = req_context.req_id
         if request in self._failed or not self.caches or time.monotonic() < self._held_until:
@@ -148,7 +148,7 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
             return LookupResult.MISS
         number = chain.number(key)
         if ask is None:
-            if number is None:  # of states vLLM also asks for ends within a chunk, which are not stored
+            if number is None:  # for states vLLM also asks at ends within a chunk, which are never stored
                 return LookupResult.MISS
             ask = self._asks[request] = self._ask(get_offload_group_idx(key), number, chain, request)
         if not ask.answer.done():
@@ -162,7 +162,7 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
         return LookupResult.HIT if ask.has(key, number) else LookupResult.MISS
 
     def _count(self, request: str, ask: Ask, found: Found) -> None:
-        """Of an answer that is used: its hits, and what the request is to compute."""
+        """Count an answer that is used: its hits, and the chunks that the request must compute."""
         group = self._groups[0].group_idx
         hits = found.chunks[group].stop - ask.first[group] if found.chunks else 0
         ask.counted = True
@@ -170,7 +170,7 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
         self._computing[request] = Computing(time.monotonic(), ask.answer, set(ask.keys[group][hits:]))
 
     def prepare_load(self, keys: Collection[bytes], req_context: Any) -> ChunksToLoad:
-        """What the workers need to read chunks that `lookup` found: a run a group, leased until `complete_load`."""
+        """What workers need to read chunks that `lookup` found: a run for each group, leased until `complete_load`."""
         ask, chain = self._asks[req_context.req_id], req_context.get_state(Chain)
         ask.loading = True
         groups, match = _by_group(keys), ask.answer.result().match
@@ -194,7 +194,7 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
         self._publish(keys, req_context)
 
     def prepare_store(self, keys: Collection[bytes], req_context: Any) -> PrepareStoreOutput:
-        """Hand all keys to the workers, which leave out what is stored already: asking here would hold up the loop."""
+        """Give all keys to the workers, which skip stored chunks: asking here would hold up the loop."""
         chain: Chain = req_context.get_state(Chain)
         wanted = self.caches and chain.resets == self.resets and chain.is_named
         keys = [key for key in keys if chain.number(key) is not None] if wanted else []
@@ -211,7 +211,7 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
         return PrepareStoreOutput(keys, ChunksToStore(groups, chain.origin.salt, chain.origin.adapter), [])
 
     def complete_store(self, keys: Collection[bytes], req_context: Any, success: bool = True) -> None:
-        """Measure how fast this engine computes, which says how long it waits for others, and for an external tier."""
+        """Measure this engine's speed. It decides how long requests wait for other engines and for an external tier."""
         self._publish(keys, req_context)
         computing = self._computing.get(req_context.req_id)
         if computing is None or not (offered := computing.offered.intersection(keys)):
@@ -225,15 +225,15 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
         self._end_if_done(req_context.req_id)
 
     def _publish(self, keys: Collection[bytes], req_context: Any) -> None:
-        """Routers are told of chunks that the pool was given, or had, once it has them."""
-        if self.events is not None:  # of the layers that read all chunks: routers count those
+        """Announce chunks that the pool got or had to routers, once the pool has them."""
+        if self.events is not None:  # only layers that read all chunks: routers count those
             chain, group = req_context.get_state(Chain), self._groups[0].group_idx
             keys = [key for key in _by_group(keys).get(group, []) if not chain.is_tail(key)]
             names = [make_offload_key(get_offload_block_hash(key) + chain.origin.weights, group) for key in keys]
             self.events.offer(names, [chain.number(key) for key in keys], req_context.get_state(Prompt))
 
     def has_pending_work(self) -> bool:
-        """Whether an engine that has nothing to compute is to step on: there are events to publish."""
+        """Whether an engine without work must go on stepping, to publish events."""
         return self.events is not None and self.events.pending
 
     def _measure(self, chunks: int, since: float) -> None:
@@ -252,23 +252,23 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
             self._end_if_done(req_context.req_id)
 
     def _end_if_done(self, request: str) -> None:
-        """Others need not wait for a request that has stored what it was to compute, or will not."""
+        """End the intent of a request that has stored its chunks, or will not: nobody need wait for it."""
         computing = self._computing[request]
         if not computing.missed and not computing.offered:
             _end_intent(self._computing.pop(request).answer)
 
     def release_unused(self, request: str) -> None:
-        """The request has its blocks, or is done: release the leases of what it found and does not load."""
+        """The request has its blocks, or is done. Release the leases that it does not load."""
         ask = self._asks.get(request)
         if ask is None or ask.loading:
             return
-        if not ask.counted:  # its chunks are another's of this engine, for whom others may wait by this one's intent
+        if not ask.counted:  # another request of this engine computes them, and other engines wait by this intent
             missed = set(ask.keys[self._groups[0].group_idx])
             self._computing[request] = Computing(time.monotonic(), ask.answer, missed, measured=True)
         self._forget(request)
 
     def on_load_failed(self, request: str) -> None:
-        """The request is to be computed from now on."""
+        """The load failed. From now on the request is computed."""
         self._failed.add(request)
         self._counts[FAILED] += 1
 
@@ -277,13 +277,14 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
         self._held_until = time.monotonic() + seconds
 
     def give_up(self) -> None:
-        """Look nothing up, and store nothing, from now on."""
+        """Look up and store nothing from now on."""
         self._ranks, self.caches = [], {}
 
     def reset_cache(self) -> None:
-        """The weights may be others now: use the cache of what they are called, which nobody else has without a name.
+        """The weights may have changed. Use the cache of their present name; an unnamed cache is this engine's alone.
 
-        Leases of loads under way are released too: nobody will report those, and a reader sees an overwritten block.
+        Leases of loads under way are released too. Nobody will report those loads, and a reader notices an overwritten
+        block.
         """
         self.weights.reset()
         self.resets += 1
@@ -298,11 +299,11 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
             self.events.reset()
 
     def in_background(self, function: Callable[..., None], *arguments: Any) -> None:
-        """Call it in a thread, beside the scheduler's loop. What it raises is logged."""
+        """Call `function` in a thread beside the scheduler's loop. Its error is logged."""
         self._threads.submit(function, *arguments).add_done_callback(_log_failure)
 
     def get_stats(self) -> OffloadingConnectorStats | None:
-        """What was counted since the last call, for vLLM's metrics; None if nothing was."""
+        """Counts since the last call, for vLLM's metrics; None without any."""
         if not self._counts:
             return None
         stats = OffloadingConnectorStats()
@@ -319,7 +320,7 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
 
     @property
     def first_cache(self) -> KVCache | None:
-        """Of the first part of the group of which all chunks are read, if there is one. None before `set_ranks`."""
+        """The cache of the first group's first part. The group reads all chunks if any does. None: no ranks yet."""
         return _first(self.caches) if self.caches else None
 
     def _make_caches(self) -> dict[int, dict[int, KVCache]]:
@@ -342,9 +343,9 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
         }
 
     def _ask(self, group: int, number: int, chain: Chain, request: str) -> Ask:
-        """Ask for the request's chunks from one of a group on, and for those of the other groups that begin with it.
+        """Ask for the request's chunks from number `number` of a group on, and the matching chunks of other groups.
 
-        Where all groups have windows, for all: vLLM looks for the last chunk first, and goes on with those before.
+        Where all groups have windows, ask for all chunks: vLLM looks up the last chunk first, then earlier chunks.
         """
         tokens = {group.group_idx: group.tokens for group in self._groups}
         start = 0 if self._groups[0].window else number * tokens[group]
@@ -352,7 +353,7 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
         begin = {index: start // step * step // of_chunk for index, of_chunk in tokens.items()}
         keys = {index: chain.since(index, begin[index], of_chunk) for index, of_chunk in tokens.items()}
         self._counts[ASKED] += len(keys[self._groups[0].group_idx])
-        if computing := self._computing.pop(request, None):  # preempted: who waits has no intent
+        if computing := self._computing.pop(request, None):  # preempted: a waiting request must have no intent
             _end_intent(computing.answer)
         computes = self._stores and chain.resets == self.resets and not chain.limited
         asked = keys, begin, chain.origin, computes
@@ -372,7 +373,7 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
         computes: bool,
         wait: bool,
     ) -> Found:
-        """Lease what all ranks have of the keys, and bring what only an external tier has. An error is a miss.
+        """Lease what all ranks have of the keys, and fetch blocks from an external tier. An error is a miss.
 
         computes: see Ask. wait: lease nothing where others compute the next chunks.
         """
@@ -389,12 +390,12 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
             return Found(match, {})
         found = {}
         for number, group in enumerate(self._groups):
-            start, part = first[group.group_idx], number * len(self._ranks[0].parts)  # one of its parts in `_parts`
+            start, part = first[group.group_idx], number * len(self._ranks[0].parts)  # index in `_parts`
             found[group.group_idx] = range(start + match.first(part), start + tokens // group.tokens)
         return Found(match, found)
 
     def _parts(self, caches: dict[int, dict[int, KVCache]], keys: dict[int, list[bytes]], origin: Origin) -> list[Part]:
-        """What is asked for: of each rank and group the parts that it has, in this order."""
+        """The parts to ask for: by rank, by group, each part of the rank, in this order."""
         by_group = {index: _keys(caches[index], of_group, origin) for index, of_group in keys.items()}
         return [
             Part(rank.memory, by_group[group.group_idx][part], group.window)
@@ -404,7 +405,7 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
         ]
 
     def _wait(self, ask: Ask, pending: int) -> None:
-        """Others compute so many chunks that the request asked for: ask again after a while."""
+        """Other engines compute `pending` chunks of the request. Ask again after a while."""
         if ask.wait is None:
             ask.wait = Wait(pending * self._groups[0].tokens / (self._rate or UNMEASURED), self._patience)
             self._counts[WAITED] += 1
@@ -428,7 +429,7 @@ def _log_failure(done: Future[None]) -> None:
 
 
 def _part(group: Group, number: int, match: JointMatch, part: int, chunks: range, ask: Ask) -> PartToLoad:
-    """Of a run of chunks. part: which of the match's."""
+    """The leased chunks of a part. part: index among the match's parts."""
     first = ask.first[group.group_idx]
     leased = match.leased(part, chunks.start - first, chunks.stop - first) if chunks else []
     away = any((np.frombuffer(piece.source, LOCATION)["node"] != piece.name.node).any() for piece in leased)
@@ -436,7 +437,7 @@ def _part(group: Group, number: int, match: JointMatch, part: int, chunks: range
 
 
 def _run(chain: Chain, keys: list[bytes]) -> range:
-    """Their numbers."""
+    """The numbers of consecutive chunks."""
     first = chain.number(keys[0])
     assert first is not None
     return range(first, first + len(keys))
@@ -454,6 +455,6 @@ def _first(caches: dict[int, dict[int, KVCache]]) -> KVCache:
 
 
 def _keys(caches: dict[int, KVCache], keys: list[bytes], origin: Origin) -> dict[int, Keys]:
-    """By part, of one group. vLLM's hashes have the salt already: here it names the tenant."""
+    """Keys by part, of one group. vLLM's hashes contain the salt; here it names the tenant."""
     hashes = [get_offload_block_hash(key) + origin.weights for key in keys]
     return {part: Keys(cache.rekey(hashes), cache.id_for(origin.salt)) for part, cache in caches.items()}

@@ -1,23 +1,23 @@
-"""How long a request waits for chunks that another engine computes, and when it asks for them again."""
+"""How long a request waits for chunks that another engine computes, and when it asks again."""
 
 from __future__ import annotations
 
 import time
 from typing import Any
 
-PATIENCE = 1.5  # times as long as this engine would compute them, by default: whoever computes them began before
-MOST = 1e6  # of it: an engine that died is noticed long before
-UNMEASURED = 1000.0  # tokens a second: who has computed nothing yet waits too long rather than compute the same
-ASKS = 64  # while that takes, beside a few more at its begin; each costs the directory about 0.1 ms
+PATIENCE = 1.5  # default; times as long as this engine would compute: the other engine began earlier
+MOST = 1e6  # limit of `patience`; a dead engine is noticed long before
+UNMEASURED = 1000.0  # tokens per second, where nothing is measured yet: waiting too long beats computing twice
+ASKS = 64  # during the wait, beside a few more at its begin; each costs the directory about 0.1 ms
 PAUSES_S = (0.005, 0.1)  # between two questions for chunks that others compute: the first, and the longest
-GROWTH = 1.25  # of a pause to the next: what is written already is there soon
+GROWTH = 1.25  # from one pause to the next: short at first, for chunks that are already being written
 
 
 class Wait:
-    """From now on, for what this engine would compute in some time. It ends whether the chunks come or not."""
+    """A wait that begins now, measured in times of this engine's computing. It ends even if no chunk comes."""
 
     def __init__(self, compute_s: float, patience: float) -> None:
-        """compute_s: seconds that this engine takes to compute what others do. patience: times as long to wait."""
+        """compute_s: seconds in which this engine would compute the chunks. patience: factor of that for the wait."""
         self._pause, self._longest = PAUSES_S[0], min(max(compute_s / ASKS, PAUSES_S[0]), PAUSES_S[1])
         self._end = time.monotonic() + patience * compute_s
         self._next = time.monotonic() + self._pause
@@ -27,7 +27,7 @@ class Wait:
         return time.monotonic() >= self._end
 
     def is_due(self) -> bool:
-        """Whether to ask again now; if so, not before the next pause is over."""
+        """Whether to ask again now. Then the next pause begins."""
         now = time.monotonic()
         if now < min(self._next, self._end):
             return False
@@ -37,7 +37,7 @@ class Wait:
 
 
 def patience_of(extra_config: dict[str, Any]) -> float:
-    """`patience` of a connector's configuration, or PATIENCE. ValueError unless it is a number up to MOST."""
+    """`patience` of a connector's configuration, or PATIENCE. ValueError unless it is a number from 0 to MOST."""
     given = extra_config.get("patience", PATIENCE)
     if isinstance(given, bool) or not isinstance(given, int | float) or not 0 <= given <= MOST:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Which LoRA adapters a worker of vLLM has loaded, and from which files. See `adapters`."""
+"""Which LoRA adapters a worker of vLLM has, and from which files. See `adapters`."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ from raykv.integrations.vllm.identity.adapters import Adapter, Load, Told
 
 log = logging.getLogger("raykv")
 
-REST_NS = 2_000_000_000  # coarser than a file system's clock
+REST_NS = 2_000_000_000  # longer than a step of any file system's clock
 
 
 class Files(NamedTuple):
-    """An adapter's, at one moment. stats: of each file what changes when it is written."""
+    """An adapter's files at one moment. stats: by file, fields that change when it is written."""
 
     path: str
     stats: tuple[tuple[str, int, int, int, int], ...]
 
     @property
     def at_rest(self) -> bool:
-        """Whether they were written so long ago that another write would show in `stats`."""
+        """Whether the last write is so old that another write would show in `stats`."""
         return all(changed_ns < time.time_ns() - REST_NS for *_, changed_ns in self.stats)
 
 
 class Loads:
-    """What vLLM's manager of a worker's adapters has loaded."""
+    """The adapters that vLLM's manager in a worker has loaded."""
 
     def __init__(self) -> None:
         self._by_id: dict[int, Load] = {}
@@ -46,9 +46,9 @@ class Loads:
         self._mutex = threading.Lock()
 
     def note(self, adapter: int, name: str, files: Files, before: bytes | None) -> None:
-        """It has loaded an adapter. files, before: of just before, and their digest: both must be so now, too.
+        """vLLM has loaded an adapter. files, before: files and digest just before; both must still be the same.
 
-        Hashes files that were written just now again in a thread: hundreds of MB would hold up the engine's step.
+        Files that were written just now are hashed again in a thread: hundreds of MB would hold up the engine's step.
         """
         agree = bool(before) and files.at_rest and files_of(files.path) == files
         load = self._begin(adapter, name, before or b"", agree)
@@ -61,7 +61,7 @@ class Loads:
             return {number: load for number, load in self._by_id.items() if number in ids}
 
     def _begin(self, adapter: int, name: str, weights: bytes, agree: bool) -> Load:
-        """The weights of the name's last load again have its number."""
+        """A load of the same weights as the name's last load gets that load's number."""
         with self._mutex:
             last = self._last.get(name)
             again = last is not None and last.weights == weights != b""
@@ -83,29 +83,29 @@ _loads: WeakKeyDictionary[WorkerLoRAManager, Loads] = WeakKeyDictionary()
 
 
 class LoadedAdapters:
-    """What this worker has loaded, for the scheduler's side. For the engine's thread."""
+    """This worker's adapters, for the scheduler's side. For the engine's thread only."""
 
     def __init__(self, config: Any, rank: int) -> None:
-        """config: vLLM's of LoRA, of this engine. Has vLLM's manager say what it loads, from now on."""
+        """config: this engine's LoRA configuration of vLLM's. From here on vLLM's manager reports its loads."""
         self._config, self._rank = config, rank
         self._last: Told | None = None
         if not hasattr(WorkerLoRAManager._load_adapter, "noted"):
             WorkerLoRAManager._load_adapter = _noting(WorkerLoRAManager._load_adapter)
 
     def has(self, adapter: Adapter | None) -> bool:
-        """Whether the adapter has the weights that a request's keys name. None: of a request for the model alone."""
+        """Whether the adapter has the weights in a request's keys. None: the request uses no adapter."""
         if adapter is None:
             return True
         load = self._now().get(adapter.id)
         return load is not None and (load.weights, load.number) == (adapter.weights, adapter.numbers[self._rank])
 
     def weights_of(self, adapter: int) -> bytes:
-        """Of an adapter by vLLM's id, as it is loaded now; empty where that is not known."""
+        """Digest of the weights that an adapter (vLLM's id) has now; b"" where unknown."""
         load = self._now().get(adapter)
         return load.weights if load else b""
 
     def news(self, question: int) -> dict[int, Told]:
-        """By rank, what the scheduler's side does not know yet. question: its last."""
+        """By rank, what the scheduler's side does not know yet. question: the number of its last question."""
         told = Told(question, self._now())
         if told == self._last:
             return {}
@@ -120,12 +120,12 @@ class LoadedAdapters:
 
 
 def _noting(load: Callable[..., Any]) -> Callable[..., Any]:
-    """vLLM's method that loads an adapter, which tells nobody. Here it notes the load, and raises what it did."""
+    """vLLM's method that loads an adapter, extended to note the load. Errors of the method pass through."""
 
     @functools.wraps(load)
     def noted(manager: WorkerLoRAManager, request: Any) -> Any:
         files, before = Files(request.lora_path, ()), None
-        with suppress(Exception):  # vLLM says what is wrong with the path
+        with suppress(Exception):  # vLLM reports a bad path itself
             files = files_of(get_adapter_absolute_path(request.lora_path))
             before = digest_of(files)
         model = load(manager, request)
@@ -137,7 +137,7 @@ def _noting(load: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def files_of(path: str) -> Files:
-    """An adapter's files in a local folder; none if they can't be read. Opens each: NFS then asks its server."""
+    """An adapter's files in a local folder; none if they can't be read. Opening a file makes NFS ask its server."""
     stats = []
     with suppress(OSError):
         for file in sorted(Path(path).glob("adapter_*")):
@@ -149,7 +149,7 @@ def files_of(path: str) -> Files:
 
 
 def digest_of(files: Files) -> bytes | None:
-    """Of an adapter's files: 32 bytes. None if they can't be read, or there are no weights among them."""
+    """Digest of an adapter's files, 32 bytes. None if they can't be read, or have no weights."""
     return _known_digest(files) if files.at_rest else _digest(files)
 
 

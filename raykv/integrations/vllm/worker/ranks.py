@@ -1,8 +1,8 @@
-"""The ranks of an engine: on which nodes they are, and which parts of a chunk each of them has.
+"""The ranks of an engine: their nodes, and their parts of a chunk.
 
-A part is what the pool has as one block. Where ranks have nothing in common, each has a part of its own. Where all have
-the same bytes (the latent of MLA models), these are one part that all read and one stores. And where pages lie head by
-head, groups of heads are the parts (`canonical_layout`), so that engines of other tensor-parallel sizes have the same.
+The pool has a part as one block. Ranks with nothing in common have a part each. Where all ranks have the same bytes
+(the latent of MLA models), the chunk is one part that all read and one rank stores. Where pages lie head by head,
+groups of heads are the parts (`canonical_layout`), so engines of other tensor-parallel sizes have the same parts.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ GROUPS = 8  # of heads, at most: every part is a key of its own in the pool
 class Rank(NamedTuple):
     """What a worker tells the scheduler's side.
 
-    memory: what the directory calls the memory that it reads and writes, on the node that it runs on. parts: of a
-    chunk, those that it has. part_bytes: of one of them, by KV cache group.
+    memory: the directory's name of the memory on its node that it reads and writes. parts: its parts of a chunk.
+    part_bytes: of one part, by KV cache group.
     """
 
     memory: str
@@ -33,7 +33,7 @@ class Rank(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """How chunks are cut. name: what engines must have in common. parts, stores: by rank, see `Rank`."""
+    """How chunks are cut. name: equal in engines that share. parts: by rank. stores: by rank, whether it stores."""
 
     name: str
     parts: list[list[int]]
@@ -46,9 +46,9 @@ class Cut(NamedTuple):
 
 
 def cut(parallel: Any, heads: int, replicated: bool) -> Cut:
-    """The parts of a chunk that the ranks of an engine have.
+    """The parts of a chunk that each rank of an engine has.
 
-    parallel: vLLM's parallel_config. heads: KV heads of the model, where engines of other tensor-parallel sizes are to
+    parallel: vLLM's parallel_config. heads: KV heads of the model, where engines of other tensor-parallel sizes must
     have the same parts; else 0. replicated: every tensor-parallel rank has the same bytes.
     """
     tensor, stages = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
@@ -72,9 +72,9 @@ def cut(parallel: Any, heads: int, replicated: bool) -> Cut:
 
 
 def check_heads(kv_caches: Mapping[str, torch.Tensor], heads: int) -> None:
-    """ValueError unless every page lies head by head, so that its equal pieces are groups of heads.
+    """ValueError unless every page lies head by head, so that equal pieces are groups of heads.
 
-    kv_caches: by layer, of blocks that have so many heads.
+    kv_caches: by layer, of blocks that have `heads` heads.
     """
     for layer, tensor in kv_caches.items():
         shape, strides = tuple(tensor.shape), tensor.stride()
@@ -88,13 +88,13 @@ def check_heads(kv_caches: Mapping[str, torch.Tensor], heads: int) -> None:
 def tell(pool: str, engine: str, number: int, rank: Rank) -> None:
     """A worker tells the scheduler's side where it is. engine: a name of this start of the engine.
 
-    Not by vLLM's handshake: inside of its MultiConnector that is the first connector's.
+    vLLM's handshake would not do: inside its MultiConnector the handshake is the first connector's.
     """
     internal_kv.put(pool, Kept.RANK, json.dumps(rank).encode(), f"{engine}/{number}")
 
 
 def told(pool: str, engine: str, count: int) -> list[Rank]:
-    """What the workers told, which is forgotten then. RuntimeError unless all of `count` have."""
+    """The places that the workers told, which are then dropped. RuntimeError unless all of `count` have told."""
     names = [f"{engine}/{number}" for number in range(count)]
     found = [json.loads(value) for name in names if (value := internal_kv.get(pool, Kept.RANK, name))]
     if len(found) != count:

@@ -1,9 +1,9 @@
 """The worker's side of vLLM on a pool: one copy between the engine's KV tensors and an arena of the node.
 
-Chunks of other nodes stream through the arena's staging window, by the lease that the scheduler's process has.
+Chunks of other nodes stream through the arena's staging window, under the lease of the scheduler's process.
 
-On a GPU all pages of a job are one batched copy, which waits for what the engine's stream was given before the job was
-submitted. vLLM is told when the copy is done.
+On a GPU all pages of a job are one batched copy. It waits for the work that the engine's stream had when the job was
+submitted. vLLM hears of the job when the copy is done.
 """
 
 from __future__ import annotations
@@ -41,22 +41,22 @@ from raykv.protocol.location import KEY_BYTES
 
 log = logging.getLogger("raykv")
 
-STREAMS = 4  # loads from other nodes at a time; those from this node wait for none of them
+STREAMS = 4  # loads from other nodes at a time; loads from this node wait for none of them
 PAUSES_S = (0.0005, 0.005)  # of an engine that has nothing to compute: the first, and the longest
-GRACE_S = 0.02  # that others than producers wait for the directory when vLLM wants a block that is still to be stored
+GRACE_S = 0.02  # for a store to get slots when vLLM wants its blocks back; a producer waits longer
 
 
 @dataclass
 class Job:
-    """A transfer. state: "queued" -> "copying" -> "done"; a job that is done before it copies must not copy at all.
+    """A transfer. state: "queued" -> "copying" -> "done"; a job that became "done" while queued must not copy.
 
-    blocks: the engine's. adapter: whose KV it loads. weights: of the adapter that it is for, as they are loaded here.
+    blocks: the engine's. adapter: of the KV that it loads. weights: of the job's adapter, as loaded here.
     """
 
     id: int
     state: str
     blocks: NDArray[np.integer[Any]]
-    after: tuple[Any, ...] = ()  # CUDA events, after which its pages may be touched
+    after: tuple[Any, ...] = ()  # CUDA events that precede any access to its pages
     begin: float = field(default_factory=time.perf_counter)
     future: Future[None] | None = None
     adapter: Adapter | None = None
@@ -64,7 +64,7 @@ class Job:
 
 
 class Run(NamedTuple):
-    """The engine's blocks of one group, of a job. skipped: blocks of the first chunk that come before them."""
+    """The engine's blocks of one group in a job. skipped: earlier blocks of the first chunk."""
 
     group: int
     ids: NDArray[np.int64]
@@ -73,16 +73,16 @@ class Run(NamedTuple):
 
     @property
     def chunks(self) -> int:
-        """How many chunks they fill, or begin."""
+        """How many chunks the blocks fill or begin."""
         return -(-(self.skipped + len(self.ids)) // self.per_chunk)
 
     def whole(self) -> Run:
-        """Without the blocks of a chunk that begins before them."""
+        """The run without a first chunk that begins before it."""
         return self._replace(ids=self.ids[self.per_chunk - self.skipped :], skipped=0)
 
 
 class Offer(NamedTuple):
-    """Slots for a part of chunks. number: of the part, among those that the rank has. digests: of the chunks."""
+    """Slots for a part of chunks. number: index among the rank's parts. digests: of the chunks."""
 
     run: Run
     number: int
@@ -91,24 +91,23 @@ class Offer(NamedTuple):
 
 
 def pages_of(kv_caches: Any) -> list[Rows]:
-    """Of each group the engine's blocks: row i has the pages of block i in all of the group's layers.
+    """The engine's blocks by group: row i has the pages of block i in all of the group's layers.
 
-    kv_caches: vLLM's canonical KV caches. Groups may have the same memory. ImportError where it is on a GPU and CuPy is
-    not installed.
+    kv_caches: vLLM's canonical KV caches. Groups may share memory. ImportError for GPU memory without CuPy.
     """
     tensors = [piece.tensor.view(torch.uint8) for piece in kv_caches.tensors]
     return [
         replace(
             rows_of([tensors[ref.tensor_idx][:, : ref.page_size_bytes] for ref in refs]), after=()
-        )  # each job's own
+        )  # each job has its own
         for refs in kv_caches.group_data_refs
     ]
 
 
 class RayKVWorker(OffloadingWorker):  # type: ignore[misc]
-    """Loads and stores chunks in threads of its own. Reports success of every job: `take_failed` names the others.
+    """Loads and stores chunks in its own threads. Reports success of every job; `take_failed` names failed loads.
 
-    rank: where this is, for the scheduler's side. adapters: what this engine has loaded, if it loads any.
+    rank: this rank, for the scheduler's side. adapters: what this engine has loaded; None without LoRA.
     """
 
     def __init__(
@@ -122,28 +121,28 @@ class RayKVWorker(OffloadingWorker):  # type: ignore[misc]
         verifies: bool = False,
         produces: bool = False,
     ) -> None:
-        """pages: of each group the engine's blocks, see `pages_of`. caches: of each group those of the parts of a chunk
-        that this rank has: equal pieces of every page, in order.
+        """pages: by group, the engine's blocks, see `pages_of`. caches: by group, of this rank's parts of a chunk; the
+        parts are equal pieces of every page, in order.
 
-        stores: this rank offers what it has; without it another does, which has the same bytes. verifies: a digest of
-        what it holds ends each chunk (see `contents`). produces: it is a `kv_producer`, whose chunks others wait for.
-        It waits for slots as long as for any answer: the pool's deadline.
+        stores: this rank stores its parts; else another rank stores the same bytes. verifies: each chunk ends with a
+        digest of its content (see `contents`). produces: it is a `kv_producer`, whose chunks others wait for. A
+        producer waits for slots as long as for any answer: the pool's deadline.
         """
         self._pool, self._caches, self._number, self._per_chunk = pool, caches, rank, blocks_per_chunk
         self._pages, self._writes, self._device = pages, stores, pages[0].device
         self._verifies, self._other_tokens = verifies, 0
         self._grace_s = pool.session.directory.deadline if produces else GRACE_S
         self.adapters: LoadedAdapters | None = None
-        self._ordinal = cuda.ordinal_at(int(pages[0].addresses[0, 0])) if self._device else -1  # of the GPU
+        self._ordinal = cuda.ordinal_at(int(pages[0].addresses[0, 0])) if self._device else -1  # number of the GPU
         sizes = tuple(next(iter(parts.values())).block_bytes for parts in caches)
         self.rank = Rank(pool.session.memory_name, tuple(caches[0]), sizes)
         self._spare = _spare(pages)
-        self._nothing = torch.zeros_like(self._spare)  # where a prompt's tail has no tokens
+        self._nothing = torch.zeros_like(self._spare)  # stands for the tokens that a prompt's tail lacks
         self._loads = ThreadPoolExecutor(1, thread_name_prefix="raykv-load")
         self._streams = ThreadPoolExecutor(STREAMS, thread_name_prefix="raykv-stream")
         self._stores = ThreadPoolExecutor(1, thread_name_prefix="raykv-store")
         self._commits = ThreadPoolExecutor(1, thread_name_prefix="raykv-commit")
-        if pool.session.local is not None:  # loads do not wait for all of it: seconds, for hundreds of GiB
+        if pool.session.local is not None:  # loads do not wait for the whole arena: hundreds of GiB take seconds
             populate, about = pool.session.local.arena.populate, (self._device,)
             threading.Thread(target=populate, args=about, name="raykv-populate", daemon=True).start()
         self._jobs: dict[int, Job] = {}
@@ -170,26 +169,26 @@ class RayKVWorker(OffloadingWorker):  # type: ignore[misc]
         away = any(part.away for part in src_spec.ranks[self._number])
         threads = self._streams if away else self._loads
         job.future = threads.submit(self._load, job, src_spec, dst_spec)
-        self._pause_s = PAUSES_S[1]  # it ends when the load does
+        self._pause_s = PAUSES_S[1]  # the pause ends when the load does
         return True
 
     def _has(self, adapter: Adapter | None) -> bool:
-        """Whether the adapter's weights are still those that a request's keys name."""
+        """Whether the adapter still has the weights in a request's keys."""
         return self.adapters is None or self.adapters.has(adapter)
 
     def _weights_of(self, adapter: Adapter | None) -> bytes:
         return self.adapters.weights_of(adapter.id) if self.adapters and adapter else b""
 
     def pause(self) -> None:
-        """Wait a moment, in steps that compute nothing: scheduler and worker that poll would take the copy's cores.
+        """Wait a moment, in steps that compute nothing. Polling scheduler and worker would take the copy's cores.
 
-        Short at first: most look-ups are answered by the next step.
+        The first pause is short: the next step answers most look-ups.
         """
         self._some_done.wait(self._pause_s)
         self._pause_s = min(2 * self._pause_s, PAUSES_S[1])
 
     def computes(self) -> None:
-        """The engine has something to compute: when it has nothing again, the first pause is short."""
+        """The engine computes. The next idle period begins with a short pause."""
         self._pause_s = PAUSES_S[0]
 
     def get_finished(self) -> list[TransferResult]:
@@ -205,12 +204,12 @@ class RayKVWorker(OffloadingWorker):  # type: ignore[misc]
         return results
 
     def take_failed(self) -> dict[int, set[int]]:
-        """By job, the engine's blocks that did not arrive, of loads that `get_finished` gave since the last call."""
+        """By job, the engine's blocks that did not arrive, of the loads in `get_finished` since the last call."""
         failed, self._reported = self._reported, {}
         return failed
 
     def wait(self, job_ids: set[int]) -> None:
-        """Wait until none of these jobs touches the engine's blocks. A store that has no slots in time is given up."""
+        """Wait until none of these jobs touches the engine's blocks. Gives up a store that has no slots in time."""
         jobs = [self._jobs[job] for job in job_ids if job in self._jobs]
         wait([job.future for job in jobs if job.future], timeout=self._grace_s)
         for job in jobs:
@@ -223,7 +222,7 @@ class RayKVWorker(OffloadingWorker):  # type: ignore[misc]
         self._pool.close()
 
     def _store(self, job: Job, source: Any, target: ChunksToStore) -> None:
-        """Copy chunks into slots. They are committed after vLLM has its blocks back."""
+        """Copy chunks into slots. The commit comes later, when vLLM has its blocks back."""
         size, offers = 0, list[Offer]()
         if job.state == "done":
             return
@@ -261,9 +260,9 @@ class RayKVWorker(OffloadingWorker):  # type: ignore[misc]
         ]
 
     def _offers(self, run: Run, target: ChunksToStore, weights: bytes) -> list[Offer]:
-        """Slots for the parts of a group's chunks, on this node where it has room. None for a group with a gap.
+        """Reserve slots for the parts of a group's chunks. Returns no offers for a group with a gap.
 
-        A window has let go of the blocks before it: a chunk that begins with such blocks is left out.
+        A window has freed the blocks before it, so a chunk that begins with such blocks is left out.
         """
         chunks = target.groups[run.group]
         keys, position, left_out = chunks.keys, chunks.position, 0
@@ -293,7 +292,7 @@ class RayKVWorker(OffloadingWorker):  # type: ignore[misc]
             reservation.release()
 
     def _load(self, job: Job, source: ChunksToLoad, target: Any) -> None:
-        """Copy chunks into the engine's blocks. If one does not come the request is computed."""
+        """Copy chunks into the engine's blocks. If a chunk does not come, the request is computed."""
         size = 0
         try:
             with under(source.origin.headers):
@@ -305,7 +304,7 @@ class RayKVWorker(OffloadingWorker):  # type: ignore[misc]
         self._finish(job, "copying", size)
 
     def _read(self, source: ChunksToLoad, target: Any, job: Job) -> int:
-        """Bytes read: of all chunks, or 0 if one of them does not come."""
+        """The bytes of all chunks, or 0 if one of them does not come."""
         size, runs = 0, {run.group: run for run in self._runs(target)}
         for part in source.ranks[self._number]:
             expected = mixed(source.digests.get(part.group, b""), job.weights)
@@ -316,12 +315,12 @@ class RayKVWorker(OffloadingWorker):  # type: ignore[misc]
         return size
 
     def _read_part(self, part: PartToLoad, run: Run, origin: Origin, after: tuple[Any, ...], expected: bytes) -> int:
-        """The same, of one part. expected: digests of its chunks."""
+        """Read one part of the chunks. Returns its bytes; 0 if a chunk does not come. expected: the chunks' digests."""
         session, done, leased = self._pool.session, 0, part.leased
         chunks = sum(len(blocks.keys) // KEY_BYTES for blocks in leased)
         digests = self._digests(bytes(chunks * DIGEST_BYTES), b"")
         rows = self._rows(run, chunks, part.number, self._spare, after, digests)
-        # not by index: a new directory has others
+        # compare nonces, as a new directory has other indices
         if not session.maps(blocks.name.nonce for blocks in leased):
             session.directory.fault("load", "the blocks are in another arena than the one that this worker knows")
             return 0
@@ -343,32 +342,32 @@ class RayKVWorker(OffloadingWorker):  # type: ignore[misc]
         return rows.bytes * done
 
     def _digests(self, digests: bytes, weights: bytes) -> torch.Tensor | None:
-        """Where chunks have their digests beside the engine's pages; None where nothing is verified."""
+        """The digests of chunks, in the memory of the engine's pages; None where nothing is verified."""
         if not self._verifies:
             return None
         found = torch.frombuffer(bytearray(mixed(digests, weights)), dtype=torch.uint8).reshape(-1, DIGEST_BYTES)
         return found.to(self._spare.device)
 
     def _are(self, digests: torch.Tensor, expected: bytes, leases: list[Lease]) -> bool:
-        """Whether chunks that were read hold what their keys stand for. Those that do not are dropped, and counted."""
+        """Whether chunks that were read have the expected content. Others are counted, and dropped from the pool."""
         other = np.frombuffer(digests.cpu().numpy().tobytes(), "V8") != np.frombuffer(expected, "V8")
         if not other.any():
             return True
         directory, first = self._pool.session.directory, 0
         directory.fault("tokens", f"{int(other.sum())} chunks hold other tokens than their keys stand for")
         for lease in leases:
-            directory.forget_later(lease.blocks.keys[other[first : first + len(lease)]].tobytes())  # replicas, too
+            directory.forget_later(lease.blocks.keys[other[first : first + len(lease)]].tobytes())  # replicas too
             first += len(lease)
-        self._commits.submit(self._count_other_tokens, int(other.sum()))  # Ray may take its time
+        self._commits.submit(self._count_other_tokens, int(other.sum()))  # Ray may take long
         return False
 
     def _count_other_tokens(self, chunks: int) -> None:
-        """Chunks, or parts of them, that this process found."""
+        """Add to the count of chunks, or parts of chunks, that this process found."""
         session, self._other_tokens = self._pool.session, self._other_tokens + chunks
         internal_kv.put_other_tokens(self._pool.name, session.node_id, session.directory.client, self._other_tokens)
 
     def _record(self, part: PartToLoad, leases: list[Lease], origin: Origin) -> RequestRecord | None:
-        """Of a read, if somebody follows requests."""
+        """The record of a read, if somebody follows requests."""
         if not any(blocks.followed for blocks in part.leased):
             return None
         cache = next(iter(self._caches[part.group].values())).id_for(origin.salt)
@@ -385,10 +384,10 @@ class RayKVWorker(OffloadingWorker):  # type: ignore[misc]
         after: tuple[Any, ...],
         digests: torch.Tensor | None,
     ) -> Rows:
-        """The engine's blocks as rows of a part of chunks, which the CUDA events `after` are to precede.
+        """The engine's blocks as rows of a part of chunks. The CUDA events `after` must precede any access.
 
-        other: a page for what is no block of the engine's: a load may want only a part of the first and last chunk, and
-        the tail of a prompt does not fill one. digests: (chunks, 8) uint8, which end the chunks; None: nothing does.
+        other: a page for blocks that the engine lacks. A load may want only a part of the first and last chunk, and the
+        tail of a prompt does not fill a chunk. digests: (chunks, 8) uint8, at the ends of the chunks; None: no digests.
         """
         pages, per_chunk = self._pages[run.group], self._per_chunk
         lengths = pages.lengths // len(self._caches[run.group])
@@ -401,14 +400,14 @@ class RayKVWorker(OffloadingWorker):  # type: ignore[misc]
         return Rows(addresses, lengths, (pages, other, digests), writable=True, device=self._device, after=after)
 
     def _mark(self) -> tuple[Any, ...]:
-        """CUDA events after the work that this thread's stream has now: it may be on a job's pages."""
+        """CUDA events after the present work of this thread's stream, which may use a job's pages."""
         if self._device is None:
             return ()
         tensors: Any = self._pages[0].memory
         return cuda.events_after(self._ordinal, {cuda.stream_of(tensors[0])})
 
     def _begin(self, job: Job) -> bool:
-        """Whether a store may copy: the engine has not taken its blocks back. It is "copying" then."""
+        """Set a store to "copying", unless vLLM has taken its blocks back. Returns whether it may copy."""
         with self._mutex:
             if job.state == "queued":
                 job.state = "copying"
@@ -429,12 +428,12 @@ def _rows_of_keys(data: bytes) -> NDArray[np.uint8]:
 
 
 def _count(keys: dict[int, bytes]) -> int:
-    """How many chunks these are keys of, by part."""
+    """The number of chunks. keys: of these chunks, by part."""
     return len(next(iter(keys.values()))) // KEY_BYTES
 
 
 def _spare(pages: list[Rows]) -> torch.Tensor:
-    """Memory for the longest page, where what is not wanted goes."""
+    """Memory as long as the longest page, for bytes that nobody wants."""
     length = max(int(of_group.lengths.max()) for of_group in pages)
     tensors: Any = pages[0].memory
     return torch.empty(length, dtype=torch.uint8, device=tensors[0].device)
