@@ -22,7 +22,7 @@ from helpers.oracle.membership import SOLE_COPIES_PER_CALL
 from helpers.oracle.oracle import Oracle
 from helpers.oracle.slots import unpack
 from helpers.oracle.tiers import BATCH_BYTES, KEYS_PER_CALL, TIER_SLAB
-from raykv.directory.calls import membership
+from raykv.directory.calls import nodes
 from raykv.directory.directory import Directory
 from raykv.directory.state import demotion_batch, gpu_demotion, intents, tier_catalog
 
@@ -149,20 +149,20 @@ def _small_calls() -> Iterator[None]:
     before = {name: getattr(tier_catalog, name) for name in ("slab_bytes", "BATCH_BYTES", "KEYS_PER_CALL")}
     small = {"slab_bytes": lambda _: TIER_SLAB, "BATCH_BYTES": BATCH_BYTES, "KEYS_PER_CALL": KEYS_PER_CALL}
     bytes_before, keys_before = gpu_demotion.BYTES_PER_CALL, vars(demotion_batch)["KEYS_PER_CALL"]
-    sole_copies = membership.SOLE_COPIES_PER_CALL
+    sole_copies = nodes.SOLE_COPIES_PER_CALL
     intents_before = {name: getattr(intents, name) for name in ("KEYS_MAX", "TTL_S")}
     try:
         vars(tier_catalog).update(small)
         gpu_demotion.BYTES_PER_CALL = BYTES_PER_CALL
         vars(demotion_batch).update(KEYS_PER_CALL=KEYS_PER_CALL)
-        membership.SOLE_COPIES_PER_CALL = SOLE_COPIES_PER_CALL
+        nodes.SOLE_COPIES_PER_CALL = SOLE_COPIES_PER_CALL
         vars(intents).update({name: getattr(oracle_intents, name) for name in intents_before})
         yield
     finally:
         vars(tier_catalog).update(before)
         gpu_demotion.BYTES_PER_CALL = bytes_before
         vars(demotion_batch).update(KEYS_PER_CALL=keys_before)
-        membership.SOLE_COPIES_PER_CALL = sole_copies
+        nodes.SOLE_COPIES_PER_CALL = sole_copies
         vars(intents).update(intents_before)
 
 
