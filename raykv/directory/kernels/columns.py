@@ -82,8 +82,74 @@ class Columns(NamedTuple):
     state: NDArray[np.int64]  # CLOCK, COUNTER, EPOCH, ENTRIES, TENANTS (how many there are)
 
 
-# Types of arguments of kernels that Python calls. What is only read may be read-only, so these take any array.
-INT, FLOAT = types.int64, types.float64
+class Blocks(NamedTuple):
+    """What a lease or reservation holds, one of each a key: all (n,) int64, of one length."""
+
+    source: NDArray[np.int64]  # the row to read, or to write; negative: none
+    gens: NDArray[np.int64]  # its generation
+    staged: NDArray[np.int64]  # the row on the holder's node to pull it into, or to write it from; negative: none
+    staged_gens: NDArray[np.int64]  # its generation
+
+    def part(self, of: slice) -> "Blocks":
+        """Views of some of them."""
+        return Blocks(*[rows[of] for rows in self])
+
+    def first(self, n: int) -> "Blocks":
+        """Copies of the first n: a view would keep the rest."""
+        return Blocks(*[rows[:n].copy() for rows in self])
+
+
+class Places(NamedTuple):
+    """Where blocks are, out: both (n,) LOCATION."""
+
+    locations: NDArray[np.void]  # of `source`
+    staged_locations: NDArray[np.void]  # of `staged`
+
+
+class Reader(NamedTuple):
+    """Who a match is for: integers, -1 for what it does not have."""
+
+    node: int  # index of its node
+    size_class: int  # on that node, for blocks of this size: -1 where no store pulls any
+    limit: int  # how many blocks are to have a staging slot
+    host: int  # index of the node whose GPU it is
+    block_bytes: int
+    tenant: int
+
+
+class Writer(NamedTuple):
+    """Who slots are granted to."""
+
+    start: int  # number of the first key that it writes: those before are their parents
+    size_class: int  # of its node
+    others: NDArray[np.int64]  # (m,) size classes of this slot size, in the order in which they are tried
+    heaps: NDArray[np.void]  # (tenants, size classes of this slot size) HEAP: see `eviction.coldest`
+    locality: float  # see `eviction.victim`
+    size: int  # bytes of a slot
+    block_bytes: int
+    tenant: int
+
+
+class Goal(NamedTuple):
+    """How many of a size class's slots are to be free, or to hold what can be lost."""
+
+    size_class: int
+    slots: int  # of the size class
+    share: float  # of them
+
+
+class Chosen(NamedTuple):
+    """What is demoted to an external tier, out."""
+
+    source: NDArray[np.int64]  # (n,) the row in memory; nobody holds it for that: the copier checks its generation
+    target: NDArray[np.int64]  # (n,) the DEMOTING row
+    evicted: NDArray[np.uint64]  # (n, 2) keys evicted from the tier
+
+
+# Types of arguments of kernels that Python calls. What is only read may be read-only, so these take any array. In a
+# tuple numbers must be Python's, and arrays writable: there nothing is converted. What requests of clients hand over
+# are plain tuples, which a kernel names: numba reads all names of a NamedTuple at every call, for 1.5 us.
+INT, FLOAT, BOOL = types.int64, types.float64, types.boolean
 ROWS = types.Array(types.int64, 1, "C")  # numbers of rows, generations, counts
 KEYS = types.Array(types.uint64, 2, "C", readonly=True)
 KEYS_OUT = types.Array(types.uint64, 2, "C")
@@ -92,7 +158,11 @@ FLAGS = types.Array(types.uint8, 1, "C", readonly=True)
 MASK = types.Array(types.bool_, 1, "C")
 LOCATIONS_OUT = numba.typeof(np.zeros(0, LOCATION))
 LOCATIONS = LOCATIONS_OUT.copy(readonly=True)
+BLOCKS, PLACES, READER = types.UniTuple(ROWS, 4), types.UniTuple(LOCATIONS_OUT, 2), types.UniTuple(INT, 6)
 HEAPS = numba.typeof(np.zeros((0, 0), HEAP))
+WRITER = types.Tuple((INT, INT, ROWS, HEAPS, FLOAT, INT, INT, INT))
+GOAL = types.NamedTuple((INT, INT, FLOAT), Goal)
+CHOSEN = types.NamedTuple((ROWS, ROWS, KEYS_OUT), Chosen)
 C = numba.typeof(
     Columns(
         rows=np.zeros(0, ROW),
