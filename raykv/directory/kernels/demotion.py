@@ -26,6 +26,7 @@ from raykv.directory.kernels.columns import (
 )
 from raykv.directory.kernels.eviction import oldest
 from raykv.directory.kernels.lists import (
+    finish,
     forget,
     free,
     grant,
@@ -81,9 +82,9 @@ def _lack(c, size_class, tenant, want):
 
 
 @kernel
-def start_demotion(c, row, target_row, source, target, n):
+def start_demotion(c, row, target_row, holds, source, target, n):
     """Begin the demotion of a block to a taken row of the lower tier, as the n-th of an answer."""
-    grant(c, target_row, c.rows[row].k0, c.rows[row].k1, DEMOTING)
+    grant(c, target_row, c.rows[row].k0, c.rows[row].k1, DEMOTING, holds)
     source[n] = row
     target[n] = target_row
 
@@ -191,8 +192,7 @@ def _start_in_tier(c, row, tier_class, chosen, n, count):
     """Begin the demotion of a row, if `tier_class` has a slot for it. Returns the new (n, count)."""
     target_row, count = take_tier_slot(c, tier_class, chosen.evicted, count)
     if target_row >= 0:
-        start_demotion(c, row, target_row, chosen.source, chosen.target, n)
-        c.rows[target_row].holds = 0
+        start_demotion(c, row, target_row, 0, chosen.source, chosen.target, n)
         n += 1
     return n, count
 
@@ -212,7 +212,7 @@ def demoted(c, rows, gens, stored, lost):
         if lost[i] or c.rows[row].state == EXTERNAL:
             continue
         if stored[i]:
-            c.rows[row].state = EXTERNAL
+            finish(c, row, EXTERNAL)
             touch(c, row)
             count += 1
         else:
@@ -259,8 +259,7 @@ def report_existing(c, tier_class, keys, refused):
         if row < 0 or known:
             continue
         unlink(c, list_of(c, row, FREE), row)
-        grant(c, row, keys[i, 0], keys[i, 1], EXTERNAL)
-        c.rows[row].holds = 0
+        grant(c, row, keys[i, 0], keys[i, 1], EXTERNAL, 0)
         touch(c, row)
 
 

@@ -36,8 +36,8 @@ from raykv.directory.kernels.columns import (
 )
 from raykv.directory.kernels.eviction import keep_maximum
 from raykv.directory.kernels.lists import (
-    charge,
     claim,
+    finish,
     hold,
     is_tier_row,
     listed,
@@ -143,7 +143,7 @@ def _hold_prefix(c, keys, firsts, reader, blocks):
             remote += 1
             staged[n] = staging if staging >= 0 else UNSTAGED
             if staging >= 0:
-                c.rows[staging].holds += 1
+                hold(c, staging)
                 blocks.staged_gens[n] = c.rows[staging].gen
         n += 1
     covered = _cover(c, keys, n, reader, blocks)
@@ -307,7 +307,7 @@ def next_window(c, keys, blocks, node, size_class):
             hold(c, there)
             staged[i], staged_gens[i] = there, c.rows[there].gen
         elif staging >= 0:
-            c.rows[staging].holds += 1
+            hold(c, staging)
             staged[i], staged_gens[i] = staging, c.rows[staging].gen
         else:
             full = not _stage_next(c, keys, i, len(source), size_class, blocks)
@@ -334,10 +334,8 @@ def pulled(c, rows, gens, promoted):
         row = np.int64(rows[i])
         if row >= 0 and c.rows[row].gen == gens[i] and c.rows[row].state == STAGING:
             size_class = size_class_of(c, row)
-            c.size_classes[size_class].staging -= 1
-            c.rows[row].state = REPLICA if has_primary(c, row) else READY
+            finish(c, row, REPLICA if has_primary(c, row) else READY)
             if c.rows[row].state == READY:
-                charge(c, row, 1)
                 _succeed(c, row)
                 promoted[size_class] += 1
                 keep_maximum(c, tenant_of(c, row), size_class)

@@ -23,7 +23,18 @@ from raykv.directory.kernels.columns import (
     Writer,
 )
 from raykv.directory.kernels.eviction import evict, evict_surplus, keep_maximum, next_ahead, victim, victim_ahead
-from raykv.directory.kernels.lists import assign, claim, free, grant, hold, present, quarantine, size_class_of, taken
+from raykv.directory.kernels.lists import (
+    assign,
+    claim,
+    finish,
+    free,
+    grant,
+    hold,
+    present,
+    quarantine,
+    size_class_of,
+    taken,
+)
 from raykv.directory.kernels.quotas import is_full
 from raykv.directory.kernels.slabs import locate, row_of
 from raykv.directory.kernels.slots import can_stage, room, stage, take
@@ -129,7 +140,7 @@ def _grant_missing(c, keys, firsts, writer, source, staged, granted):
             elsewhere += 1
             staged[i] = stage(c, size_class, k0, k1)  # before an eviction promotes a replica, which uses the window
         row = take(c, target) if has_room else evict(c, leaving)
-        grant(c, row, k0, k1, WRITING)
+        grant(c, row, k0, k1, WRITING, 1)
         if c.state[TENANTS] > 1:
             assign(c, first_of(c, row), tenant)
             keep_maximum(c, tenant, target)
@@ -158,6 +169,7 @@ def commit(c, locations, keys, written):
         if state == WRITING and written[i] == NOT_WRITTEN:
             quarantine(c, row)
         elif written[i] == WRITTEN and (state == WRITING or present(state)):
-            c.rows[row].state = READY if state == WRITING else state
+            if state == WRITING:
+                finish(c, row, READY)
             accepted += 1
     return accepted
