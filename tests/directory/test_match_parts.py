@@ -7,7 +7,6 @@ from helpers.directory_checks import check_invariants
 from helpers.directory_pool import KEYS, PAGE, Pool, blocks, staged
 from helpers.oracle.slots import unpack
 
-from raykv.directory.state.holds import ROWS
 from raykv.protocol.clients import Call, MatchRequest
 
 FIRST, SECOND = KEYS[:4], KEYS[100:104]  # keys of two parts
@@ -39,7 +38,7 @@ def test_a_lease_of_a_block_keeps_no_more_than_that_block() -> None:
     pool.match_parts("a", [("a", FIRST), ("a", SECOND)])
     holds = [hold for client in pool.directory.clients.values() for hold in client.holds.values()]
     assert [len(hold.keys) for hold in holds] == [1] * 5
-    arrays = [getattr(hold, name) for hold in holds for name in ROWS]
+    arrays = [array for hold in holds for array in (hold.keys, *hold.blocks)]
     assert all(array.base is None and len(array) == 1 for array in arrays)
 
 

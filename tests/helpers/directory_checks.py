@@ -228,7 +228,7 @@ def _check_holds(directory: Directory, chains: Chains) -> None:
     holds = np.zeros(len(rows), int)
     for client in directory.clients.values():
         for hold in client.holds.values():
-            for held, gens in ((hold.source, hold.gens), (hold.staged, hold.staged_gens)):
+            for held, gens in (hold.blocks[:2], hold.blocks[2:]):
                 mine = held >= 0
                 np.add.at(holds, held[mine], 1)
                 assert (rows["gen"][held[mine]] == gens[mine]).all(), "a held block was given away"

@@ -8,9 +8,9 @@ from raykv.config import KEYS_PER_CALL
 from raykv.directory.calls.boundary import Runs, boundary, step_of
 from raykv.directory.calls.clients import on_call
 from raykv.directory.kernels import eviction, leases, lists, lookup, table
-from raykv.directory.kernels.columns import NODE_MASK
+from raykv.directory.kernels.columns import NODE_MASK, Blocks, Places, Reader
 from raykv.directory.state.allocator import Node
-from raykv.directory.state.arrays import KeyArray, LocationArray, RowArray, key_array, split_keys
+from raykv.directory.state.arrays import KeyArray, RowArray, key_array, split_keys
 from raykv.directory.state.holds import Hold
 from raykv.directory.state.state import State
 from raykv.protocol.clients import (
@@ -39,17 +39,16 @@ class HeldPrefix:
 
     reader: Node | None
     hold: Hold
-    locations: LocationArray
-    staged_locations: LocationArray
+    places: Places
     counts: tuple[int, int, int, int]
 
     @property
     def source(self) -> bytes:
-        return self.locations[: self.counts[0]].tobytes()
+        return self.places.locations[: self.counts[0]].tobytes()
 
     @property
     def staged(self) -> bytes:
-        return self.staged_locations[: self.counts[0]].tobytes() if self.counts[1] else b""
+        return self.places.staged_locations[: self.counts[0]].tobytes() if self.counts[1] else b""
 
 
 def match(state: State, call: Call, request: MatchRequest, now: float) -> Matched:
@@ -166,35 +165,30 @@ def _hold_prefix(state: State, call: Call, request: MatchRequest, keys: KeyArray
     """Hold the longest ready prefix of the keys for a reader. group: see Hold."""
     reader, stride = state.nodes.get(request.node), slot_bytes(request.block_bytes)
     size_class, on_gpu = state.allocator.staging_class(reader, stride), reader is not None and reader.on_gpu
-    node = _index_of(reader)
     host = state.nodes.get(reader.host) if reader and on_gpu else None
-    firsts, source, gens, staged, staged_gens = np.empty((5, len(keys)), np.int64)
-    locations, staged_locations = np.empty((2, len(keys)), LOCATION)
-    stage = min(max(0, request.stage), len(keys))
-    need = leases.find_prefix(state.c, keys, firsts, node, size_class, stage)
-    if need and reader and state.allocator.provide_slots(reader, size_class, stride, need):
-        table.find(state.c, keys, firsts)  # another size may have given up a slab with some of them
-    counts = leases.match(
-        *(state.c, keys, firsts, node, size_class, stage, host.index if host else -1, request.block_bytes),
-        state.quotas.number(request.tenant),
-        *(source, gens, staged, staged_gens, locations, staged_locations),
-    )
-    n = counts[0]
+    firsts, *rows = np.empty((5, len(keys)), np.int64)
+    blocks, places = Blocks(*rows), Places(*np.empty((2, len(keys)), LOCATION))
+    node, limit = _index_of(reader), int(min(max(0, request.stage), len(keys)))
+    tenant = state.quotas.number(request.tenant)
+    asks = Reader(node, size_class, limit, host.index if host else -1, int(request.block_bytes), tenant)
+    question = keys, firsts, tuple(asks), tuple(blocks), tuple(places)
+    counts = leases.match(state.c, *question, False)
+    if counts[0] < 0 and reader:
+        if state.allocator.provide_slots(reader, size_class, stride, -counts[0]):
+            table.find(state.c, keys, firsts)  # another size may have given up a slab with some of them
+        counts = leases.match(state.c, *question, True)
     hold = Hold(
         call.seq,
         node,
         size_class,
-        keys[:n].copy(),  # a view would keep the whole array
-        source[:n].copy(),
-        gens[:n].copy(),
-        staged[:n].copy(),
-        staged_gens[:n].copy(),
+        keys[: counts[0]].copy(),  # a view would keep the whole array
+        blocks.first(counts[0]),
         writes=False,
         group=group,
         since=now,
         used=now,
     )
-    return HeldPrefix(reader, hold, locations, staged_locations, counts)
+    return HeldPrefix(reader, hold, places, counts)
 
 
 def _cut(state: State, prefix: HeldPrefix, n: int) -> None:
@@ -202,7 +196,7 @@ def _cut(state: State, prefix: HeldPrefix, n: int) -> None:
     if prefix.counts[0] == n:
         return
     state.clients.release([prefix.hold.cut(n)])
-    nodes = prefix.locations["node"][:n].astype(np.int64)
+    nodes = prefix.places.locations["node"][:n].astype(np.int64)
     external, reader = is_tier(nodes), prefix.reader
     host = state.nodes.get(reader.host) if reader and reader.on_gpu else None
     promoted = int((nodes == host.index).sum()) if host else 0
@@ -229,34 +223,24 @@ def next_window(state: State, call: Call, request: NextWindowRequest, now: float
     if hold is None or hold.writes or not sound:
         return Window(state.epoch, b"", b"")
     hold.used = now
-    before, wanted = slice(start), slice(start, min(request.stop, len(hold.source)))
-    for other in (slice(wanted.stop, None), before):
-        given, gens = hold.staged[other], hold.staged_gens[other]
-        leases.release(state.c, given, gens, given[:0], gens[:0])
+    end = min(request.stop, len(hold.keys))
+    passed, wanted, later = map(hold.blocks.part, (slice(start), slice(start, end), slice(end, None)))
+    for other in (later, passed):
+        given, gens = other.staged, other.staged_gens
+        leases.release(state.c, (given, gens, given[:0], gens[:0]))
         given[given >= 0] = leases.UNSTAGED
-    moved = leases.pass_by(
-        state.c, hold.keys[before], hold.source[before], hold.gens[before], hold.node, hold.staged[before]
-    )
-    _provide_staging(state, hold, hold.staged[wanted], slot_bytes(request.block_bytes), now)
-    n = leases.next_window(
-        state.c,
-        hold.keys[wanted],
-        hold.source[wanted],
-        hold.gens[wanted],
-        hold.node,
-        hold.size_class,
-        hold.staged[wanted],
-        hold.staged_gens[wanted],
-    )
-    if (hold.staged[wanted] >= 0).any():  # the reader can go on
+    moved = leases.pass_by(state.c, hold.keys[:start], tuple(passed), hold.node)
+    _provide_staging(state, hold, wanted.staged, slot_bytes(request.block_bytes), now)
+    n = leases.next_window(state.c, hold.keys[start:end], tuple(wanted), hold.node, hold.size_class)
+    if (wanted.staged >= 0).any():  # the reader can go on
         hold.held_up = None
-    window = slice(start, start + n)
-    _, source = state.size_classes.describe(hold.source[window], request.block_bytes)
-    hold.staged_gens[window], staged = state.size_classes.describe(hold.staged[window], request.block_bytes)
-    staged["node"][hold.staged[window] == leases.UNSTAGED] = hold.node
+    window = wanted.part(slice(n))
+    _, source = state.size_classes.describe(window.source, request.block_bytes)
+    window.staged_gens[:], staged = state.size_classes.describe(window.staged, request.block_bytes)
+    staged["node"][window.staged == leases.UNSTAGED] = hold.node
     tell = moved or request.again
-    passed = state.size_classes.describe(hold.source[before], request.block_bytes)[1].tobytes() if tell else b""
-    return Window(state.epoch, source.tobytes(), staged.tobytes(), passed)
+    where = state.size_classes.describe(passed.source, request.block_bytes)[1].tobytes() if tell else b""
+    return Window(state.epoch, source.tobytes(), staged.tobytes(), where)
 
 
 def _provide_staging(state: State, hold: Hold, staged: RowArray, stride: int, now: float) -> None:

@@ -30,27 +30,29 @@ def reserve(state: State, call: Call, request: ReserveRequest, now: float) -> Re
         return Reserved(state.epoch, start, b"", b"", b"")
     if writer is None or size_class < 0:
         return _refused(state, keys, start)
-    firsts, source, gens, staged, staged_gens = np.empty((5, len(keys)), np.int64)
-    granted, (locations, staged_locations) = np.empty(len(keys), np.int32), np.empty((2, len(keys)), LOCATION)
-    missing = placement.find_missing(state.c, keys, firsts, start, size_class)
-    tenant = state.quotas.number(request.tenant)
-    if missing and state.allocator.provision(writer, size_class, stride, missing, tenant):
-        table.find(state.c, keys, firsts)  # another size may have given up a slab with some of them
-    others, heaps = _classes_in_turn(state, writer, stride), state.size_classes.heaps[stride]
-    covered, grants = placement.reserve(
-        *(state.c, keys, firsts, start, size_class, others, heaps, state.locality),
-        *(stride, request.block_bytes, tenant),
-        *(source, gens, staged, staged_gens, granted, locations, staged_locations),
-    )
+    firsts, *rows = np.empty((5, len(keys)), np.int64)
+    blocks, places = columns.Blocks(*rows), columns.Places(*np.empty((2, len(keys)), LOCATION))
+    granted = np.empty(len(keys), np.int32)
+    tenant, outs = state.quotas.number(request.tenant), (tuple(blocks), granted, tuple(places))
+
+    def ask(found: bool) -> tuple[int, int]:
+        others, heaps = _classes_in_turn(state, writer, stride), state.size_classes.heaps[stride]
+        sizes = stride, int(request.block_bytes)
+        asks = columns.Writer(int(start), size_class, others, heaps, state.locality, *sizes, tenant)
+        answer: tuple[int, int] = placement.reserve(state.c, keys, firsts, tuple(asks), *outs, found)
+        return answer
+
+    covered, grants = ask(found=False)
+    if covered < 0:
+        if state.allocator.provision(writer, size_class, stride, -covered, tenant):
+            table.find(state.c, keys, firsts)  # another size may have given up a slab with some of them
+        covered, grants = ask(found=True)
     client.holds[request.reservation] = Hold(
         call.seq,
         writer.index,
         size_class,
         keys,
-        source,
-        gens,
-        staged,
-        staged_gens,
+        blocks,
         writes=True,
         group=request.reservation,
         since=now,
@@ -66,8 +68,8 @@ def reserve(state: State, call: Call, request: ReserveRequest, now: float) -> Re
         state.epoch,
         covered,
         granted[:grants].tobytes(),
-        locations[:grants].tobytes(),
-        staged_locations[:grants].tobytes(),
+        places.locations[:grants].tobytes(),
+        places.staged_locations[:grants].tobytes(),
     )
 
 
@@ -103,7 +105,7 @@ def commit(state: State, call: Call, request: CommitRequest, now: float) -> Coun
     hold = client.holds.get(request.reservation)
     if NOT_WRITTEN in request.written:  # only the reservation that has a slot may give the slot up
         rows, _ = state.size_classes.rows_of(locations)
-        theirs = (written == NOT_WRITTEN) & ~np.isin(rows, hold.source if hold else [])
+        theirs = (written == NOT_WRITTEN) & ~np.isin(rows, hold.blocks.source if hold else [])
         written = np.where(theirs, np.uint8(UNTOUCHED), written)
     accepted = placement.commit(state.c, locations, keys, written)
     if hold:

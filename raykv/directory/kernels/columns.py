@@ -28,37 +28,48 @@ NODE_BITS = 20  # of a node's index that number it; above them is the epoch, so 
 NODE_MASK = (1 << NODE_BITS) - 1
 NOWHERE = -2  # `prev` of a row that is not in a list
 
+# The comment of a column says which kernels write it; tests/directory/test_columns.py compares.
 ROW = np.dtype(
     [
-        ("k0", "<u8"),
-        ("k1", "<u8"),
-        ("gen", "<i8"),
-        ("last", "<i8"),  # tick of the last touch
-        ("prev", "<i4"),  # towards the young end; NOWHERE
-        ("next", "<i4"),  # towards the old end
-        ("same", "<i4"),  # next row of the same key
-        ("holds", "<u2"),  # leases, reservations, pins and demotions that keep it
-        ("state", "u1"),
-        ("uses", "u1"),  # matches since it was stored
+        ("k0", "<u8"),  # written by lists
+        ("k1", "<u8"),  # written by lists
+        ("gen", "<i8"),  # written by lists, slabs
+        ("last", "<i8"),  # tick of the last touch; written by lists, slabs
+        ("prev", "<i4"),  # towards the young end; NOWHERE; written by lists
+        ("next", "<i4"),  # towards the old end; written by lists
+        ("same", "<i4"),  # next row of the same key; written by table
+        ("holds", "<u2"),  # leases, reservations, pins and demotions that keep it; written by lists
+        ("state", "u1"),  # written by lists
+        ("uses", "u1"),  # matches since it was stored; written by lists, leases, gpu_demotion
     ]
 )
 # clean_tail: the youngest of the oldest rows that are all clean, -1 if there are none; clean_count: how many these are.
 # An eviction loses nothing of a clean row: its block is in the external tier, being demoted, or not wanted there.
-LIST = np.dtype([("head", "<i4"), ("tail", "<i4"), ("count", "<i8"), ("clean_tail", "<i8"), ("clean_count", "<i8")])
-SIZE_CLASS = np.dtype(  # the slots of one size on one node
+LIST = np.dtype(
     [
-        ("node", "<i4"),
-        ("offered", "<i4"),
-        ("window", "<i8"),
-        ("staging", "<i8"),
-        ("quarantined", "<i8"),
-        ("evicted", "<i8"),
-        ("charge", "<i8"),  # bytes that a primary counts for its tenant: those of a slot; 0 on a GPU and in a tier
+        *(("head", "<i4"), ("tail", "<i4"), ("count", "<i8")),  # written by lists
+        *(("clean_tail", "<i8"), ("clean_count", "<i8")),  # written by lists, demotion
     ]
 )
-TENANT = np.dtype([("used", "<i8"), ("minimum", "<i8"), ("maximum", "<i8"), ("evicted", "<i8")])  # bytes, blocks
+SIZE_CLASS = np.dtype(  # the slots of one size on one node
+    [
+        *(("node", "<i4"), ("offered", "<i4"), ("window", "<i8")),  # written by no kernel
+        ("staging", "<i8"),  # written by lists
+        ("quarantined", "<i8"),  # written by lists, slabs
+        ("evicted", "<i8"),  # written by eviction, demotion
+        ("charge", "<i8"),  # bytes a primary counts for its tenant: 0 on a GPU and in a tier; written by no kernel
+    ]
+)
+TENANT = np.dtype(
+    [
+        ("used", "<i8"),  # bytes; written by lists
+        *(("minimum", "<i8"), ("maximum", "<i8")),  # bytes; written by no kernel
+        ("evicted", "<i8"),  # blocks; written by eviction
+    ]
+)
 TENANTS_MAX = 16  # with tenant 0: whoever has no quota
 NO_LIMIT = 1 << 62  # bytes
+# Written by no kernel
 SLAB = np.dtype([("base", "<i8"), ("slots", "<i8"), ("size_class", "<i4"), ("number", "<i4"), ("gen", "<i8")])
 FREE_LIST, REPLICA_LIST, READY_LISTS = range(3)  # of a size class: one of READY (or EXTERNAL) rows for each tenant
 LISTS_PER_CLASS = READY_LISTS + TENANTS_MAX
@@ -71,19 +82,86 @@ class Columns(NamedTuple):
     """All state that kernels touch."""
 
     rows: NDArray[np.void]  # ROW
-    tenants: NDArray[np.uint8]  # of each row: who is charged for its key. Neither read nor written while there is one
-    table: NDArray[np.int64]  # tag << 32 | row + 1, or 0
+    # Of each row: who is charged for its key. Neither read nor written while there is one; written by lists, table
+    tenants: NDArray[np.uint8]
+    table: NDArray[np.int64]  # tag << 32 | row + 1, or 0; written by table
     lists: NDArray[np.void]  # LIST, LISTS_PER_CLASS of each size class
     size_classes: NDArray[np.void]  # SIZE_CLASS
     slabs: NDArray[np.void]  # SLAB
-    pages: NDArray[np.int32]  # slab of each page of rows
-    grid: NDArray[np.int32]  # slab of (node, number of the slab there), or -1
+    pages: NDArray[np.int32]  # slab of each page of rows; written by no kernel
+    grid: NDArray[np.int32]  # slab of (node, number of the slab there), or -1; written by no kernel
     quotas: NDArray[np.void]  # TENANT, of each tenant
-    state: NDArray[np.int64]  # CLOCK, COUNTER, EPOCH, ENTRIES, TENANTS (how many there are)
+    state: NDArray[np.int64]  # CLOCK, COUNTER, EPOCH, ENTRIES, TENANTS (how many); written by lists, table
 
 
-# Types of arguments of kernels that Python calls. What is only read may be read-only, so these take any array.
-INT, FLOAT = types.int64, types.float64
+class Blocks(NamedTuple):
+    """What a lease or reservation holds, one of each a key: all (n,) int64, of one length."""
+
+    source: NDArray[np.int64]  # the row to read, or to write; negative: none
+    gens: NDArray[np.int64]  # its generation
+    staged: NDArray[np.int64]  # the row on the holder's node to pull it into, or to write it from; negative: none
+    staged_gens: NDArray[np.int64]  # its generation
+
+    def part(self, of: slice) -> "Blocks":
+        """Views of some of them."""
+        return Blocks(*[rows[of] for rows in self])
+
+    def first(self, n: int) -> "Blocks":
+        """Copies of the first n: a view would keep the rest."""
+        return Blocks(*[rows[:n].copy() for rows in self])
+
+
+class Places(NamedTuple):
+    """Where blocks are, out: both (n,) LOCATION."""
+
+    locations: NDArray[np.void]  # of `source`
+    staged_locations: NDArray[np.void]  # of `staged`
+
+
+class Reader(NamedTuple):
+    """Who a match is for: integers, -1 for what it does not have."""
+
+    node: int  # index of its node
+    size_class: int  # on that node, for blocks of this size: -1 where no store pulls any
+    limit: int  # how many blocks are to have a staging slot
+    host: int  # index of the node whose GPU it is
+    block_bytes: int
+    tenant: int
+
+
+class Writer(NamedTuple):
+    """Who slots are granted to."""
+
+    start: int  # number of the first key that it writes: those before are their parents
+    size_class: int  # of its node
+    others: NDArray[np.int64]  # (m,) size classes of this slot size, in the order in which they are tried
+    heaps: NDArray[np.void]  # (tenants, size classes of this slot size) HEAP: see `eviction.coldest`
+    locality: float  # see `eviction.victim`
+    size: int  # bytes of a slot
+    block_bytes: int
+    tenant: int
+
+
+class Goal(NamedTuple):
+    """How many of a size class's slots are to be free, or to hold what can be lost."""
+
+    size_class: int
+    slots: int  # of the size class
+    share: float  # of them
+
+
+class Chosen(NamedTuple):
+    """What is demoted to an external tier, out."""
+
+    source: NDArray[np.int64]  # (n,) the row in memory; nobody holds it for that: the copier checks its generation
+    target: NDArray[np.int64]  # (n,) the DEMOTING row
+    evicted: NDArray[np.uint64]  # (n, 2) keys evicted from the tier
+
+
+# Types of arguments of kernels that Python calls. What is only read may be read-only, so these take any array. In a
+# tuple numbers must be Python's, and arrays writable: there nothing is converted. What requests of clients hand over
+# are plain tuples, which a kernel names: numba reads all names of a NamedTuple at every call, for 1.5 us.
+INT, FLOAT, BOOL = types.int64, types.float64, types.boolean
 ROWS = types.Array(types.int64, 1, "C")  # numbers of rows, generations, counts
 KEYS = types.Array(types.uint64, 2, "C", readonly=True)
 KEYS_OUT = types.Array(types.uint64, 2, "C")
@@ -92,7 +170,11 @@ FLAGS = types.Array(types.uint8, 1, "C", readonly=True)
 MASK = types.Array(types.bool_, 1, "C")
 LOCATIONS_OUT = numba.typeof(np.zeros(0, LOCATION))
 LOCATIONS = LOCATIONS_OUT.copy(readonly=True)
+BLOCKS, PLACES, READER = types.UniTuple(ROWS, 4), types.UniTuple(LOCATIONS_OUT, 2), types.UniTuple(INT, 6)
 HEAPS = numba.typeof(np.zeros((0, 0), HEAP))
+WRITER = types.Tuple((INT, INT, ROWS, HEAPS, FLOAT, INT, INT, INT))
+GOAL = types.NamedTuple((INT, INT, FLOAT), Goal)
+CHOSEN = types.NamedTuple((ROWS, ROWS, KEYS_OUT), Chosen)
 C = numba.typeof(
     Columns(
         rows=np.zeros(0, ROW),

@@ -8,15 +8,15 @@ from GPUs too (gpu_demotion.py).
 import numpy as np
 
 from raykv.directory.kernels.columns import (
+    CHOSEN,
     DEMOTING,
     EXTERNAL,
     FLAGS,
-    FLOAT,
     FREE,
     FREE_LIST,
+    GOAL,
     INT,
     KEYS,
-    KEYS_OUT,
     LISTS_PER_CLASS,
     MASK,
     READY,
@@ -26,6 +26,7 @@ from raykv.directory.kernels.columns import (
 )
 from raykv.directory.kernels.eviction import oldest
 from raykv.directory.kernels.lists import (
+    finish,
     forget,
     free,
     grant,
@@ -46,23 +47,23 @@ ROWS_EXAMINED = 1 << 14  # in one call, while others wait: clean rows cost time 
 CHANCES = 8  # blocks that one eviction from a tier passes over because they are in memory too
 
 
-@kernel(C, INT, INT, FLOAT)
-def shortfall(c, size_class, slots, share):
+@kernel(C, GOAL)
+def shortfall(c, goal):
     """How many blocks to demote until `share` of a size class's `slots` can be taken without losing a block.
 
     Such slots are free, hold a replica, or hold a clean block. Staging slots do not count.
     """
-    oldest(c, size_class)  # takes held rows, which are no victims, off the old end
-    want, short = _wanted(c, size_class, slots, share), np.int64(0)
+    oldest(c, goal.size_class)  # takes held rows, which are no victims, off the old end
+    want, short = _wanted(c, goal), np.int64(0)
     for tenant in range(c.state[TENANTS]):
-        short += max(0, _lack(c, size_class, tenant, want))
+        short += max(0, _lack(c, goal.size_class, tenant, want))
     return short
 
 
 @kernel
-def _wanted(c, size_class, slots, share):
+def _wanted(c, goal):
     """How many blocks of a size class are to be clean."""
-    return np.int64(np.ceil(slots * share)) - max(0, room(c, size_class))
+    return np.int64(np.ceil(goal.slots * goal.share)) - max(0, room(c, goal.size_class))
 
 
 @kernel
@@ -81,9 +82,9 @@ def _lack(c, size_class, tenant, want):
 
 
 @kernel
-def start_demotion(c, row, target_row, source, target, n):
+def start_demotion(c, row, target_row, holds, source, target, n):
     """Begin the demotion of a block to a taken row of the lower tier, as the n-th of an answer."""
-    grant(c, target_row, c.rows[row].k0, c.rows[row].k1, DEMOTING)
+    grant(c, target_row, c.rows[row].k0, c.rows[row].k1, DEMOTING, holds)
     source[n] = row
     target[n] = target_row
 
@@ -135,42 +136,40 @@ def take_tier_slot(c, tier_class, evicted, count):
     return row, count
 
 
-@kernel(C, INT, INT, FLOAT, INT, INT, INT, ROWS, ROWS, ROWS, KEYS_OUT)
-def demote(c, size_class, slots, share, min_uses, tier_class, examined, pinned, source, target, evicted):
+@kernel(C, GOAL, INT, INT, INT, ROWS, CHOSEN)
+def demote(c, goal, min_uses, tier_class, examined, pinned, chosen):
     """Demote a size class's oldest blocks that are not in a tier yet, until there is no `shortfall`.
 
-    slots: of the size class. min_uses: of a block that is worth demoting. tier_class: the tier's size class. examined:
-    rows to look at, at most. pinned: rows that are demoted too where no others are left.
-    source[i], target[i], out: the row in memory, which is not held for that (the copier checks its generation), and
-    the DEMOTING row. evicted, out: keys evicted from the tier. Returns (number of blocks, number of evicted keys).
+    min_uses: of a block that is worth demoting. tier_class: the tier's size class. examined: rows to look at, at most.
+    pinned: rows that are demoted too where no others are left. Returns (number of blocks, number of evicted keys).
     """
     n, count, row = 0, 0, np.int64(0)
     for _ in range(examined):
-        if n == len(source) or shortfall(c, size_class, slots, share) <= 0:
+        if n == len(chosen.source) or shortfall(c, goal) <= 0:
             break
-        row = _oldest_unclean(c, size_class, _wanted(c, size_class, slots, share))
+        row = _oldest_unclean(c, goal.size_class, _wanted(c, goal))
         if row < 0:
             break
         which = list_of(c, row, READY)
-        if share < 1.0 and c.rows[row].holds > 0:  # no victim; when its last hold ends, it is the youngest
+        if goal.share < 1.0 and c.rows[row].holds > 0:  # no victim; when its last hold ends, it is the youngest
             unlink(c, which, row)
             continue
         if c.rows[row].uses >= min_uses and not in_external_tier(c, row):
             before = n
-            n, count = _start_in_tier(c, row, tier_class, source, target, evicted, n, count)
+            n, count = _start_in_tier(c, row, tier_class, chosen, n, count)
             if n == before:
                 break
         c.lists[which].clean_tail = row
         c.lists[which].clean_count += 1
-    most = min(len(source), n + max(0, shortfall(c, size_class, slots, share)))
+    most = min(len(chosen.source), n + max(0, shortfall(c, goal)))
     for held in pinned if row < 0 else pinned[:0]:
         if (
             n < most
-            and size_class_of(c, held) == size_class
+            and size_class_of(c, held) == goal.size_class
             and c.rows[held].state == READY
             and not in_external_tier(c, held)
         ):
-            n, count = _start_in_tier(c, held, tier_class, source, target, evicted, n, count)
+            n, count = _start_in_tier(c, held, tier_class, chosen, n, count)
     return n, count
 
 
@@ -189,12 +188,11 @@ def _oldest_unclean(c, size_class, want):
 
 
 @kernel
-def _start_in_tier(c, row, tier_class, source, target, evicted, n, count):
+def _start_in_tier(c, row, tier_class, chosen, n, count):
     """Begin the demotion of a row, if `tier_class` has a slot for it. Returns the new (n, count)."""
-    target_row, count = take_tier_slot(c, tier_class, evicted, count)
+    target_row, count = take_tier_slot(c, tier_class, chosen.evicted, count)
     if target_row >= 0:
-        start_demotion(c, row, target_row, source, target, n)
-        c.rows[target_row].holds = 0
+        start_demotion(c, row, target_row, 0, chosen.source, chosen.target, n)
         n += 1
     return n, count
 
@@ -214,7 +212,7 @@ def demoted(c, rows, gens, stored, lost):
         if lost[i] or c.rows[row].state == EXTERNAL:
             continue
         if stored[i]:
-            c.rows[row].state = EXTERNAL
+            finish(c, row, EXTERNAL)
             touch(c, row)
             count += 1
         else:
@@ -261,8 +259,7 @@ def report_existing(c, tier_class, keys, refused):
         if row < 0 or known:
             continue
         unlink(c, list_of(c, row, FREE), row)
-        grant(c, row, keys[i, 0], keys[i, 1], EXTERNAL)
-        c.rows[row].holds = 0
+        grant(c, row, keys[i, 0], keys[i, 1], EXTERNAL, 0)
         touch(c, row)
 
 

@@ -87,40 +87,41 @@ def coldest(c, heap, tenant):
 
 
 @kernel
-def _coldest_for(c, heaps, tenant, who, size):
-    """As `coldest`, of those that may go for a tenant. heaps: of all tenants. size: bytes of a slot."""
+def _coldest_for(c, writer, who):
+    """As `coldest`, of those that may go for a writer's tenant."""
     row = np.int64(-1)
     for owner in range(c.state[TENANTS]):
-        if c.quotas[owner].used > 0 and may_go(c, owner, tenant, who, size):  # to look for nothing costs most
-            tail = coldest(c, heaps[owner], owner)
+        has_some = c.quotas[owner].used > 0  # to look for nothing costs most
+        if has_some and may_go(c, owner, writer.tenant, who, writer.size):
+            tail = coldest(c, writer.heaps[owner], owner)
             if row < 0 or (tail >= 0 and c.rows[tail].last < c.rows[row].last):
                 row = tail
     return row
 
 
 @kernel
-def victim(c, size_class, heaps, locality, may_leave, tenant, size):
-    """The row that is evicted for a tenant's writer on `size_class`, or -1: its oldest, or that of the cluster.
+def victim(c, writer, may_leave):
+    """The row that is evicted for a writer, or -1: the oldest of its size class, or that of the cluster.
 
-    locality: how many times as long that one must have been idle. may_leave: whether a slot on another node will do.
-    size: bytes of a slot.
+    The latter must have been idle `locality` times as long. may_leave: whether a slot on another node will do.
     """
     if c.state[TENANTS] == 1:  # as below, at half the cost
-        far_tail = coldest(c, heaps[0], 0) if may_leave else np.int64(-1)
-        return _idler(c, oldest_of(c, size_class, 0), far_tail, locality)
-    near, far = whose(c, tenant, c.size_classes[size_class].charge), whose(c, tenant, size)
-    row = _victim(c, size_class, heaps, locality, may_leave, tenant, size, near, far)
+        far_tail = coldest(c, writer.heaps[0], 0) if may_leave else np.int64(-1)
+        return _idler(c, oldest_of(c, writer.size_class, 0), far_tail, writer.locality)
+    near = whose(c, writer.tenant, c.size_classes[writer.size_class].charge)
+    far = whose(c, writer.tenant, writer.size)
+    row = _victim(c, writer, may_leave, near, far)
     if row < 0 and far == OTHERS:
-        row = _victim(c, size_class, heaps, locality, may_leave, tenant, size, OWN, OWN)
+        row = _victim(c, writer, may_leave, OWN, OWN)
     return row
 
 
 @kernel
-def _victim(c, size_class, heaps, locality, may_leave, tenant, size, near, far):
+def _victim(c, writer, may_leave, near, far):
     """As `victim`, of those that may go. near, far: see `whose`."""
-    tail = _oldest_for(c, size_class, tenant, near)
-    far_tail = _coldest_for(c, heaps, tenant, far, size) if may_leave else np.int64(-1)
-    return _idler(c, tail, far_tail, locality)
+    tail = _oldest_for(c, writer.size_class, writer.tenant, near)
+    far_tail = _coldest_for(c, writer, far) if may_leave else np.int64(-1)
+    return _idler(c, tail, far_tail, writer.locality)
 
 
 @kernel

@@ -10,7 +10,7 @@ from raykv.directory.kernels.columns import DEMOTING, DROPPED, INT, MASK, READY,
 from raykv.directory.kernels.demotion import start_demotion
 from raykv.directory.kernels.eviction import evict, near_victim, oldest
 from raykv.directory.kernels.leases import has_primary
-from raykv.directory.kernels.lists import charge, link_old, list_of, listed, suspend, touch, unlink
+from raykv.directory.kernels.lists import finish, link_old, list_of, suspend, unhold, unlist_in_role
 from raykv.directory.kernels.quotas import is_full, tenant_of
 from raykv.directory.kernels.slots import room, take
 from raykv.directory.kernels.table import delete, first_of
@@ -32,7 +32,7 @@ def demote_gpu(c, size_class, host_class, want, source, target):
         if c.rows[row].holds == 0 and not _being_demoted(c, row):
             target_row = _take_in_memory(c, host_class, tenant_of(c, row))
             if target_row >= 0:
-                start_demotion(c, row, target_row, source, target, n)
+                start_demotion(c, row, target_row, 1, source, target, n)
                 c.rows[target_row].uses = c.rows[row].uses
                 n += 1
             elif c.state[TENANTS] == 1:  # there is none for those behind it either
@@ -78,11 +78,8 @@ def gpu_demoted(c, rows, stored):
             delete(c, row)
             suspend(c, row)
         else:
-            c.rows[row].state = REPLICA if has_primary(c, row) else READY
-            if c.rows[row].state == READY:
-                charge(c, row, 1)
-            c.rows[row].holds = 0
-            touch(c, row)
+            finish(c, row, REPLICA if has_primary(c, row) else READY)
+            unhold(c, row)
             count += 1
     for i in range(len(rows)):  # youngest first, so that the oldest is the first victim
         row = np.int64(rows[len(rows) - 1 - i])
@@ -97,10 +94,7 @@ def _make_replicas(c, row):
     other = first_of(c, row)
     while other >= 0:
         if other != row and c.rows[other].state == READY:
-            if listed(c, other):
-                unlink(c, list_of(c, other, READY), other)
-            charge(c, other, -1)
-            c.rows[other].state = REPLICA
+            unlist_in_role(c, other, REPLICA)
             if c.rows[other].holds == 0:
                 link_old(c, list_of(c, other, REPLICA), other)
         other = np.int64(c.rows[other].same)

@@ -10,13 +10,16 @@ import numpy as np
 
 from raykv.config import USES_MAX
 from raykv.directory.kernels.columns import (
+    BLOCKS,
+    BOOL,
     DROPPED,
     EXTERNAL,
     HOLDS_MAX,
     INT,
     KEYS,
-    LOCATIONS_OUT,
+    PLACES,
     QUARANTINED,
+    READER,
     READY,
     REPLICA,
     ROWS,
@@ -26,12 +29,15 @@ from raykv.directory.kernels.columns import (
     TO_OWN,
     TO_READERS,
     WRITING,
+    Blocks,
     C,
+    Places,
+    Reader,
 )
 from raykv.directory.kernels.eviction import keep_maximum
 from raykv.directory.kernels.lists import (
-    charge,
     claim,
+    finish,
     hold,
     is_tier_row,
     listed,
@@ -65,102 +71,88 @@ def warm_neighbours(c, rows):
     return warm
 
 
-@kernel(C, KEYS, ROWS, INT, INT, INT)
-def find_prefix(c, keys, firsts, node, size_class, limit):
-    """As `find`. Returns the staging slots that a ready prefix lacks on its reader's node (size_class -1: none).
-
-    limit: how many are wanted.
-    """
-    find(c, keys, firsts)
-    return _staging_need(c, firsts, node, size_class, limit) if size_class >= 0 else np.int64(0)
-
-
 @kernel
-def _staging_need(c, firsts, node, size_class, limit):
+def _staging_need(c, firsts, reader):
     """Staging slots that a ready prefix lacks on its reader's node, at most the rest of the window; 0 if it has all."""
-    left = min(limit, c.size_classes[size_class].window - c.size_classes[size_class].staging)
-    at_hand = takeable(c, size_class)
+    if reader.size_class < 0:
+        return np.int64(0)
+    own = c.size_classes[reader.size_class]
+    left = min(reader.limit, own.window - own.staging)
+    at_hand = takeable(c, reader.size_class)
     need = np.int64(0)
     if at_hand >= min(np.int64(len(firsts)), left):
         return need
     for first in firsts:
-        row, staging = best(c, first, node)
+        row, staging = best(c, first, reader.node)
         if row < 0 or need == left:
             break
-        if node_of(c, row) != node and staging < 0:
+        if node_of(c, row) != reader.node and staging < 0:
             need += 1
     return need if at_hand < need else np.int64(0)
 
 
-@kernel(C, KEYS, ROWS, INT, INT, INT, INT, INT, INT, ROWS, ROWS, ROWS, ROWS, LOCATIONS_OUT, LOCATIONS_OUT)
-def match(
-    c,
-    keys,
-    firsts,
-    node,
-    size_class,
-    limit,
-    host,
-    block_bytes,
-    tenant,
-    source,
-    gens,
-    staged,
-    staged_gens,
-    locations,
-    staged_locations,
-):
-    """Hold the longest ready prefix, and say where it is. source, staged: see `_hold_prefix`; gens: their generations.
+@kernel(C, KEYS, ROWS, READER, BLOCKS, PLACES, BOOL)
+def match(c, keys, firsts, reader, blocks, places, found):
+    """Hold the longest ready prefix, and say where it is. blocks, places, out: see `_hold_prefix`.
 
-    host: the node whose GPU the reader is, else -1. Returns (number of blocks, how many of them are on other nodes, how
-    many in external tiers, how many on `host`).
+    found: whether `firsts` is of `find` already. Else, where the prefix lacks staging slots, nothing is held, and the
+    first number is minus how many it lacks.
+    Returns (number of blocks, how many of them are on other nodes, how many in external tiers, how many on the
+    reader's `host`).
     """
-    n, remote = _hold_prefix(c, keys, firsts, node, size_class, limit, tenant, source, staged, staged_gens)
+    reader, blocks, places = Reader(*reader), Blocks(*blocks), Places(*places)
+    if not found:
+        find(c, keys, firsts)
+        need = _staging_need(c, firsts, reader)
+        if need > 0:
+            return -need, 0, 0, 0
+    source, staged = blocks.source, blocks.staged
+    n, remote = _hold_prefix(c, keys, firsts, reader, blocks)
     external, promoted = 0, 0
     for i in range(n):
-        gens[i] = locate(c, source[i], block_bytes, locations, i)
+        blocks.gens[i] = locate(c, source[i], reader.block_bytes, places.locations, i)
         external += is_tier_row(c, source[i])
-        promoted += node_of(c, source[i]) == host
-        staged_gens[i] = locate(c, staged[i], block_bytes, staged_locations, i)
+        promoted += node_of(c, source[i]) == reader.host
+        blocks.staged_gens[i] = locate(c, staged[i], reader.block_bytes, places.staged_locations, i)
         if staged[i] == UNSTAGED:
-            staged_locations[i].node = node
+            places.staged_locations[i].node = reader.node
     return n, remote, external, promoted
 
 
 @kernel
-def _hold_prefix(c, keys, firsts, node, size_class, limit, tenant, source, staged, staged_gens):
-    """Hold the longest ready prefix, and charge it to a tenant.
+def _hold_prefix(c, keys, firsts, reader, blocks):
+    """Hold the longest ready prefix, and charge it to the reader's tenant.
 
-    firsts: the keys' first rows, of `find`. node, size_class: the reader's, -1 where it has none. source[i], out: the
-    row to read. staged[i], out: the row on the reader's node to pull it into; -1 where the source is there already;
-    UNSTAGED where `limit` blocks have one, or the window is used up: the block gets its slot later (`next_window`).
-    Returns (number of blocks, how many of them are on other nodes).
+    firsts: the keys' first rows, of `find`. blocks, out: of `source` no generations. staged[i]: -1 where the source is
+    on the reader's node already; UNSTAGED where `limit` blocks have one, or the window is used up: the block gets its
+    slot later (`next_window`). Returns (number of blocks, how many of them are on other nodes).
     """
+    source, staged = blocks.source, blocks.staged
     n, remote = 0, 0
     while n < len(keys):
-        row, staging = best(c, firsts[n], node)
+        row, staging = best(c, firsts[n], reader.node)
         if row < 0:
             break
         hold(c, row)  # hold all before the first staging, which may evict replicas
         _count_use(c, firsts[n])
         if c.state[TENANTS] > 1:
-            claim(c, firsts[n], tenant)
+            claim(c, firsts[n], reader.tenant)
         source[n] = row
         staged[n] = -1
-        if node_of(c, row) != node:
+        if node_of(c, row) != reader.node:
             remote += 1
             staged[n] = staging if staging >= 0 else UNSTAGED
             if staging >= 0:
-                c.rows[staging].holds += 1
-                staged_gens[n] = c.rows[staging].gen
+                hold(c, staging)
+                blocks.staged_gens[n] = c.rows[staging].gen
         n += 1
-    covered = _cover(c, keys, n, size_class, limit, staged, staged_gens)
-    if covered < n and size_class >= 0:  # what streams through the window is not to keep it full
-        moved = _read_elsewhere(c, firsts, covered, n, node, source, staged)
+    covered = _cover(c, keys, n, reader, blocks)
+    if covered < n and reader.size_class >= 0:  # what streams through the window is not to keep it full
+        moved = _read_elsewhere(c, firsts, covered, n, reader.node, blocks)
         remote += moved
         if moved > 0:
-            covered = _cover(c, keys, n, size_class, limit, staged, staged_gens)
-    if covered < n and size_class < 0:  # the reader has no memory to pull them into
+            covered = _cover(c, keys, n, reader, blocks)
+    if covered < n and reader.size_class < 0:  # the reader has no memory to pull them into
         for j in range(n - covered):
             i = n - 1 - j
             remote -= staged[i] != -1
@@ -181,7 +173,7 @@ def _count_use(c, first):
 
 
 @kernel
-def _read_elsewhere(c, firsts, covered, n, node, source, staged):
+def _read_elsewhere(c, firsts, covered, n, node, blocks):
     """Release the replicas on the reader's node, which may use up its window, and read their primaries instead.
 
     Only blocks from `covered` on, last to first; `next_window` reads those that are there still. Returns how many.
@@ -189,14 +181,14 @@ def _read_elsewhere(c, firsts, covered, n, node, source, staged):
     moved = 0
     for j in range(n - covered):
         i = n - 1 - j
-        if not _is_own_replica(c, np.int64(source[i]), node):
+        if not _is_own_replica(c, np.int64(blocks.source[i]), node):
             continue
         other = _primary_elsewhere(c, np.int64(firsts[i]), node)
         if other >= 0:
             hold(c, other)
-            unhold(c, source[i])
-            source[i] = other
-            staged[i] = UNSTAGED
+            unhold(c, blocks.source[i])
+            blocks.source[i] = other
+            blocks.staged[i] = UNSTAGED
             moved += 1
     return moved
 
@@ -215,13 +207,14 @@ def _primary_elsewhere(c, first, node):
     return first
 
 
-@kernel(C, KEYS, ROWS, ROWS, INT, ROWS)
-def pass_by(c, keys, source, gens, node, staged):
+@kernel(C, KEYS, BLOCKS, INT)
+def pass_by(c, keys, blocks, node):
     """Release the replicas on the reader's node that a lease has passed; from now on it reads their primaries.
 
     Last to first. Else it may wait for a window that it uses up itself. Returns how many.
     """
-    moved = 0
+    blocks, moved = Blocks(*blocks), 0
+    source, gens = blocks.source, blocks.gens
     for j in range(len(source)):
         i = len(source) - 1 - j
         row = np.int64(source[i])
@@ -234,7 +227,7 @@ def pass_by(c, keys, source, gens, node, staged):
         if other >= 0:
             hold(c, other)
             unhold(c, row)
-            source[i], gens[i], staged[i] = other, c.rows[other].gen, UNSTAGED
+            source[i], gens[i], blocks.staged[i] = other, c.rows[other].gen, UNSTAGED
             moved += 1
     return moved
 
@@ -247,59 +240,61 @@ def _readable(c, row):
 
 
 @kernel
-def _cover(c, keys, n, size_class, limit, staged, gens):
-    """Give UNSTAGED blocks staging slots, in order, until `limit` blocks have one or the window is used up.
+def _cover(c, keys, n, reader, blocks):
+    """Give UNSTAGED blocks[:n] staging slots, in order, until `limit` have one or the window is used up.
 
     Returns how many leading blocks can be read now: none behind them has a slot.
     """
-    granted = 0
+    staged, granted = blocks.staged, 0
     for i in range(n):
-        if staged[i] == UNSTAGED and (granted >= limit or not _stage_next(c, keys, i, size_class, staged[:n], gens)):
-            _give_back(c, i + 1, staged[:n], gens)
+        full = staged[i] == UNSTAGED and granted >= reader.limit
+        if full or (staged[i] == UNSTAGED and not _stage_next(c, keys, i, n, reader.size_class, blocks)):
+            _give_back(c, i + 1, n, blocks)
             return i
         granted += staged[i] >= 0
     return n
 
 
 @kernel
-def _stage_next(c, keys, i, size_class, staged, gens):
-    """Give block i a staging slot; where the window is used up, one that a block behind it has. Returns whether it did.
+def _stage_next(c, keys, i, n, size_class, blocks):
+    """Give block i of n a staging slot; one that a block behind it has where the window is used up. Returns whether.
 
     Blocks are read in order: one that waits for what is held for those behind it would wait for ever.
     """
     row = stage(c, size_class, keys[i, 0], keys[i, 1])
-    if row < 0 and _give_back(c, i + 1, staged, gens):
+    if row < 0 and _give_back(c, i + 1, n, blocks):
         row = stage(c, size_class, keys[i, 0], keys[i, 1])
     if row < 0:
         return False
-    staged[i], gens[i] = row, c.rows[row].gen
+    blocks.staged[i], blocks.staged_gens[i] = row, c.rows[row].gen
     return True
 
 
 @kernel
-def _give_back(c, first, staged, gens):
-    """Release the staging slots of blocks from `first` on, last to first. Returns whether there were any."""
-    any_staged = False
-    for j in range(len(staged) - first):
-        i = len(staged) - 1 - j
+def _give_back(c, first, n, blocks):
+    """Release the staging slots of blocks[first:n], last to first. Returns whether there were any."""
+    staged, any_staged = blocks.staged, False
+    for j in range(n - first):
+        i = n - 1 - j
         if staged[i] >= 0:
-            _release_row(c, np.int64(staged[i]), gens[i])
+            _release_row(c, np.int64(staged[i]), blocks.staged_gens[i])
             staged[i] = UNSTAGED
             any_staged = True
     return any_staged
 
 
-@kernel(C, KEYS, ROWS, ROWS, INT, INT, ROWS, ROWS)
-def next_window(c, keys, source, gens, node, size_class, staged, staged_gens):
+@kernel(C, KEYS, BLOCKS, INT, INT)
+def next_window(c, keys, blocks, node, size_class):
     """Give UNSTAGED blocks of a lease staging slots, in order, until the window is used up.
 
     One that is on the reader's node by now gets the slot that it is in. Returns how many leading blocks still exist;
     of those behind the first without a slot, none has one.
     """
-    full = False
+    blocks, full = Blocks(*blocks), False
+    source, staged, staged_gens = blocks.source, blocks.staged, blocks.staged_gens
     for i in range(len(source)):
         row = np.int64(source[i])
-        if row < 0 or c.rows[row].gen != gens[i] or not stored(c.rows[row].state):
+        if row < 0 or c.rows[row].gen != blocks.gens[i] or not stored(c.rows[row].state):
             return i
         if staged[i] >= 0 and c.rows[np.int64(staged[i])].gen != staged_gens[i]:
             return i  # the staging slot is somebody else's by now
@@ -312,10 +307,10 @@ def next_window(c, keys, source, gens, node, size_class, staged, staged_gens):
             hold(c, there)
             staged[i], staged_gens[i] = there, c.rows[there].gen
         elif staging >= 0:
-            c.rows[staging].holds += 1
+            hold(c, staging)
             staged[i], staged_gens[i] = staging, c.rows[staging].gen
         else:
-            full = not _stage_next(c, keys, i, size_class, staged, staged_gens)
+            full = not _stage_next(c, keys, i, len(source), size_class, blocks)
     return len(source)
 
 
@@ -339,10 +334,8 @@ def pulled(c, rows, gens, promoted):
         row = np.int64(rows[i])
         if row >= 0 and c.rows[row].gen == gens[i] and c.rows[row].state == STAGING:
             size_class = size_class_of(c, row)
-            c.size_classes[size_class].staging -= 1
-            c.rows[row].state = REPLICA if has_primary(c, row) else READY
+            finish(c, row, REPLICA if has_primary(c, row) else READY)
             if c.rows[row].state == READY:
-                charge(c, row, 1)
                 _succeed(c, row)
                 promoted[size_class] += 1
                 keep_maximum(c, tenant_of(c, row), size_class)
@@ -440,18 +433,20 @@ def copies(c, firsts, out):
     return n
 
 
-@kernel(C, ROWS, ROWS, ROWS, ROWS)
-def release(c, source, source_gens, staged, staged_gens):
+@kernel(C, BLOCKS)
+def release(c, blocks):
     """End a lease or reservation, last block first. A row whose generation changed is somebody else's by now."""
+    blocks = Blocks(*blocks)
+    source, gens = blocks.source, blocks.gens
     warm = warm_neighbours(c, source)
     for j in range(len(source)):
         i = len(source) - 1 - j
         row = np.int64(source[i])
-        _release_row(c, row, source_gens[i])
-        if row >= 0 and c.rows[row].state == REPLICA and c.rows[row].gen == source_gens[i]:
+        _release_row(c, row, gens[i])
+        if row >= 0 and c.rows[row].state == REPLICA and c.rows[row].gen == gens[i]:
             touch_primary(c, row)  # a read of a replica is a use of the key, whose age is its primary's
-        if i < len(staged):
-            _release_row(c, np.int64(staged[i]), staged_gens[i])
+        if i < len(blocks.staged):
+            _release_row(c, np.int64(blocks.staged[i]), blocks.staged_gens[i])
     return warm
 
 

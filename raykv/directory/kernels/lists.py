@@ -9,8 +9,9 @@ import numpy as np
 
 from raykv.directory.kernels.columns import (
     CLOCK,
+    CLOSED,
     COUNTER,
-    ENTRIES,
+    DROPPED,
     EPOCH,
     EXTERNAL,
     FREE,
@@ -320,12 +321,46 @@ def promote(c, row):
 @kernel
 def set_role(c, row, state):
     """Make a replica the primary (READY), or a primary a REPLICA."""
+    unlist_in_role(c, row, state)
+    if c.rows[row].holds == 0:
+        touch(c, row)
+
+
+@kernel
+def unlist_in_role(c, row, state):
+    """As `set_role`, but in no list."""
     if listed(c, row):
         unlink(c, list_of(c, row, c.rows[row].state), row)
     c.rows[row].state = state
     charge(c, row, 1 if state == READY else -1)
+
+
+@kernel
+def finish(c, row, state):
+    """What was written to a row is there: it stores its block as READY, REPLICA or EXTERNAL."""
+    before = c.rows[row].state
+    c.rows[row].state = state
+    if before == STAGING:
+        c.size_classes[size_class_of(c, row)].staging -= 1
+    if state == READY and before != WRITING:  # that is charged since it was granted
+        charge(c, row, 1)
+
+
+@kernel
+def drop_or_free(c, row):
+    """Free a forgotten row, now or when its last hold ends."""
     if c.rows[row].holds == 0:
-        touch(c, row)
+        free(c, row)
+    else:
+        c.rows[row].state = DROPPED
+
+
+@kernel
+def close(c, row):
+    """Take a row that is in no table and no list out of its slab."""
+    c.rows[row].state = CLOSED
+    c.rows[row].holds = 0
+    c.rows[row].gen = 0
 
 
 @kernel
@@ -343,7 +378,6 @@ def forget_at(c, row, position):
         charge(c, row, -1)
     if alone(c, position, row):  # most are: no second probe
         close_gap(c, position)
-        c.state[ENTRIES] -= 1
         return
     if c.rows[row].state == READY:
         promote(c, row)
@@ -351,15 +385,24 @@ def forget_at(c, row, position):
 
 
 @kernel
-def grant(c, row, k0, k1, state):
-    """Give a row that is in no list to one holder, for this key, in this state."""
+def grant(c, row, k0, k1, state, holds):
+    """Give a row that is in no list to so many holders, for this key, in this state."""
     c.state[COUNTER] += 1
+    fill(c, row, k0, k1, c.state[EPOCH] << COUNTER_BITS | c.state[COUNTER], state)
+    c.rows[row].holds = holds
+    if state == STAGING:
+        c.size_classes[size_class_of(c, row)].staging += 1
+
+
+@kernel
+def fill(c, row, k0, k1, gen, state):
+    """Make a row that is in no list another copy of a key, and still in no list."""
     c.rows[row].k0 = k0
     c.rows[row].k1 = k1
-    c.rows[row].gen = c.state[EPOCH] << COUNTER_BITS | c.state[COUNTER]
-    c.rows[row].state = state
-    c.rows[row].holds = 1
+    c.rows[row].gen = gen
+    c.rows[row].holds = 0
     c.rows[row].uses = 0
+    c.rows[row].state = state
     insert(c, row)
-    if state == WRITING:
+    if (state == WRITING) | (state == READY):
         charge(c, row, 1)

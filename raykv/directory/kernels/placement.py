@@ -3,24 +3,38 @@
 import numpy as np
 
 from raykv.directory.kernels.columns import (
+    BLOCKS,
+    BOOL,
     FLAGS,
-    FLOAT,
-    HEAPS,
     HOLDS_MAX,
     INDICES_OUT,
-    INT,
     KEYS,
     LOCATIONS,
-    LOCATIONS_OUT,
+    PLACES,
     READY,
     ROWS,
     TENANTS,
     TO_ALL,
+    WRITER,
     WRITING,
+    Blocks,
     C,
+    Places,
+    Writer,
 )
 from raykv.directory.kernels.eviction import evict, evict_surplus, keep_maximum, next_ahead, victim, victim_ahead
-from raykv.directory.kernels.lists import assign, claim, free, grant, hold, present, quarantine, size_class_of, taken
+from raykv.directory.kernels.lists import (
+    assign,
+    claim,
+    finish,
+    free,
+    grant,
+    hold,
+    present,
+    quarantine,
+    size_class_of,
+    taken,
+)
 from raykv.directory.kernels.quotas import is_full
 from raykv.directory.kernels.slabs import locate, row_of
 from raykv.directory.kernels.slots import can_stage, room, stage, take
@@ -29,14 +43,6 @@ from raykv.protocol.clients import NOT_WRITTEN, WRITTEN
 from raykv.system.jit import kernel
 
 AHEAD = 4  # victims whose rows are prefetched
-
-
-@kernel(C, KEYS, ROWS, INT, INT)
-def find_missing(c, keys, firsts, start, size_class):
-    """As `find`. Returns how many slots keys[start:] lack; 0 where the size class has room for all of them."""
-    find(c, keys, firsts)
-    need = _missing(c, firsts, start)
-    return need if room(c, size_class) < need else np.int64(0)
 
 
 @kernel
@@ -52,61 +58,44 @@ def _missing(c, firsts, start):
     return count
 
 
-@kernel(
-    *(C, KEYS, ROWS, INT, INT, ROWS, HEAPS, FLOAT, INT, INT, INT),
-    *(ROWS, ROWS, ROWS, ROWS, INDICES_OUT, LOCATIONS_OUT, LOCATIONS_OUT),
-)
-def reserve(
-    c,
-    keys,
-    firsts,
-    start,
-    size_class,
-    others,
-    heaps,
-    locality,
-    size,
-    block_bytes,
-    tenant,
-    source,
-    gens,
-    staged,
-    staged_gens,
-    granted,
-    locations,
-    staged_locations,
-):
-    """As `_grant_missing`, and say where the slots are.
+@kernel(C, KEYS, ROWS, WRITER, BLOCKS, INDICES_OUT, PLACES, BOOL)
+def reserve(c, keys, firsts, writer, blocks, granted, places, found):
+    """As `_grant_missing`, and say where the slots are. places[...][j], out: of the slots of keys[granted[j]].
 
-    gens, staged_gens, out: generations of `source` and `staged`. locations[j], staged_locations[j], out: of the slots
-    of keys[granted[j]].
+    found: whether `firsts` is of `find` already. Else, where the writer's size class has no room for what is missing,
+    nothing is granted, and the first number is minus how many slots that wants.
     """
-    covered, grants = _grant_missing(
-        c, keys, firsts, start, size_class, others, heaps, locality, size, tenant, source, staged, granted
-    )
+    writer, blocks, places = Writer(*writer), Blocks(*blocks), Places(*places)
+    if not found:
+        find(c, keys, firsts)
+        need = _missing(c, firsts, writer.start)
+        if max(0, room(c, writer.size_class)) < need:
+            return -need, 0
+    source, staged = blocks.source, blocks.staged
+    covered, grants = _grant_missing(c, keys, firsts, writer, source, staged, granted)
     for i in range(len(keys)):
-        gens[i] = c.rows[source[i]].gen if source[i] >= 0 else 0
-        staged_gens[i] = c.rows[staged[i]].gen if staged[i] >= 0 else 0
+        blocks.gens[i] = c.rows[source[i]].gen if source[i] >= 0 else 0
+        blocks.staged_gens[i] = c.rows[staged[i]].gen if staged[i] >= 0 else 0
     for j in range(grants):
-        locate(c, source[granted[j]], block_bytes, locations, j)
-        locate(c, staged[granted[j]], block_bytes, staged_locations, j)
+        locate(c, source[granted[j]], writer.block_bytes, places.locations, j)
+        locate(c, staged[granted[j]], writer.block_bytes, places.staged_locations, j)
     return covered, grants
 
 
 @kernel
-def _grant_missing(c, keys, firsts, start, size_class, others, heaps, locality, size, tenant, source, staged, granted):
-    """Hold what is present of keys[:], then grant slots to what is missing of keys[start:].
+def _grant_missing(c, keys, firsts, writer, source, staged, granted):
+    """Hold what is present of keys[:], then grant slots to what is missing from the writer's `start` on.
 
     A key goes to the writer's size class while that has room, else to one of `others` that has, else a block is
     evicted (`victim`). Room is not for a tenant that has its maximum: one of its own blocks goes for each.
 
-    firsts: the keys' first rows, of `find`. size_class: of the writer's node. others: the size classes of this slot
-    size, in the order in which they are tried. size: bytes of a slot. source[i], out: the held or granted row, -1 where
-    another client writes the key. staged[i], out: the row on the writer's node to write into where the granted one is
-    elsewhere, else -1. granted, out: indices of the granted keys.
+    firsts: the keys' first rows, of `find`. source[i], out: the held or granted row, -1 where another client writes the
+    key. staged[i], out: the row on the writer's node to write into where the granted one is elsewhere, else -1.
+    granted, out: indices of the granted keys.
     Returns (leading keys that are covered, number of grants). The first key that is not covered found no room, or came
     after this call had used up the staging window.
     """
+    size_class, others, tenant = np.int64(writer.size_class), writer.others, writer.tenant
     n, grants, tried, elsewhere = len(keys), 0, 0, 0
     ahead = victim_ahead(c, size_class, tenant, AHEAD)
     for i in range(n):  # hold all before the first eviction: a batch must not evict its own keys
@@ -120,7 +109,7 @@ def _grant_missing(c, keys, firsts, start, size_class, others, heaps, locality, 
             if c.state[TENANTS] > 1:
                 claim(c, firsts[i], tenant)
             source[i] = row
-    for i in range(start, n):
+    for i in range(writer.start, n):
         k0, k1 = keys[i, 0], keys[i, 1]
         if source[i] >= 0 or taken(c, k0, k1):
             continue
@@ -129,8 +118,8 @@ def _grant_missing(c, keys, firsts, start, size_class, others, heaps, locality, 
         may_leave = can_leave or elsewhere > 0  # else other calls use the window, and the block is stored here or not
         leaving, target = np.int64(-1), np.int64(-1)
         if room(c, size_class) > 0 and not is_full(c, tenant, c.size_classes[size_class].charge):
-            target = np.int64(size_class)
-        while target < 0 and may_leave and tried < len(others) and not is_full(c, tenant, size):
+            target = size_class
+        while target < 0 and may_leave and tried < len(others) and not is_full(c, tenant, writer.size):
             if c.size_classes[others[tried]].offered == TO_ALL and room(c, others[tried]) > 0:
                 target = np.int64(others[tried])
             else:
@@ -138,21 +127,20 @@ def _grant_missing(c, keys, firsts, start, size_class, others, heaps, locality, 
         has_room = bool(target >= 0)
         if not has_room:
             has_own_room = room(c, size_class) > 0  # which the tenant may use only once another of its blocks is gone
-            far = can_leave or has_own_room or (may_leave and locality == 1.0)
-            leaving = victim(c, size_class, heaps, locality, far, tenant, size)
+            leaving = victim(c, writer, can_leave or has_own_room or (may_leave and writer.locality == 1.0))
             if leaving < 0:
                 return i, grants
             target = size_class_of(c, leaving)
             if has_own_room and target != size_class:
                 free(c, evict(c, leaving))
-                has_room, target = True, np.int64(size_class)
+                has_room, target = True, size_class
         if target != size_class:
             if not can_leave:  # this call used up the window: the rest is for another call, and evicts nothing here
                 return i, grants
             elsewhere += 1
             staged[i] = stage(c, size_class, k0, k1)  # before an eviction promotes a replica, which uses the window
         row = take(c, target) if has_room else evict(c, leaving)
-        grant(c, row, k0, k1, WRITING)
+        grant(c, row, k0, k1, WRITING, 1)
         if c.state[TENANTS] > 1:
             assign(c, first_of(c, row), tenant)
             keep_maximum(c, tenant, target)
@@ -181,6 +169,7 @@ def commit(c, locations, keys, written):
         if state == WRITING and written[i] == NOT_WRITTEN:
             quarantine(c, row)
         elif written[i] == WRITTEN and (state == WRITING or present(state)):
-            c.rows[row].state = READY if state == WRITING else state
+            if state == WRITING:
+                finish(c, row, READY)
             accepted += 1
     return accepted

@@ -8,7 +8,6 @@ import numpy as np
 from raykv.directory.kernels.columns import (
     CLOSED,
     DEMOTING,
-    DROPPED,
     FLAGS,
     FREE,
     INT,
@@ -24,7 +23,9 @@ from raykv.directory.kernels.columns import (
     C,
 )
 from raykv.directory.kernels.lists import (
-    charge,
+    close,
+    drop_or_free,
+    fill,
     forget,
     free,
     link_old,
@@ -38,7 +39,7 @@ from raykv.directory.kernels.lists import (
     unlink,
     withdraw,
 )
-from raykv.directory.kernels.table import delete, insert, prefetch, prefetch_entry
+from raykv.directory.kernels.table import delete, prefetch, prefetch_entry
 from raykv.protocol.stores import FINISHED, STILL_WRITTEN
 from raykv.system.jit import kernel
 
@@ -74,9 +75,7 @@ def close_rows(c, base, slots):
             delete(c, row)
         elif state == QUARANTINED:
             c.size_classes[size_class_of(c, row)].quarantined -= 1
-        c.rows[row].state = CLOSED
-        c.rows[row].holds = 0
-        c.rows[row].gen = 0
+        close(c, row)
 
 
 @kernel(C, INT, INT)
@@ -93,16 +92,7 @@ def clear_rows(c, base, slots):
             delete(c, row)
         else:
             continue
-        _drop_or_free(c, row)
-
-
-@kernel
-def _drop_or_free(c, row):
-    """Free a forgotten row, now or when its last hold ends."""
-    if c.rows[row].holds == 0:
-        free(c, row)
-    else:
-        c.rows[row].state = DROPPED
+        drop_or_free(c, row)
 
 
 @kernel(C, INT, INT)
@@ -121,8 +111,7 @@ def retire(c, base, slots):
                 unlink(c, list_of(c, row, FREE), row)
             else:
                 forget(c, row)
-            c.rows[row].state = CLOSED
-            c.rows[row].gen = 0
+            close(c, row)
     return left
 
 
@@ -170,24 +159,9 @@ def adopt(c, rows, keys, gens, floor):
 
 
 @kernel
-def _enter(c, row, k0, k1, gen):
-    """Make a row that is in no list the newest copy of a key."""
-    _fill(c, row, k0, k1, gen)
-    touch(c, row)
-
-
-@kernel
 def _fill(c, row, k0, k1, gen):
-    """Make a row that is in no list another copy of a key, and still in no list."""
-    c.rows[row].k0 = k0
-    c.rows[row].k1 = k1
-    c.rows[row].gen = gen
-    c.rows[row].holds = 0
-    c.rows[row].uses = 0
-    c.rows[row].state = REPLICA if taken(c, k0, k1) else READY
-    insert(c, row)
-    if c.rows[row].state == READY:
-        charge(c, row, 1)
+    """Make a row that is in no list a primary, or a replica where the key has one, and still in no list."""
+    fill(c, row, k0, k1, gen, REPLICA if taken(c, k0, k1) else READY)
 
 
 @kernel(C, ROWS, ROWS)
@@ -215,7 +189,8 @@ def sweep_result(c, rows, gens, verdicts, keys, found_gens, floor):
             continue
         c.size_classes[size_class_of(c, row)].quarantined -= 1
         if verdicts[i] == FINISHED and found_gens[i] > floor and not taken(c, keys[i, 0], keys[i, 1]):
-            _enter(c, row, keys[i, 0], keys[i, 1], found_gens[i])
+            _fill(c, row, keys[i, 0], keys[i, 1], found_gens[i])
+            touch(c, row)
         else:
             free(c, row)
 
@@ -228,7 +203,7 @@ def drop(c, rows, gens):
         row = np.int64(rows[i])
         if row >= 0 and c.rows[row].gen == gens[i] and stored(c.rows[row].state):
             forget(c, row)
-            _drop_or_free(c, row)
+            drop_or_free(c, row)
             dropped += 1
     return dropped
 
@@ -247,7 +222,7 @@ def forget_rows(c, rows):
             delete(c, row)
         else:
             continue
-        _drop_or_free(c, row)
+        drop_or_free(c, row)
         count += 1
     return count
 

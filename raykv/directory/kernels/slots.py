@@ -46,6 +46,5 @@ def stage(c, size_class, k0, k1):
     if size_class < 0 or not can_stage(c, size_class):
         return np.int64(-1)
     row = take(c, size_class)
-    grant(c, row, k0, k1, STAGING)
-    c.size_classes[size_class].staging += 1
+    grant(c, row, k0, k1, STAGING, 1)
     return row

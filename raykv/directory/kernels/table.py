@@ -90,6 +90,7 @@ def insert(c, row):
 @kernel
 def close_gap(c, hole):
     """Backward-shift delete: no tombstones, so probes never grow longer with age."""
+    c.state[ENTRIES] -= 1
     mask = len(c.table) - 1
     i = hole
     while True:
@@ -119,7 +120,6 @@ def delete(c, row):
         c.table[position] = c.table[position] >> 32 << 32 | (after + 1)
     else:
         close_gap(c, position)
-        c.state[ENTRIES] -= 1
 
 
 @kernel(C, KEYS, ROWS)

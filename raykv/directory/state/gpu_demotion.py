@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from raykv.config import MIB
 from raykv.directory.kernels import demotion, gpu_demotion
+from raykv.directory.kernels.columns import Goal
 from raykv.directory.state.allocator import Allocator, Node
 from raykv.directory.state.arrays import LocationArray, RowArray
 from raykv.directory.state.demotion_batch import Batch, blocks_per_call
@@ -32,7 +33,7 @@ class GpuDemotion:
         batch = Batch(self._size_classes)
         slots = self._allocator.slots(node)
         for stride, size_class in node.size_classes.items():
-            short = int(demotion.shortfall(self._size_classes.c, size_class, slots[stride], SHARE))
+            short = int(demotion.shortfall(self._size_classes.c, Goal(size_class, slots[stride], SHARE)))
             want = min(short, blocks_per_call(stride, BYTES_PER_CALL, BYTES_PER_CALL))
             if node.spare or want <= 0 or (host_class := self._allocator.size_class(host, stride)) < 0:
                 continue

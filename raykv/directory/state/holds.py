@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 
 from raykv.directory.kernels import leases
+from raykv.directory.kernels.columns import Blocks
 from raykv.directory.state.arrays import KeyArray, RowArray
 from raykv.directory.state.size_classes import SizeClasses
 from raykv.protocol.clients import Call
 
 UNUSED_S = 600.0  # nothing asked for by a lease for so long: the reader has probably forgotten the lease
-ROWS = ("keys", "source", "gens", "staged", "staged_gens")  # arrays of a Hold; they have one length
 
 
 @dataclass(slots=True)
@@ -24,10 +24,7 @@ class Hold:
     node: int  # index of the client's node, -1 if it has none
     size_class: int  # on that node
     keys: KeyArray
-    source: RowArray
-    gens: RowArray
-    staged: RowArray
-    staged_gens: RowArray
+    blocks: Blocks  # as many as keys
     writes: bool
     group: int  # id of the first hold of one question; blocks of the same number in a group belong together
     since: float  # seconds, of the caller's clock
@@ -36,9 +33,8 @@ class Hold:
 
     def cut(self, n: int) -> "Hold":
         """End the hold on blocks from n on, in this object. Returns a Hold of those blocks, to be released."""
-        rest = replace(self, **{name: getattr(self, name)[n:] for name in ROWS})
-        for name in ROWS:
-            setattr(self, name, getattr(self, name)[:n].copy())  # a view would keep the rest
+        rest = replace(self, keys=self.keys[n:], blocks=self.blocks.part(slice(n, None)))
+        self.keys, self.blocks = self.keys[:n].copy(), self.blocks.first(n)
         return rest
 
 
@@ -90,8 +86,8 @@ class Clients(dict[int, Client]):
         """A client has vanished. Slots that it may still write are quarantined."""
         gone, c = self.pop(client), self._size_classes.c
         for hold in gone.holds.values():
-            leases.abandon(c, hold.source, hold.gens)
-            leases.abandon(c, hold.staged, hold.staged_gens)
+            leases.abandon(c, hold.blocks.source, hold.blocks.gens)
+            leases.abandon(c, hold.blocks.staged, hold.blocks.staged_gens)
             self.release([hold])
         return gone
 
@@ -103,7 +99,7 @@ class Clients(dict[int, Client]):
         for client in self.values():
             unused = [i for i, hold in client.holds.items() if now - hold.used > UNUSED_S and not hold.writes]
             for hold in map(client.holds.pop, unused):
-                leases.abandon(self._size_classes.c, hold.staged, hold.staged_gens)
+                leases.abandon(self._size_classes.c, hold.blocks.staged, hold.blocks.staged_gens)
                 self.release([hold])
 
     def largest(self, n: int, now: float) -> list[dict[str, Any]]:
@@ -127,24 +123,21 @@ class Clients(dict[int, Client]):
         """Slabs were closed. Nobody holds rows there any more."""
         for client in self.values():
             for hold in client.holds.values():
-                self._size_classes.invalidate(hold.source, hold.gens)
-                self._size_classes.invalidate(hold.staged, hold.staged_gens)
+                self._size_classes.invalidate(hold.blocks.source, hold.blocks.gens)
+                self._size_classes.invalidate(hold.blocks.staged, hold.blocks.staged_gens)
 
     def release(self, ended: Iterable[Hold]) -> None:
         """Free the blocks of these holds. Blocks of one group are freed together, the last blocks first."""
-        groups: dict[int, list[Hold]] = {}
+        groups: dict[int, list[Blocks]] = {}
         for hold in ended:
-            groups.setdefault(hold.group, []).append(hold)
-        for holds in groups.values():
-            first, *others = holds
-            rows = [first.source, first.gens, first.staged, first.staged_gens]
-            if others:
-                rows = [_woven([getattr(hold, name) for hold in holds]) for name in ROWS[1:]]
-            leases.release(self._size_classes.c, *rows)
+            groups.setdefault(hold.group, []).append(hold.blocks)
+        for first, *others in groups.values():
+            blocks = tuple(map(_woven, zip(first, *others, strict=True)) if others else first)
+            leases.release(self._size_classes.c, blocks)
 
 
-def _woven(parts: list[RowArray]) -> RowArray:
-    """The first row of each part, then the second of each, and so on; -1 where a part has no more."""
+def _woven(parts: tuple[RowArray, ...]) -> RowArray:
+    """The first row of each part, then the second of each, and so on; -1 where one has no more."""
     woven = np.full((max(map(len, parts)), len(parts)), -1, np.int64)
     for i, part in enumerate(parts):
         woven[: len(part), i] = part

@@ -153,6 +153,6 @@ class Pins(dict[bytes, tuple[int, int]]):
         return np.array([row for row, _ in self.values()], np.int64)
 
     def _release(self, held: list[tuple[int, int]]) -> None:
-        columns: NDArray[np.int64] = np.array(held, np.int64).reshape(-1, 2)
-        rows, gens = np.ascontiguousarray(columns.T)
-        leases.release(self._size_classes.c, rows, gens, rows[:0], gens[:0])
+        pairs: NDArray[np.int64] = np.array(held, np.int64).reshape(-1, 2)
+        rows, gens = np.ascontiguousarray(pairs.T)
+        leases.release(self._size_classes.c, (rows, gens, rows[:0], gens[:0]))

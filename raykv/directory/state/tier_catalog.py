@@ -55,7 +55,7 @@ class TierCatalog:
 
     def __init__(self, size_classes: SizeClasses, share: float, min_uses: int) -> None:
         """share: of a node's slots, to keep free or clean. min_uses: matches after which a block is demoted."""
-        self.share, self.min_uses = share, min_uses
+        self.share, self.min_uses = float(share), min_uses
         self.tiers: dict[str, ExternalTier] = {}
         self._size_classes = size_classes
 
@@ -174,26 +174,16 @@ class TierCatalog:
         for stride, size_class in size_classes.items():
             tier_class = self._size_class(tier, stride + ALIGN)
             want = blocks_per_call(stride, left, BATCH_BYTES)
-            short = int(demotion.shortfall(self._c, size_class, slots[stride], shares[stride]))
+            goal = columns.Goal(size_class, slots[stride], shares[stride])
+            short = int(demotion.shortfall(self._c, goal))
             if tier_class < 0 or want <= 0 or short <= 0:
                 continue
             self._provide_slots(tier, tier_class, min(want, short))
-            source, target, evicted = np.empty(want, np.int64), np.empty(want, np.int64), np.empty((want, 2), np.uint64)
-            n, count = demotion.demote(
-                self._c,
-                size_class,
-                slots[stride],
-                shares[stride],
-                self.min_uses,
-                tier_class,
-                examined,
-                pinned,
-                source,
-                target,
-                evicted,
-            )
-            self._add_to_delete(tier, evicted[:count])
-            batch.add(stride, source[:n], target[:n])
+            source, target = np.empty((2, want), np.int64)
+            chosen = columns.Chosen(source, target, evicted=np.empty((want, 2), np.uint64))
+            n, count = demotion.demote(self._c, goal, self.min_uses, tier_class, examined, pinned, chosen)
+            self._add_to_delete(tier, chosen.evicted[:count])
+            batch.add(stride, chosen.source[:n], chosen.target[:n])
             left -= n * stride
         tier.demoting[node] = batch.target, self._c.rows["gen"][batch.target]
         return self._answer(tier, node, batch)
