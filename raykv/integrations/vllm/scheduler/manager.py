@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import time
 from collections import Counter
@@ -99,6 +98,14 @@ class Computing:
     measured: bool = False
 
 
+class Place(NamedTuple):
+    """Where a part of a match belongs. number: of the part among its rank's."""
+
+    rank: int
+    group: Group
+    number: int
+
+
 class RayKVManager(OffloadingManager):  # type: ignore[misc]
     """Asks the directory once per request, in threads beside the scheduler's loop. vLLM calls its methods.
 
@@ -177,16 +184,12 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
         wanted = {index: _run(chain, of_group) for index, of_group in groups.items()}
         first = groups.get(self._groups[0].group_idx, [])
         match.count_saved(sum(not chain.is_tail(key) for key in first) * self._groups[0].tokens)
-        ranks, part = [], itertools.count()  # in the order of `_parts`
-        for rank in self._ranks:
-            ranks.append(
-                [
-                    _part(group, number, match, next(part), wanted.get(group.group_idx, range(0)), ask)
-                    for group in self._groups
-                    for number in range(len(rank.parts))
-                ]
-            )
-        return ChunksToLoad([[part for part in parts if part.leased] for parts in ranks], chain.origin)
+        ranks: list[list[PartToLoad]] = [[] for _ in self._ranks]
+        for number, at in enumerate(self._places()):
+            part = _part(at, match, number, wanted.get(at.group.group_idx, range(0)), ask)
+            if part.leased:
+                ranks[at.rank].append(part)
+        return ChunksToLoad(ranks, chain.origin)
 
     def complete_load(self, keys: Collection[bytes], req_context: Any) -> None:
         """Release the leases of the request."""
@@ -388,21 +391,30 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
         if not tokens:
             match.release()
             return Found(match, {})
-        found = {}
-        for number, group in enumerate(self._groups):
-            start, part = first[group.group_idx], number * len(self._ranks[0].parts)  # index in `_parts`
-            found[group.group_idx] = range(start + match.first(part), start + tokens // group.tokens)
+        found: dict[int, range] = {}
+        for number, at in enumerate(self._places()):
+            index = at.group.group_idx
+            if index not in found:  # the group's other parts begin and end there too
+                found[index] = range(first[index] + match.first(number), first[index] + tokens // at.group.tokens)
         return Found(match, found)
 
-    def _parts(self, caches: dict[int, dict[int, KVCache]], keys: dict[int, list[bytes]], origin: Origin) -> list[Part]:
-        """The parts to ask for: by rank, by group, each part of the rank, in this order."""
-        by_group = {index: _keys(caches[index], of_group, origin) for index, of_group in keys.items()}
+    def _places(self) -> list[Place]:
+        """What the parts of a match are, in their order."""
         return [
-            Part(rank.memory, by_group[group.group_idx][part], group.window)
-            for rank in self._ranks
+            Place(rank, group, number)
+            for rank, of_rank in enumerate(self._ranks)
             for group in self._groups
-            for part in rank.parts
+            for number in range(len(of_rank.parts))
         ]
+
+    def _parts(self, caches: dict[int, dict[int, KVCache]], keys: dict[int, list[bytes]], origin: Origin) -> list[Part]:
+        """The parts to ask for, as `_places` says."""
+        by_group = {index: _keys(caches[index], of_group, origin) for index, of_group in keys.items()}
+        parts = []
+        for at in self._places():
+            rank, of_group = self._ranks[at.rank], by_group[at.group.group_idx]
+            parts.append(Part(rank.memory, of_group[rank.parts[at.number]], at.group.window))
+        return parts
 
     def _wait(self, ask: Ask, pending: int) -> None:
         """Other engines compute `pending` chunks of the request. Ask again after a while."""
@@ -428,12 +440,12 @@ def _log_failure(done: Future[None]) -> None:
         log.warning("a call in the background failed: %r", error)
 
 
-def _part(group: Group, number: int, match: JointMatch, part: int, chunks: range, ask: Ask) -> PartToLoad:
-    """The leased chunks of a part. part: index among the match's parts."""
-    first = ask.first[group.group_idx]
-    leased = match.leased(part, chunks.start - first, chunks.stop - first) if chunks else []
+def _part(at: Place, match: JointMatch, number: int, chunks: range, ask: Ask) -> PartToLoad:
+    """The leased chunks of a part. number: of the part in the match."""
+    first = ask.first[at.group.group_idx]
+    leased = match.leased(number, chunks.start - first, chunks.stop - first) if chunks else []
     away = any((np.frombuffer(piece.source, LOCATION)["node"] != piece.name.node).any() for piece in leased)
-    return PartToLoad(group.place, number, away, leased)
+    return PartToLoad(at.group.place, at.number, away, leased)
 
 
 def _run(chain: Chain, keys: list[bytes]) -> range:
