@@ -8,7 +8,7 @@ from raykv.config import KEYS_PER_CALL
 from raykv.directory.calls.boundary import Runs, boundary, step_of
 from raykv.directory.calls.clients import on_call
 from raykv.directory.kernels import eviction, leases, lists, lookup, table
-from raykv.directory.kernels.columns import NODE_MASK, Blocks, Places, Reader
+from raykv.directory.kernels.columns import NODE_MASK, Blocks, Places
 from raykv.directory.state.allocator import Node
 from raykv.directory.state.arrays import KeyArray, RowArray, key_array, split_keys
 from raykv.directory.state.holds import Hold
@@ -167,11 +167,11 @@ def _hold_prefix(state: State, call: Call, request: MatchRequest, keys: KeyArray
     size_class, on_gpu = state.allocator.staging_class(reader, stride), reader is not None and reader.on_gpu
     host = state.nodes.get(reader.host) if reader and on_gpu else None
     firsts, *rows = np.empty((5, len(keys)), np.int64)
-    blocks, places = Blocks(*rows), Places(*np.empty((2, len(keys)), LOCATION))
+    places = Places(*np.empty((2, len(keys)), LOCATION))
     node, limit = _index_of(reader), int(min(max(0, request.stage), len(keys)))
     tenant = state.quotas.number(request.tenant)
-    asks = Reader(node, size_class, limit, host.index if host else -1, int(request.block_bytes), tenant)
-    question = keys, firsts, tuple(asks), tuple(blocks), tuple(places)
+    asks = node, size_class, limit, host.index if host else -1, int(request.block_bytes), tenant  # a Reader
+    question = keys, firsts, asks, tuple(rows), tuple(places)
     counts = leases.match(state.c, *question, False)
     if counts[0] < 0 and reader:
         if state.allocator.provide_slots(reader, size_class, stride, -counts[0]):
@@ -182,7 +182,7 @@ def _hold_prefix(state: State, call: Call, request: MatchRequest, keys: KeyArray
         node,
         size_class,
         keys[: counts[0]].copy(),  # a view would keep the whole array
-        blocks.first(counts[0]),
+        Blocks(*[row[: counts[0]].copy() for row in rows]),
         writes=False,
         group=group,
         since=now,

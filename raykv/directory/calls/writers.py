@@ -37,9 +37,9 @@ def reserve(state: State, call: Call, request: ReserveRequest, now: float) -> Re
 
     def ask(found: bool) -> tuple[int, int]:
         others, heaps = _classes_in_turn(state, writer, stride), state.size_classes.heaps[stride]
-        sizes = stride, int(request.block_bytes)
-        asks = columns.Writer(int(start), size_class, others, heaps, state.locality, *sizes, tenant)
-        answer: tuple[int, int] = placement.reserve(state.c, keys, firsts, tuple(asks), *outs, found)
+        block_bytes = int(request.block_bytes)
+        asks = int(start), size_class, others, heaps, state.locality, stride, block_bytes, tenant  # a Writer
+        answer: tuple[int, int] = placement.reserve(state.c, keys, firsts, asks, *outs, found)
         return answer
 
     covered, grants = ask(found=False)
