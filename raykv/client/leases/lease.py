@@ -115,7 +115,7 @@ class Lease:
         return external
 
     def __len__(self) -> int:
-        return len(self.blocks)
+        return len(self.blocks.source)
 
     @property
     def id(self) -> int:
