@@ -227,7 +227,7 @@ def next_window(state: State, call: Call, request: NextWindowRequest, now: float
     passed, wanted, later = map(hold.blocks.part, (slice(start), slice(start, end), slice(end, None)))
     for other in (later, passed):
         given, gens = other.staged, other.staged_gens
-        leases.release(state.c, (given, gens, given[:0], gens[:0]))
+        leases.release(state.c, given, gens, given[:0], gens[:0])
         given[given >= 0] = leases.UNSTAGED
     moved = leases.pass_by(state.c, hold.keys[:start], tuple(passed), hold.node)
     _provide_staging(state, hold, wanted.staged, slot_bytes(request.block_bytes), now)

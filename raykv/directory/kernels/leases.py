@@ -433,11 +433,9 @@ def copies(c, firsts, out):
     return n
 
 
-@kernel(C, BLOCKS)
-def release(c, blocks):
+@kernel(C, ROWS, ROWS, ROWS, ROWS)
+def release(c, source, gens, staged, staged_gens):
     """End a lease or reservation, last block first. A row whose generation changed is somebody else's by now."""
-    blocks = Blocks(*blocks)
-    source, gens = blocks.source, blocks.gens
     warm = warm_neighbours(c, source)
     for j in range(len(source)):
         i = len(source) - 1 - j
@@ -445,8 +443,8 @@ def release(c, blocks):
         _release_row(c, row, gens[i])
         if row >= 0 and c.rows[row].state == REPLICA and c.rows[row].gen == gens[i]:
             touch_primary(c, row)  # a read of a replica is a use of the key, whose age is its primary's
-        if i < len(blocks.staged):
-            _release_row(c, np.int64(blocks.staged[i]), blocks.staged_gens[i])
+        if i < len(staged):
+            _release_row(c, np.int64(staged[i]), staged_gens[i])
     return warm
 
 

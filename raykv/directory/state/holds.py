@@ -132,8 +132,8 @@ class Clients(dict[int, Client]):
         for hold in ended:
             groups.setdefault(hold.group, []).append(hold.blocks)
         for first, *others in groups.values():
-            blocks = tuple(map(_woven, zip(first, *others, strict=True)) if others else first)
-            leases.release(self._size_classes.c, blocks)
+            blocks = map(_woven, zip(first, *others, strict=True)) if others else first
+            leases.release(self._size_classes.c, *blocks)
 
 
 def _woven(parts: tuple[RowArray, ...]) -> RowArray:

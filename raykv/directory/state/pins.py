@@ -155,4 +155,4 @@ class Pins(dict[bytes, tuple[int, int]]):
     def _release(self, held: list[tuple[int, int]]) -> None:
         pairs: NDArray[np.int64] = np.array(held, np.int64).reshape(-1, 2)
         rows, gens = np.ascontiguousarray(pairs.T)
-        leases.release(self._size_classes.c, (rows, gens, rows[:0], gens[:0]))
+        leases.release(self._size_classes.c, rows, gens, rows[:0], gens[:0])
