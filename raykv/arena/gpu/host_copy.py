@@ -1,10 +1,12 @@
-"""Copies between a GPU and this process's memory: directly if that is page-locked, else through a bounce buffer."""
+"""Copies between a GPU and this process's memory: directly if that is page-locked, else through bounce buffers."""
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from raykv.arena import checksum
 from raykv.arena.checksum import Copies
@@ -20,18 +22,37 @@ def copy(gpu: str, table: Copies, registered: bool, to_gpu: bool, after: Sequenc
     first. DeviceError where the GPU fails.
     """
     way: Way = "to_gpu" if to_gpu else "to_host"
+
+    def far(copies: Copies) -> None:
+        device(gpu).copy(copies, after, way)
+
     if registered:
-        device(gpu).copy(table, after, way)
+        far(table)
         return
-    bounce = device(gpu).bounce_buffer()
-    for target, source, length in batches(table.reshape(-1, 3)):
-        between = bounce.ctypes.data + np.cumsum(length) - length
-        if to_gpu:
-            checksum.copy(np.stack([between, source, length], axis=1))
-            device(gpu).copy(np.stack([target, between, length], axis=1), after, way)
-        else:
-            device(gpu).copy(np.stack([between, source, length], axis=1), after, way)
-            checksum.copy(np.stack([target, between, length], axis=1))
+    begin, end = (checksum.copy, far) if to_gpu else (far, checksum.copy)
+    parts = list(batches(table.reshape(-1, 3)))
+    buffers = [device(gpu).bounce_buffer() for _ in parts[:2]]  # this frame keeps them
+    steps = [_through(buffers[number % 2], part) for number, part in enumerate(parts)]
+    if len(steps) == 1:
+        begin(steps[0][0])
+        end(steps[0][1])
+        return
+    with ThreadPoolExecutor(1, "raykv-bounce") as thread:  # one buffer is filled while the other is emptied
+        emptied: list[Future[None]] = []
+        for into, out in steps:
+            begin(into)
+            if emptied:
+                emptied.pop().result()
+            emptied.append(thread.submit(end, out))
+        for last in emptied:
+            last.result()
+
+
+def _through(buffer: NDArray[np.uint8], batch: Copies) -> tuple[Copies, Copies]:
+    """The same copies by way of a buffer: into it, and out of it. batch: of `batches`."""
+    target, source, length = batch
+    between = buffer.ctypes.data + np.cumsum(length) - length
+    return np.stack([between, source, length], axis=1), np.stack([target, between, length], axis=1)
 
 
 def batches(table: Copies) -> Iterator[Copies]:

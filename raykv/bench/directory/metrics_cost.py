@@ -14,12 +14,17 @@ from raykv.directory.directory import Directory
 from raykv.line.listener import Connection
 from raykv.line.pipeline import Pipeline, Request
 from raykv.metrics.exporter import EXPORT_S
-from raykv.protocol.packing import packed
+from raykv.protocol.packing import packed, unpacked
+from raykv.system.hints import takers
 
 POOL = "bench-directory"
 TURNS, CALLS = 300, 100  # turns of each side, which alternate; calls of a turn
 EXPORTS = 6
 PATIENCE_S = 10.0
+
+
+MATCH: Any = DirectoryServer.match.__wrapped__  # type: ignore[attr-defined]
+TAKES = takers(MATCH)
 
 
 class _Timed(DirectoryServer):
@@ -45,7 +50,8 @@ class _Timed(DirectoryServer):
         for body in requests:
             request = Request()
             self._pipeline.send(body, request.deliver)
-            self._pipeline.wait(request, PATIENCE_S)
+            done, why = unpacked(self._pipeline.wait(request, PATIENCE_S))
+            assert done, why
         return (self._ended - self._began) / (len(requests) - 1)
 
     def close(self) -> None:
@@ -59,8 +65,9 @@ class _Timed(DirectoryServer):
             vars(self)["match"] = self._match
 
     def _match(self, *args: Any) -> Message:
+        given = [take(arg) for take, arg in zip(TAKES, args, strict=True)]
         with self._lock:
-            answer: Message = DirectoryServer.match.__wrapped__(self, *args)  # type: ignore[attr-defined]
+            answer: Message = MATCH(self, *given)
             return answer
 
 

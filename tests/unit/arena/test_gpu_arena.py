@@ -18,12 +18,12 @@ import numpy as np
 import pytest
 from helpers.arena_worker import GEN, PRINT, SLAB, block_of, fork, key_of
 from helpers.gpu_arenas import POOL, SIZE, Locations, gpu_arena, granted, has, memory_arena, some
-from helpers.gpus import Bytes, elsewhere, environment, forget, page_locked, put
+from helpers.gpus import Bytes, elsewhere, environment, forget, noise, page_locked, put
 from hypothesis import given
 from hypothesis import strategies as st
 from xxhash import xxh3_64_intdigest
 
-from raykv.arena import files, header
+from raykv.arena import checksum, files, header
 from raykv.arena.arena import Arena
 from raykv.arena.buffers import Rows, rows_of
 from raykv.arena.files import remove, remove_left_behind
@@ -466,6 +466,45 @@ def test_big_blocks_through_the_bounce_buffer(cupy: Any, gpu: Device, monkeypatc
     ok, found = read_to_gpu(cupy, arena, at, keys)
     assert ok.all() and (found == blocks).all()
     arena.close(unlink=True)
+
+
+@pytest.mark.parametrize("to_gpu", [True, False])
+def test_a_bounce_buffer_is_filled_while_the_other_is_emptied(
+    on_host: Any, monkeypatch: pytest.MonkeyPatch, to_gpu: bool
+) -> None:
+    """Each copy out of a buffer waits for the next copy into the other buffer to begin."""
+    monkeypatch.setattr(host_copy, "BOUNCE_BYTES", 70_001)
+    gpu = devices.device(devices.visible()[0])
+    blocks = noise(4 * 70_001).reshape(4, -1)
+    far = on_host.asarray(blocks if not to_gpu else np.zeros_like(blocks))
+    near = np.zeros_like(blocks) if not to_gpu else blocks
+    far_rows, near_rows = far.data.ptr + 70_001 * np.arange(4), near.ctypes.data + 70_001 * np.arange(4)
+    begun = [threading.Event() for _ in range(5)]
+    begun[4].set()  # nothing comes after the last
+    fills, empties = itertools.count(), itertools.count()
+
+    def filled(copy: Callable[..., object]) -> Callable[..., object]:
+        def begin(*args: Any) -> None:
+            begun[next(fills)].set()
+            copy(*args)
+
+        return begin
+
+    def emptied(copy: Callable[..., object]) -> Callable[..., object]:
+        def wait(*args: Any) -> None:
+            assert begun[next(empties) + 1].wait(20.0), "the next copy waits for this one"
+            copy(*args)
+
+        return wait
+
+    here, there = (filled, emptied) if to_gpu else (emptied, filled)
+    monkeypatch.setattr(checksum, "copy", here(checksum.copy))
+    monkeypatch.setattr(Device, "copy", there(Device.copy))
+    target, source = (far_rows, near_rows) if to_gpu else (near_rows, far_rows)
+    table = np.stack([target, source, np.full(4, 70_001)], axis=1)
+    host_copy.copy(gpu.uuid, table, registered=False, to_gpu=to_gpu)
+    monkeypatch.undo()
+    assert (far.get() == blocks).all() and (near == blocks).all()
 
 
 def test_discarded_pages_are_mapped_anew(cupy: Any, gpu: Device, host: Arena, locked: dict[int, int]) -> None:
