@@ -26,7 +26,7 @@ def page() -> str:
     by_folder = sorted(found, key=lambda file: (file.parent, file))
     for folder, files in groupby(by_folder, key=lambda file: file.parent):
         if rows := [row for file in files for row in _rows(file)]:
-            parts += [f"\n## `{folder}`\n", "| seconds | what for | file | name |", "| --- | --- | --- | --- |", *rows]
+            parts += [f"\n## `{folder}`\n", "| seconds | what for | constant |", "| --- | --- | --- |", *rows]
     return "\n".join(parts) + "\n"
 
 
@@ -39,7 +39,7 @@ def _rows(file: Path) -> Iterator[str]:
                 _, _, comment = lines[node.lineno - 1].partition("  # ")
                 if not comment:
                     raise ValueError(f"{file}: {name}: say in a comment what these seconds are for")
-                yield f"| {seconds} | {comment} | `{file.name}` | `{name}` |"
+                yield f"| {seconds} | {comment} | `{file.name}: {name}` |"
 
 
 def _assigned(node: ast.stmt) -> Iterator[tuple[str, str]]:
