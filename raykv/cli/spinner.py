@@ -1,11 +1,11 @@
-"""What the command line shows while a user waits."""
+"""The spinner that the command line shows while a user waits."""
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 
 def spinner(text: str) -> Progress:
-    """On stderr, and gone when it ends: a context manager."""
+    """A context manager that shows a spinner on stderr, and removes it at its end."""
     progress = Progress(
         SpinnerColumn(),
         TextColumn("{task.description}"),
