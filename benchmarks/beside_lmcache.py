@@ -6,8 +6,8 @@
 PYTHON belongs to an environment with `lmcache` and vLLM (`pip install --no-deps lmcache`: it asks for CUDA packages).
 Each system has two engines that share its cache: raykv's on two raylets, LMCache's on one LMCache server. An engine's
 own KV cache holds a fifth of the prefixes. A pair asks all four engines for the same new prompts, one system after the
-other; the systems take turns in going first. The first engine of a system computes the prompts, the second engine finds
-them in the cache. All engines stay up. Only one engine is asked at a time.
+other; they take turns in going first. The first engine of a system computes the prompts, the second finds them in the
+cache. All engines stay up, and one is asked at a time.
 """
 
 import asyncio
@@ -190,7 +190,7 @@ def _port() -> int:
 
 
 def _save_tokenizer(model: str) -> None:
-    """Make a tokenizer with a word for each token of the model's vocabulary, so that nothing is downloaded."""
+    """A word for each token of the vocabulary, so that nothing is downloaded."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

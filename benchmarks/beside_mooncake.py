@@ -40,7 +40,7 @@ START_S = 15.0
 
 class Writer(cross.Writer):
     def store_seconds(self, turn: int) -> float:
-        """Seconds to store this turn's blocks, until every reader finds them."""
+        """Seconds until every reader finds the blocks."""
         keys = cross._keys(self.cache, turn)
         begin = time.perf_counter()
         count = self.cache.store(keys, self.blocks, wait=True)
@@ -55,7 +55,7 @@ class Reader(cross.Reader):
         self.blocks = ray.get(writer.array.remote()).copy()
 
     def read_seconds(self, turn: int, node: str, verify: bool = False) -> float:
-        """Seconds to read this turn's blocks from `node`, which has them."""
+        """Seconds to read the blocks from `node`."""
         keys = cross._keys(self.cache, turn)
         begin = time.perf_counter()
         with self.cache.match(keys) as match:

@@ -161,7 +161,7 @@ def successor() -> Any:
 
 
 def ray_processes() -> list[Watched]:
-    """The processes that Ray runs on every node. Here they are children of this process."""
+    """Ray's own processes of a node. Here they are children of this process."""
     lines = {process.pid: " ".join(process.cmdline()[:3]) for process in psutil.Process().children(recursive=True)}
     return [
         Watched(role, next(pid for pid, line in lines.items() if what in line), role, {}) for role, what in RAYS.items()
@@ -202,7 +202,7 @@ def _seconds(one: Watched) -> tuple[float, Counter[str]]:
 
 
 def _name(one: Watched, pid: int, thread: int) -> str:
-    """A thread's name in Python, or else in the kernel, without a number at its end."""
+    """A thread's name in Python, or else in the kernel, without its number."""
     try:
         known = one.names.get(thread) or Path(f"/proc/{pid}/task/{thread}/comm").read_text(encoding="utf-8").strip()
     except OSError:

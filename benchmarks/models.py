@@ -81,7 +81,7 @@ class Engine:
         self.say([3] * 40)
 
     def say(self, prompt: list[int], cold: bool = False) -> Said:
-        """The answer to a prompt. cold: compute the whole prompt, even if it is cached."""
+        """The answer. cold: compute the whole prompt."""
         from vllm import SamplingParams
 
         sampling = SamplingParams(
@@ -98,10 +98,7 @@ class Engine:
             time.sleep(0.01)
 
     def layout(self) -> dict[str, Any]:
-        """chunk: tokens that are whole chunks of every group. bytes: of a token that vLLM keeps in all layers.
-
-        kinds: names of the groups' KV specs.
-        """
+        """chunk: tokens of whole chunks in every group. bytes: of a token in all layers. kinds: of KV."""
         core = self.llm.llm_engine.engine_core.engine_core
         groups = core.scheduler.connector._kv_cache_config.kv_cache_groups
         configs = core.scheduler.connector.connector_scheduler.config.kv_group_configs
@@ -139,7 +136,7 @@ def measured(name: str, folder: Path, nodes: list[str], verifies: bool) -> dict[
 
 
 def compared(pool: Any, one: Any, two: Any, chunk: int) -> dict[str, Any]:
-    """Totals over prompts that go on from prompts of the first engine: see the columns above."""
+    """Totals over all prompts: see the columns above."""
     totals = {
         "hits": 0,
         "own_hits": 0,

@@ -35,7 +35,7 @@ class Client:
             assert self._store.register_buffer(buffer.ctypes.data, buffer.nbytes) == 0
 
     def name(self) -> str:
-        """The name of this client's memory for other clients."""
+        """The name of this client's memory."""
         return str(self._store.get_hostname())
 
     def store(self, turn: int, memory: str) -> float:

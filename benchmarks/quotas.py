@@ -80,7 +80,7 @@ def cache_of(pool: raykv.KVPool, tenant: str) -> raykv.KVCache:
 
 @contextmanager
 def flood(nodes: list[str]) -> Iterator[list[int]]:
-    """Flood the pool from each node. Yields a list that in the end has the number of stored blocks of each process."""
+    """Flood the pool from each node. The yielded list has each process's stored blocks in the end."""
     floods = [on_node(Flood, node, number, max_concurrency=2) for number, node in enumerate(nodes)]
     running, stored = [each.run.remote() for each in floods], list[int]()
     try:
@@ -107,7 +107,7 @@ def hit_rate(pool: raykv.KVPool, requests: int = 0, seconds: float = 0.0) -> tup
 
 
 def request(cache: raykv.KVCache, keys: Any, blocks: Any, out: Any) -> int:
-    """Read a prompt's leading blocks, and store the other blocks. Returns how many were read."""
+    """Read leading blocks, and store the others. Returns how many were read."""
     with cache.match(keys) as match:
         n = match.read(out[: match.num_blocks])
     if n < len(keys):

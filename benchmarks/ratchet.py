@@ -114,7 +114,7 @@ class Client:
         return found
 
     def store(self, blocks: int) -> tuple[float, Any]:
-        """(seconds to store new blocks, their keys). Tries again if not all blocks were stored in time."""
+        """(seconds to store new blocks, their keys). Tries again if late."""
         for _ in range(TRIES):
             keys = self._fresh(blocks)
             begin = time.perf_counter()
@@ -125,7 +125,7 @@ class Client:
         raise RuntimeError(f"{stored} of {blocks} blocks stored, the last of {TRIES} times")
 
     def read(self, keys: Any) -> float:
-        """Seconds to read the blocks of these keys. inf if not all were read in time."""
+        """Seconds to read blocks; inf if late."""
         begin = time.perf_counter()
         with self.large.match(keys) as match:
             read = match.read(self.rows[: len(keys)])

@@ -85,10 +85,7 @@ def engine(model: str, pool: str | None) -> Any:
 
 
 def stop_directory(pool: str, last: list[int]) -> None:
-    """Stop the directory in charge, and keep its process id in `last`. First end the directory stopped before.
-
-    Ray restarts the ended directory, which then stands by.
-    """
+    """Stop the directory in charge, and keep its process id in `last`. First end the one stopped before."""
     if last:
         with contextlib.suppress(ProcessLookupError):
             os.kill(last.pop(), signal.SIGKILL)

@@ -90,7 +90,7 @@ async def _lines(answer: Any) -> AsyncIterator[str]:
 @serve.deployment(max_ongoing_requests=100)  # the default of 5 fills one engine: the other engine would get none
 @serve.ingress(app)
 class Frontend:
-    """Turns text into tokens, and answers with a stream of JSON lines: first the hit, then a line for each token."""
+    """Turns text into tokens, and streams JSON lines: first the hit, then each token."""
 
     def __init__(self, engine: DeploymentHandle[Engine]) -> None:
         self.engine = engine.options(stream=True)

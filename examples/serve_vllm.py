@@ -81,7 +81,7 @@ class Answer(NamedTuple):
 
 
 def ask(prompt: str, max_tokens: int = 8, url: str = URL) -> Answer:
-    """Ask one question, and read the streamed answer to its end."""
+    """Ask one question, streamed."""
     begin, ttft, text, usage = time.perf_counter(), 0.0, "", dict[str, Any]()
     for event in _stream(prompt, max_tokens, url):
         for choice in event["choices"]:

@@ -74,7 +74,7 @@ def on_node(actor: type, node_id: str, *args: Any, **options: Any) -> Any:
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """Hold Ctrl-C and SIGTERM back until the block is done, so that no process is left half started or stopped."""
+    """Hold Ctrl-C and SIGTERM back meanwhile, so that nothing is left half started or stopped."""
     seen: list[int] = []
     before = {number: signal.signal(number, lambda n, _: seen.append(n)) for number in (signal.SIGINT, signal.SIGTERM)}
     try:

@@ -38,7 +38,7 @@ class Report:
         self.findings = sorted(found, key=lambda finding: order.index(finding.node))  # stable
 
     def _tokens(self, pool: str) -> list[Finding]:
-        """Findings on chunks with other tokens than their keys stand for, as engines on living nodes reported them."""
+        """Findings on chunks with wrong tokens that engines on living nodes reported."""
         told = internal_kv.other_tokens(pool)
         return [judgement.of_tokens(node, told[node]) for node in self.hosts if node in told]
 

@@ -265,7 +265,7 @@ def quota_set(context: click.Context, tenant: str, minimum: float, maximum: floa
 @NAME
 @click.pass_context
 def quota_remove(context: click.Context, tenant: str, name: str) -> None:
-    """Remove a tenant's quota: it shares the remaining memory with all tenants without a quota."""
+    """Remove a tenant's quota: it shares the rest with all tenants without a quota."""
     from raykv.cli import shell
 
     if not shell.administer(_own_or_group_name(context)).remove_quota(tenant):
@@ -307,7 +307,7 @@ def doctor(context: click.Context, name: str | None, as_json: bool) -> None:
 @click.option("--seed", default=0, show_default=True, help="Of the model's weights and the questions.")
 @JSON
 def demo(requests: int, nodes: int, seed: int, as_json: bool) -> None:
-    """Run two engines on two Ray nodes of this machine, which share the KV of the documents that they have read."""
+    """Run two engines on two Ray nodes of this machine, which share what they have read."""
     from raykv.cli.demo import run
 
     if not run(requests, nodes, seed, as_json):

@@ -33,7 +33,7 @@ class Follower:
     def poll(self) -> list[dict[str, Any]]:
         """Entries reported since the last call, in the shape that `--json` prints (docs/cli-json.md).
 
-        The first call begins to follow, and returns nothing. While no directory answers, calls return nothing.
+        Empty at the first call, which begins to follow, and while no directory answers.
         Raises PoolNotFound if the pool has ended.
         """
         try:

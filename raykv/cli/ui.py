@@ -52,7 +52,7 @@ def serve(pool: str, host: str | None, port: int | None) -> Page:
 
 
 def said(page: Page) -> str:
-    """The text that tells a user where the page is."""
+    """The text for the user."""
     tunnel = f"\nfrom another machine: {page.reached}, then the same address there" if page.reached else ""
     return f"{page.url}{tunnel}"
 

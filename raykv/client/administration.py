@@ -100,9 +100,8 @@ class Administration:
         deadline. The new size survives restarts of the node's store, and ends with the pool.
         node_id: Ray's. cpu_memory: as in PoolConfig, a fraction of the node's memory or bytes. deadline: seconds.
         Returns the new bytes of the node's CPU tier: whole slabs, and more than asked for if the deadline passed.
-        Raises CapacityError if the node can't afford the size. Raises ValueError if no living node has that id, or for
-        a bad `cpu_memory`. The size stays as it is after either error. Raises RayError if the pool's actors do not
-        answer.
+        Raises CapacityError if the node can't afford it, and ValueError if no living node has that id or for a bad
+        `cpu_memory`; neither changes the size. Raises RayError if the pool's actors do not answer.
         """
         settings_of(self.name)
         cpu_memory = memory_size("cpu_memory", cpu_memory)
@@ -130,7 +129,7 @@ class Administration:
             ray.get(directory.set_quota.remote(tenant, quota.minimum, quota.maximum), timeout=ADMIN_DEADLINE_S)
 
     def remove_quota(self, tenant: str) -> bool:
-        """Remove a tenant's quota: it shares the remaining memory with all tenants without a quota.
+        """Remove a tenant's quota: it shares the rest with all tenants without a quota.
 
         Returns whether the tenant had a quota. Raises RayError if the directory does not answer.
         """

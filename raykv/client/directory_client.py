@@ -1,4 +1,4 @@
-"""A client's line to the directory: deadlines, ids, and the leases and reservations that the client holds."""
+"""A client's line to the directory: its deadlines, and the ids that the client holds."""
 
 import contextlib
 import itertools
@@ -373,7 +373,7 @@ class DirectoryClient:
         self.fault(kind, detail)
 
     def _call(self, hold: Sequence[int] = ()) -> Call:
-        """The first argument of the next call. Under the lock. hold: ids to hold from now on."""
+        """Under the lock: the next Call. hold: ids to hold from now on."""
         self._held.update(hold)
         self._rouse()
         self._last_call = time.monotonic()
@@ -482,7 +482,7 @@ def _tend_forever(reference: "weakref.ref[DirectoryClient]", bell: Bell) -> None
 
 
 def _joined(parts: list[Locations]) -> bytes:
-    """Take the first KEYS_PER_CALL locations out of `parts`, as bytes. The rest goes with later calls."""
+    """Take the first KEYS_PER_CALL locations out. The rest goes with later calls."""
     if not parts:
         return b""
     whole = np.concatenate(parts)

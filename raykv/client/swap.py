@@ -24,7 +24,7 @@ RETRY_S = 0.05  # between matches for kept blocks that were not read yet
 
 @dataclass
 class Swapped:
-    """A preempted request. stored: future of how many blocks the pool keeps."""
+    """A preempted request."""
 
     blocks: int
     keys: Keys

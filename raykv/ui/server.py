@@ -83,7 +83,7 @@ _WHY = {
 
 
 def _refusal(request: Request) -> HTTPStatus | None:
-    """Why a request is refused. None if a header has Ray's token, or the cookie is that of `_authenticate`."""
+    """Why a request is refused. None if a header has Ray's token, or the cookie is right."""
     if not is_token_auth_enabled():
         return None if _is_ours(request) else HTTPStatus.MISDIRECTED_REQUEST
     if request.scope["path"] in BEFORE_TOKEN:  # not `request.url`: it contains the Host header of the client

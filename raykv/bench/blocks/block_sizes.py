@@ -41,7 +41,7 @@ class Shape(NamedTuple):
 
 
 class Times(NamedTuple):
-    """Seconds of a call, and of a memcpy of as many bytes by one thread and by as many threads as an arena's."""
+    """Seconds of a call, and of a memcpy of as many bytes by one thread and by an arena's threads."""
 
     call: float
     one: float

@@ -37,7 +37,7 @@ class Writer:
         return self.blocks
 
     def listen(self) -> int:
-        """Serve the blocks over TCP to one peer: all blocks for each byte that it sends. Returns the port."""
+        """Serve the blocks over TCP, to one peer, for each byte that it sends. Returns the port."""
         server = socket.create_server(("127.0.0.1", 0))
 
         def serve() -> None:

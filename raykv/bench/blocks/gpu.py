@@ -36,9 +36,9 @@ Locations = NDArray[np.void]
 def run() -> dict[str, Any]:
     """Median GB/s (1e9 bytes). `<what>_of_hand`: time of the copy by hand, divided by the time of raykv's copy.
 
-    Blocks lie scattered on both sides. Blocks that come to host memory are hashed; the copy by hand hashes them after
-    the copy. `pages_...`: an engine's pages of LAYER_BYTES, beside the same bytes by hand in whole blocks. ValueError
-    if this process can use no GPU.
+    Blocks lie scattered on both sides. Both hash blocks that come to host memory; the copy by hand does so afterwards.
+    `pages_...`: an engine's pages of LAYER_BYTES, beside whole blocks by hand. ValueError if this process can use no
+    GPU.
     """
     gpu = device.device(device.uuid_of(0))
     fast = GpuArena.open_new("bench-gpu", bytes(16), gpu, SLAB, SLABS)

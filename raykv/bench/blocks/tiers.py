@@ -217,7 +217,7 @@ def _folder(directory: str) -> Iterator[str]:
 
 
 def _missing() -> str | None:
-    """The missing part without which redis can't be measured; None: nothing."""
+    """The part that redis's bench lacks here."""
     try:
         import redis  # noqa: F401
     except ModuleNotFoundError:

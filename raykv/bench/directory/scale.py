@@ -92,7 +92,7 @@ class Server(NamedTuple):
 
 
 def run(nodes: list[int], entries: int, seconds: float, take_over: int = 0) -> dict[str, Any]:
-    """results: figures by number of nodes. largest_nodes: the most nodes that it carries; 0: none. take_over: figures.
+    """results: figures by number of nodes. largest_nodes: that it carries; 0: none. take_over: figures of one.
 
     entries: blocks in the directory, of all nodes together. seconds: how long to measure each number of nodes.
     take_over: number of nodes of a pool whose directory is killed; 0: no such pool.

@@ -20,10 +20,7 @@ SETTLE_S = 0.2  # for earlier prompts' blocks to be stored
 
 
 class Answers(NamedTuple):
-    """Answers to equal prompts. computed: computed tokens of all prompts. last_ms: until the last first token.
-
-    said: tokens of each answer.
-    """
+    """Answers to equal prompts. computed: tokens of all prompts. last_ms: until the last first token."""
 
     computed: int
     last_ms: float

@@ -52,7 +52,7 @@ class Lane:
         assert count == len(self.blocks), f"{count} of {len(self.blocks)} blocks stored"
 
     def seconds(self, turn: int) -> float:
-        """Seconds to fetch blocks that another node stored, for their used share."""
+        """Seconds to fetch another node's blocks."""
         begin = time.perf_counter()
         with self.cache.match(self._keys(turn)) as match:
             count = match.fetch()

@@ -187,7 +187,7 @@ class Floors(NamedTuple):
 
 
 def _kept(pool: Any, writer: Any) -> Kept:
-    """Measured with a prompt that no round asks for. It asks twice, since a store may be lost if a call is late."""
+    """Measured with a prompt of its own. It asks twice, since a late call may lose a store."""
     import ray
 
     found = Kept(0, 0)

@@ -119,8 +119,8 @@ def state_of(store: Seen, failed: str | None, supervisor: str, idle: bool = Fals
     failed: why its store could not start. supervisor: the supervisor's fault; "" if it is well. idle: nothing but the
     pool ran there; see PoolConfig.idle_node_s.
     States: alive; joining: the directory takes up its blocks; leaving: it is being drained; starting: the store's first
-    process starts; restarting: the store died, and another process starts; silent: the store does not answer; idle: the
-    store ended, since nothing else runs there; no store: no store runs there, and `why` says what to expect.
+    process starts; restarting: the store died, and Ray starts another; silent: the store does not answer; idle: the
+    store ended, since nothing else runs there; no store: `why` says what to expect.
     """
     actor, counts = store.actor, store.counts
     if failed is not None:
@@ -168,7 +168,7 @@ def _member(
 
 
 def _upkeep_actors(pool: str) -> dict[str, Actor | None]:
-    """The actors of UPKEEP, as Ray knows them. The directory in charge is "directory", the other is "successor"."""
+    """The actors of UPKEEP, as Ray knows them."""
     names = [named_actors.directory_name(pool, number) for number in (1, 2)]
     with contextlib.suppress(ValueError):  # no directory is in charge
         names.sort(key=lambda name: name != internal_kv.in_charge(pool).name)
@@ -176,7 +176,7 @@ def _upkeep_actors(pool: str) -> dict[str, Actor | None]:
 
 
 def _what_is_wrong(upkeep: dict[str, Actor | None]) -> dict[str, str]:
-    """The fault of each actor by role; "" if it is well."""
+    """Faults by role; "" for none."""
     asked = {role: actor.handle.ping.remote() for role, actor in upkeep.items() if actor and actor.is_alive}
     answers = list(asked.values())
     done = set(ray.wait(answers, num_returns=len(answers), timeout=ANSWER_S)[0]) if answers else set()

@@ -94,7 +94,7 @@ def fills(counts: dict[str, Any], node_id: str) -> Row:
 
 
 def node_lines(overview: Overview, rows: dict[str, Row], width: int | None) -> list[str]:
-    """The nodes as a table, with reasons of nodes that are not alive below it; as paragraphs if it is too wide."""
+    """The nodes as a table, and below it why nodes are not alive. Paragraphs if the table is too wide."""
     found = table(list(rows.values()))
     if width is not None and max(map(len, found)) > width:
         return [line for node_id, row in rows.items() for line in _paragraph(row, overview.members[node_id], width)]
@@ -173,7 +173,7 @@ def _routes(overview: Overview) -> Iterator[str]:
 
 
 def node_memory(name: str, shown: dict[str, str]) -> str:
-    """The shown name of a node's memory. A GPU's also has the end of its UUID, which tells a node's GPUs apart."""
+    """The shown name of a node's memory. A GPU's has the end of its UUID, too."""
     node_id, _, gpu = name.partition("/")
     return shown.get(node_id, node_id) + (f" (gpu {gpu[-8:]})" if gpu else "")
 
@@ -218,7 +218,7 @@ def _tenants(counts: dict[str, Any]) -> Iterator[str]:
 
 
 def quota_rows(tenants: dict[str, dict[str, Any]]) -> list[Row]:
-    """A row of cells for each tenant with a quota, then a row of all other tenants together."""
+    """A row for each tenant with a quota, then a row of all other tenants."""
     return [
         {
             "tenant": tenant or "(others)",

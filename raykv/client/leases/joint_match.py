@@ -28,10 +28,7 @@ class Part(NamedTuple):
 
 
 class LeasedCall(NamedTuple):
-    """The leases of one call. tokens: length of the found prefix in this call's keys.
-
-    firsts: number of the first leased block, by part. leases: by part.
-    """
+    """The leases of one call, by part. tokens: that it found. firsts: number of each part's first leased block."""
 
     tokens: int
     firsts: list[int]
@@ -95,8 +92,8 @@ class JointMatch:
     def _pieces(self) -> Iterator[list[Keys]]:
         """The keys of all parts, call by call.
 
-        Parts with windows, or with blocks of different sizes, go in one call: their blocks end at different tokens, so
-        they can't be cut at one block number. Their keys beyond KEYS_PER_JOINT_CALL are not asked for.
+        Parts with windows, or whose blocks end at different tokens, go in one call. Their keys beyond
+        KEYS_PER_JOINT_CALL are not asked for.
         """
         if self._has_windows or len({part.keys.cache.block_tokens for part in self._parts}) > 1:
             yield self._leading(KEYS_PER_JOINT_CALL)
@@ -167,7 +164,7 @@ class JointMatch:
     def fetch_external(self) -> int:
         """Have the readers' stores fetch blocks of an external tier: as many as staging windows hold and come in time.
 
-        Returns the number of leading tokens of which all needed blocks are then in some node's memory.
+        Returns the number of leading tokens whose needed blocks are all in nodes' memory then.
         """
         tokens = 0
         for call in self._calls:

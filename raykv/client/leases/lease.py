@@ -164,9 +164,9 @@ class Lease:
         return leading(valid)
 
     def fetch(self, whole: bool) -> int:
-        """Bring blocks to this node: as many as the staging window holds, or all of them through the window (`whole`).
+        """Bring blocks to this node: as many as the staging window holds, or all of them (`whole`).
 
-        Returns how many leading blocks came to this node, or were there already.
+        Returns how many leading blocks came, or were there already.
         """
         there, stop = self.blocks.here(), len(self)
         if there.all():

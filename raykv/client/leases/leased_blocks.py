@@ -68,8 +68,7 @@ class LeasedBlocks:
     def take_slots(self, piece: Blocks, start: int) -> Blocks | None:
         """The leading blocks of a piece that have staging slots, after asking for missing slots.
 
-        start: a call for slots gives back those of blocks before `start` and of blocks behind the piece. None: no
-        answer, or the lease is gone.
+        start: slots of blocks before it, and behind the piece, are given back. None: no answer, or the lease is gone.
         """
         if len(self.with_slots(piece)) == len(piece):
             return piece

@@ -205,7 +205,7 @@ class _Pulls:
 
 
 def reachable(store: StoreClient, source: Locations, node: int) -> int:
-    """How many leading blocks come before the first block of a silent node. node: this node's index in locations."""
+    """How many blocks come before the first block of a silent node. node: this node's index in locations."""
     away = np.flatnonzero(source["node"] != node)
     silent = away[~store.reaches(source["node"][away])] if len(away) else away
     return int(silent[0]) if len(silent) else len(source)
