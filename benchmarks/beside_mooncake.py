@@ -3,12 +3,13 @@
     pip install -e '.[test]'
     python benchmarks/beside_mooncake.py --mooncake PYTHON [--pairs 24] [--json]
 
-PYTHON is that of an environment with `pip install mooncake-transfer-engine-non-cuda==0.3.13.post1 numpy`, whose wheel
-needs Debian's libibverbs1, librdmacm1 and libnuma1. Both have two nodes, which are processes on this machine. In each
-turn one after the other stores 64 blocks of 2 MiB on one node, and reads them there and on the other one. raykv sums
-each block when it is stored and verifies it when it comes from another node, or where a reader asks for that
-("verified here"); Mooncake does neither by default. Mooncake keeps its connections, as vLLM's recipe for it says.
-raykv's reader on the same node is another process, Mooncake's is the one that stored.
+PYTHON belongs to an environment with `pip install mooncake-transfer-engine-non-cuda==0.3.13.post1 numpy`, whose wheel
+needs Debian's libibverbs1, librdmacm1 and libnuma1. Each system has two nodes, which are processes on this machine. In
+each turn the systems, one after the other, store 64 blocks of 2 MiB on one node, and read them there and on the other
+node. raykv computes a block's checksum when it stores the block. It verifies a block that comes from another node, or
+if the reader asks for that ("verified here"). Mooncake has no checksums by default. Mooncake keeps its connections, as
+vLLM's recipe for Mooncake says. raykv's reader on the same node is another process than the writer; Mooncake's reader
+is the writer.
 """
 
 import json
@@ -33,13 +34,13 @@ from raykv.config import MIB
 
 HOST = "127.0.0.1"
 KEYS = 512
-ASKED = 1 << 20  # the turn that Mooncake's KEYS keys are of
+ASKED = 1 << 20  # the turn number in Mooncake's KEYS keys
 START_S = 15.0
 
 
 class Writer(cross.Writer):
     def store_seconds(self, turn: int) -> float:
-        """Until every reader finds them."""
+        """Seconds until every reader finds the blocks."""
         keys = cross._keys(self.cache, turn)
         begin = time.perf_counter()
         count = self.cache.store(keys, self.blocks, wait=True)
@@ -54,7 +55,7 @@ class Reader(cross.Reader):
         self.blocks = ray.get(writer.array.remote()).copy()
 
     def read_seconds(self, turn: int, node: str, verify: bool = False) -> float:
-        """From the node where they are."""
+        """Seconds to read the blocks from `node`."""
         keys = cross._keys(self.cache, turn)
         begin = time.perf_counter()
         with self.cache.match(keys) as match:
@@ -67,11 +68,11 @@ class Reader(cross.Reader):
         return seconds
 
     def ask_seconds(self) -> float:
-        """Of finding KEYS keys, and leasing their blocks."""
+        """Seconds to find KEYS keys and to lease their blocks."""
         small = self.pool.cache(model="small", dtype="uint8", layout="rows", block_tokens=1, block_bytes=4096)
         keys = small.keys(np.arange(KEYS))
         assert small.store(keys, np.zeros((KEYS, 4096), np.uint8), wait=True) == KEYS
-        for _ in range(2):  # the first is untimed: what was read before took the caches
+        for _ in range(2):  # the first does not count: earlier reads have filled the CPU caches
             begin = time.perf_counter()
             with small.match(keys) as match:
                 seconds = time.perf_counter() - begin
@@ -80,7 +81,7 @@ class Reader(cross.Reader):
 
 
 class Mooncake:
-    """A client of Mooncake in a process of its own; see mooncake_client.py."""
+    """A client of Mooncake in its own process; see mooncake_client.py."""
 
     def __init__(self, python: str, master: int) -> None:
         command = [python, str(Path(__file__).with_name("mooncake_client.py")), str(master)]
@@ -98,7 +99,7 @@ class Mooncake:
 
 @contextmanager
 def mooncake(python: str) -> Iterator[tuple[Mooncake, Mooncake]]:
-    """Two clients of a master, a node each."""
+    """Two clients of a master. Each client is a node."""
     port, metrics = _port(), _port()
     options = [f"--rpc_address={HOST}", f"--rpc_port={port}", f"--metrics_host={HOST}", f"--metrics_port={metrics}"]
     quiet = subprocess.DEVNULL
@@ -119,7 +120,7 @@ def mooncake(python: str) -> Iterator[tuple[Mooncake, Mooncake]]:
 
 
 def measure(python: str, pairs: int) -> dict[str, list[float]]:
-    """Seconds of each turn, by what was done."""
+    """Seconds of each turn, by kind of work."""
     seconds: dict[str, list[float]] = defaultdict(list)
     os.environ.update(RAY_worker_niceness="0")  # as operations.md says, and as Mooncake's processes run
     with (
@@ -145,7 +146,7 @@ def measure(python: str, pairs: int) -> dict[str, list[float]]:
         def theirs(turn: int) -> Iterator[tuple[str, float]]:
             yield "mooncake store", far.ask("store", turn, far_memory)
             yield "mooncake read here", far.ask("read", turn)
-            yield "mooncake verified here", far.ask("read", turn)  # which verifies nothing
+            yield "mooncake verified here", far.ask("read", turn)  # Mooncake verifies nothing
             yield "mooncake read there", near.ask("read", turn)
             yield "mooncake ask", near.ask("ask", ASKED, KEYS)
             far.ask("remove", turn)
@@ -176,7 +177,7 @@ def _wait_for(port: int) -> None:
 
 
 def figures(seconds: dict[str, list[float]]) -> dict[str, dict[str, float]]:
-    """Of each kind of work: milliseconds of both, medians, and of the paired ratios the median and the quartiles."""
+    """By kind of work: median milliseconds of both systems, and median and quartiles of the paired ratios."""
     found = {}
     for work in ("store", "read here", "verified here", "read there", "ask"):
         ours, theirs = seconds[f"raykv {work}"], seconds[f"mooncake {work}"]

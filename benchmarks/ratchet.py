@@ -1,18 +1,18 @@
-"""Whether raykv is as fast as it was: an earlier commit and this checkout, in turn, in one run.
+"""Whether raykv is as fast as before: times an earlier commit and this checkout, in turn, in one run.
 
     python benchmarks/ratchet.py [BEFORE] [--starts 3] [--worse 1.05] [--json]
 
-BEFORE: a commit; by default the one that benchmarks/released names. Each side has a Ray cluster of two raylets and a
-pool, whose actors come from its own files, and is asked by raykv's public API: what 512 keys take to match; what a key
-takes that four clients look up at once; what 1, 16 and 64 blocks of 2 MiB take to store and to read; what 16 take from
-the other node; a start; and, of a directory of a million entries, what 512 take to find and 1024 to insert.
+BEFORE: a commit; by default the commit that benchmarks/released names. Each side has a Ray cluster of two raylets and a
+pool of its own files. Times, by raykv's public API: a match of 512 keys; a key that four clients look up at once; a
+store and a read of 1, 16 and 64 blocks of 2 MiB; a read of 16 blocks of the other node; a start. Times of a directory
+of a million entries: finding 512 entries, inserting 1024.
 
-A figure is a time, of this checkout divided by the other side's: above 1 this checkout is slower. Equal processes
-differ by a third, and copies by three, by where their memory happens to lie; others on the machine only ever add. So
-both sides are started several times, and the fastest tenth of a start counts. It exits with 1 where this checkout takes
-more than --worse (1.05) of the other side's time, both by the fastest start of each and by the median of the starts.
---slower-match US: have matches of this checkout take so much longer, to see that it is found. As root it has the kernel
-compact memory before each start: a side that finds no huge pages is slower.
+A figure is the time of this checkout divided by the other side's time: above 1 this checkout is slower. Times of equal
+processes differ by a third, and of copies by a factor of three, by where their memory happens to lie. Other work on the
+machine only adds time. So both sides are started several times, and the fastest tenth of a start counts. It exits with
+1 if this checkout takes more than --worse (1.05) times as long, both by the fastest start of each side and by the
+median of the starts. --slower-match US: make this checkout's matches so much slower, to see that the ratchet finds it.
+As root it has the kernel compact memory before each start, since a side without huge pages is slower.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ ROOT = Path(__file__).resolve().parent.parent
 RELEASED = ROOT / "benchmarks" / "released"
 MIB = 1 << 20
 BLOCK_BYTES, KEYS, CLIENTS = 2 * MIB, 512, 4
-OWN = 1e9  # locality: what a node stores evicts its own blocks, and is read there
-MEMORY = 1024 * MIB  # of a node: what CALLS store last is there when it is read
+OWN = 1e9  # locality: a node's stores evict the node's own blocks, and stay there for its reads
+MEMORY = 1024 * MIB  # of a node: enough to keep the blocks of the last CALLS stores until they are read
 MATCHES, TRIES, PHASE_S, CALLS = 100, 10, 0.5, 4
 OFFERED_S = 60.0
-TURNS, FASTEST = 4, 10  # turns of a start; one of so many times counts
+TURNS, FASTEST = 4, 10  # turns of a start; the fastest one of FASTEST times counts
 ENTRIES = 1_000_000
 OFTEN = ("match", "lookup", "store 1", "store 16", "store 64", "read 1", "read 16", "read 64", "cross 16", "find")
-LAST = ("insert", "start")  # what is inserted evicts what is found
+LAST = ("insert", "start")  # inserts evict the blocks that "find" looks for
 WORSE = 1.05
 CORES = sorted(os.sched_getaffinity(0))
 
@@ -66,11 +66,11 @@ class Client:
         self.known = self.small.keys(np.arange(KEYS * 16))
 
     def keep(self) -> None:
-        """Store again what the large blocks have driven out."""
+        """Store the small blocks again, which large blocks may have evicted."""
         self.small.store(self.known, np.zeros((KEYS, 4096), np.uint8), wait=True)
 
     def match(self) -> float:
-        """Seconds of a match of KEYS keys: the median."""
+        """Median seconds of a match of KEYS keys."""
         self.keep()
         with on_one_core(self.pids):
             return self._match()
@@ -83,29 +83,29 @@ class Client:
             begin = time.perf_counter()
             with self.small.match(self.known) as match:
                 end = time.perf_counter() + self.slower_s
-                while self.slower_s and time.perf_counter() < end:  # no sleep is so short
+                while self.slower_s and time.perf_counter() < end:  # a sleep would take longer
                     pass
-            if match.num_blocks == KEYS:  # else it was late: the machine is busy with something else
+            if match.num_blocks == KEYS:  # a late match finds fewer: the machine is busy with something else
                 times.append(time.perf_counter() - begin)
         assert len(times) == MATCHES, f"{len(times)} of {TRIES * MATCHES} matches found all {KEYS} keys"
         return statistics.median(times)
 
     def fill(self) -> None:
-        """Fill this node's memory, so that no writer of the other one finds room here."""
+        """Fill this node's memory, so that no writer of the other node finds room here."""
         stored, end = 0, time.monotonic() + OFFERED_S
         while stored < 2 * MEMORY // BLOCK_BYTES:
             assert time.monotonic() < end, f"{stored} blocks stored in {OFFERED_S:.0f} s"
             now = self.large.store(self._fresh(len(self.rows)), self.rows)
             stored += now
-            time.sleep(0.0 if now == len(self.rows) else 0.05)  # its store offers memory little by little
+            time.sleep(0.0 if now == len(self.rows) else 0.05)  # the store offers memory slab by slab
 
     def _fresh(self, blocks: int) -> Any:
-        """Keys of blocks that are new."""
+        """Keys of new blocks."""
         self.number += 1
         return self.large.keys(np.arange(blocks * 16), salt=f"{os.getpid()}-{self.number}")
 
     def lookups(self) -> int:
-        """Keys that were found in PHASE_S."""
+        """Number of keys found in PHASE_S."""
         self.keep()
         end, found = time.perf_counter() + PHASE_S, 0
         while time.perf_counter() < end:
@@ -114,7 +114,7 @@ class Client:
         return found
 
     def store(self, blocks: int) -> tuple[float, Any]:
-        """Seconds to store blocks that are new, and their keys. None are late in the end: it is tried again."""
+        """(seconds to store new blocks, their keys). Tries again if late."""
         for _ in range(TRIES):
             keys = self._fresh(blocks)
             begin = time.perf_counter()
@@ -125,17 +125,17 @@ class Client:
         raise RuntimeError(f"{stored} of {blocks} blocks stored, the last of {TRIES} times")
 
     def read(self, keys: Any) -> float:
-        """Seconds to read these."""
+        """Seconds to read blocks; inf if late."""
         begin = time.perf_counter()
         with self.large.match(keys) as match:
             read = match.read(self.rows[: len(keys)])
         seconds = time.perf_counter() - begin
-        return seconds if read == len(keys) else math.inf  # late, so none of the fastest
+        return seconds if read == len(keys) else math.inf  # a late read is never among the fastest
 
 
 @contextmanager
 def on_one_core(pids: list[int]) -> Iterator[None]:
-    """Have processes run on one core meanwhile: how long cores take to wake each other differs from time to time."""
+    """Run processes on one core: the time that one core takes to wake another core varies."""
     for pid in pids:
         _pin(pid, {CORES[0]})
     try:
@@ -147,12 +147,12 @@ def on_one_core(pids: list[int]) -> Iterator[None]:
 
 def _pin(pid: int, cores: set[int]) -> None:
     for thread in os.listdir(f"/proc/{pid}/task"):
-        with suppress(ProcessLookupError):  # it has ended
+        with suppress(ProcessLookupError):  # the thread has ended
             os.sched_setaffinity(int(thread), cores)
 
 
 class Side:
-    """One of the two: its cluster, its pool and its clients."""
+    """One of the two sides: its cluster, its pool and its clients."""
 
     def __init__(self, slower_s: float) -> None:
         import ray
@@ -178,7 +178,7 @@ class Side:
         self.get([self.clients[0].fill.remote(), *(client.match.remote() for client in self.clients[1:])])
 
     def ask(self, figure: str) -> list[float]:
-        """Seconds of each of some tries."""
+        """Seconds of several tries of a figure."""
         name, _, blocks = figure.partition(" ")
         answer: list[float] = getattr(self, f"_{name}")(int(blocks or 0))
         return answer
@@ -190,7 +190,7 @@ class Side:
         return [CLIENTS * PHASE_S / sum(self.get([client.lookups.remote() for client in self.clients]))]
 
     def _store(self, blocks: int) -> list[float]:
-        return [self.here.store(blocks)[0] for _ in range(1 + CALLS)][1:]  # the first takes memory of another size
+        return [self.here.store(blocks)[0] for _ in range(1 + CALLS)][1:]  # the first may take slabs of another size
 
     def _read(self, blocks: int) -> list[float]:
         keys = [self.here.store(blocks)[1] for _ in range(CALLS)]
@@ -211,7 +211,7 @@ class Side:
 
     @cached_property
     def _load(self) -> Any:
-        """A directory that is full, without Ray."""
+        """A full directory, without Ray."""
         try:
             from raykv.bench.directory import directory
         except ImportError:  # a commit whose benches lie in one folder
@@ -223,7 +223,7 @@ class Side:
 
     def _find(self, _: int) -> list[float]:
         for call in range(1 + CALLS):
-            self._load.match(KEYS, call > 0)  # the first finds others' data in the caches
+            self._load.match(KEYS, call > 0)  # the first does not count: the caches hold other data
         return list(self._load.match_s[KEYS][-CALLS:])
 
     def _insert(self, _: int) -> list[float]:
@@ -240,7 +240,7 @@ class Side:
 
 
 class Compared(NamedTuple):
-    """One figure: seconds of each start, the other side's and this checkout's."""
+    """One figure: seconds of each start. before: the other side's. after: this checkout's."""
 
     before: list[float]
     after: list[float]
@@ -251,19 +251,19 @@ class Compared(NamedTuple):
 
     @property
     def best(self) -> float:
-        """Of the fastest starts."""
+        """The ratio of the two fastest starts."""
         return min(self.after) / min(self.before)
 
     def is_worse(self, limit: float) -> bool:
         return min(self.best, statistics.median(self.ratios)) > limit
 
 
-Ask = Callable[[str], list[float]]  # a figure: seconds of each of some tries
+Ask = Callable[[str], list[float]]  # of a figure: seconds of several tries
 Sides = tuple[Ask, Ask]  # the other commit's, this checkout's
 
 
 def compare(sides: Callable[[bool], AbstractContextManager[Sides]], starts: int) -> dict[str, Compared]:
-    """By figure. sides: starts both, this checkout's first if asked to."""
+    """Compare all figures. sides: starts both sides; argument: whether this checkout starts first."""
     figures = {figure: Compared([], []) for figure in (*OFTEN, *LAST)}
     for start in range(starts):
         with sides(bool(start % 2)) as both:
@@ -274,7 +274,7 @@ def compare(sides: Callable[[bool], AbstractContextManager[Sides]], starts: int)
 
 
 def _turns(both: Sides) -> dict[str, tuple[list[float], list[float]]]:
-    """What both sides took, by figure."""
+    """Seconds of both sides, by figure."""
     found: dict[str, tuple[list[float], list[float]]] = {figure: ([], []) for figure in (*OFTEN, *LAST)}
     plan = [(figure, turn) for turn in range(1 + TURNS) for figure in OFTEN]
     plan += [(figure, turn) for figure in LAST for turn in range(1, 1 + TURNS // 2)]
@@ -287,7 +287,7 @@ def _turns(both: Sides) -> dict[str, tuple[list[float], list[float]]]:
 
 @contextmanager
 def side(files: Path, slower_us: float = 0.0, **environment: str) -> Iterator[Ask]:
-    """A Side in a process of its own, whose raykv is in that folder."""
+    """A Side in its own process, which imports raykv from that folder."""
     environment = {**os.environ, "PYTHONPATH": str(files), "RAY_AUTH_MODE": "disabled", **environment}
     environment.pop("PYTHONDONTWRITEBYTECODE", None)  # a worktree has no bytecode yet
     with suppress(OSError):
@@ -309,7 +309,7 @@ def side(files: Path, slower_us: float = 0.0, **environment: str) -> Iterator[As
 
 @contextmanager
 def worktree(commit: str) -> Iterator[Path]:
-    """The files of a commit."""
+    """A folder with the files of a commit."""
     with tempfile.TemporaryDirectory(prefix="ratchet") as folder:
         files = Path(folder) / "raykv"
         git = ["git", "-C", str(ROOT), "worktree"]
@@ -321,10 +321,10 @@ def worktree(commit: str) -> Iterator[Path]:
 
 
 def serve(slower_us: float) -> None:
-    """Answer figures that are asked for on stdin."""
+    """Read names of figures from stdin, and print each figure's times."""
     import raykv
 
-    answers, sys.stdout = sys.stdout, sys.stderr  # what else prints
+    answers, sys.stdout = sys.stdout, sys.stderr  # other prints go to stderr
     made = Side(slower_us / 1e6)
     print(Path(raykv.__file__).parent.parent, file=answers, flush=True)
     for line in sys.stdin:

@@ -1,10 +1,10 @@
-"""What an engine computes of a Mooncake-format trace, and how long requests wait, by the rule that schedules them.
+"""Tokens that an engine computes of a Mooncake-format trace, and waits of requests, by scheduling rule.
 
     python -m benchmarks.schedule TRACE [--blocks 5000] [--tokens-per-s 20000] [--slower 1] [--offset 0]
 
-The engine is simulated: it has a prefix cache, and no pool behind it. Rules: `first_come` learns what is cached after
-it has taken blocks and tokens for the whole prompt; `vllm` starts requests in order of arrival too, and counts only
-what has to be computed; `plan` is `raykv.scheduling.plan`.
+The engine is simulated. It has a prefix cache, and no pool. Rules: `first_come` starts requests in order of arrival,
+and takes blocks and tokens for whole prompts before it learns which blocks are cached. `vllm` starts them in the same
+order, and takes only the tokens that it has to compute. `plan` is `raykv.scheduling.plan`.
 """
 
 import argparse
@@ -24,10 +24,10 @@ PATIENCE_S = 60.0
 
 
 def run(path: str | PathLike[str], blocks: int, tokens_per_s: float, slower: float, offset: int) -> dict[str, Any]:
-    """One row a rule: computed tokens, and seconds to the first token: mean, p50, p99, max.
+    """One row for each rule: computed tokens, and seconds to the first token (mean, p50, p99, max).
 
-    blocks: of the engine's cache, of 512 tokens. tokens_per_s: that it computes. slower: how many times as long the
-    trace takes. offset: which request is the first.
+    blocks: of the engine's cache, of 512 tokens each. tokens_per_s: that it computes. slower: factor on the trace's
+    times. offset: number of the first request.
     """
     jobs = read(path, slower)[offset:]
     jobs = [job._replace(arrival=job.arrival - jobs[0].arrival) for job in jobs]
@@ -51,7 +51,7 @@ def policies() -> dict[str, Policy]:
 
 
 def first_come(waiting: list[Request], running: list[Request], budget: Budget, now: float) -> list[Scheduled]:
-    """In order of arrival, as if nothing were cached: tokens and blocks are taken for whole prompts."""
+    """Schedule in order of arrival, and take tokens and blocks for whole prompts, as if no block were cached."""
     scheduled = plan([], running, budget, now, 0.0)
     tokens, blocks = budget.tokens - sum(each.num_new_tokens for each in scheduled), budget.blocks
     blocks -= sum(
@@ -68,7 +68,7 @@ def first_come(waiting: list[Request], running: list[Request], budget: Budget, n
 
 
 def read(path: str | PathLike[str], slower: float = 1.0) -> list[Job]:
-    """The requests of a trace. Raises ValueError naming the line that is not one."""
+    """The requests of a trace. Raises ValueError that names a malformed line."""
     jobs = []
     for line in mooncake.lines(path, "timestamp", "output_length"):
         blocks, (milliseconds, output) = line.tokens // BLOCK_TOKENS, line.others

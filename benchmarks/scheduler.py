@@ -1,12 +1,12 @@
-"""How long vLLM's scheduler takes for a step, in milliseconds, and how much of it is the connector's, under load.
+"""Milliseconds of a step of vLLM's scheduler under load, and the connector's share of them.
 
     python benchmarks/scheduler.py [--rounds 4] [--json]
 
-The engine's loop runs in this process, so that each call of the scheduler and of its connector can be timed: of one
-engine without a pool, and of one with a pool and KV events, while its directory answers and while the one in charge is
-stopped (SIGSTOP) as each round begins, until another takes over. A round is 24 requests at once: prompts of 300 to
-1,500 tokens, of which half have a prefix in common, and 30 tokens each. What the scheduler takes without a pool is the
-floor.
+The engine's loop runs in this process, so each call of the scheduler and of its connector can be timed. One engine has
+no pool; its scheduler's time is the floor. The other engine has a pool and KV events. It is timed while the directory
+answers, and while each round begins with the directory in charge stopped (SIGSTOP) until the other directory takes
+over. A round is 24 requests at once, with prompts of 300 to 1,500 tokens and answers of 30 tokens. Half of the prompts
+have a common prefix.
 """
 
 import argparse
@@ -31,8 +31,8 @@ from raykv.config import MIB
 
 POOL, ARENA_BYTES = "bench-scheduler", 512 * MIB
 REQUESTS, TOKENS = 24, 30
-TRIES, TRY_S = 60, 5.0  # until two directories answer
-STEP = ("schedule", "update_from_output")  # what a step does in the scheduler, beside the model
+TRIES, TRY_S = 60, 5.0  # for two directories to answer
+STEP = ("schedule", "update_from_output")  # the scheduler's calls in a step
 CONNECTOR = (
     *("on_new_request", "get_num_new_matched_tokens", "update_state_after_alloc", "build_connector_meta"),
     *("update_connector_output", "take_events", "request_finished", "has_pending_push_work"),
@@ -47,7 +47,7 @@ def main() -> None:
     os.environ.update(ttft.ENVIRONMENT | one_process.ENVIRONMENT)
     one_process.prepare()
     with tempfile.TemporaryDirectory() as folder, local_cluster(1) as _, local_pool(POOL, ARENA_BYTES) as pool:
-        os.environ["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address  # else a worker joins the machine's newest
+        os.environ["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address  # otherwise vLLM's worker takes another
         model = ttft.save_model(folder)
         found = {"without": measured(engine(model, None), arguments.rounds, 0)}
         pooled = engine(model, POOL)
@@ -85,12 +85,12 @@ def engine(model: str, pool: str | None) -> Any:
 
 
 def stop_directory(pool: str, last: list[int]) -> None:
-    """Stop the directory in charge, and keep its process in `last`. The one before it is ended, and stands by again."""
+    """Stop the directory in charge, and keep its process id in `last`. First end the one stopped before."""
     if last:
         with contextlib.suppress(ProcessLookupError):
             os.kill(last.pop(), signal.SIGKILL)
     for _ in range(TRIES):
-        with contextlib.suppress(ray.exceptions.RayError, ValueError):  # it is being started again
+        with contextlib.suppress(ray.exceptions.RayError, ValueError):  # the directory is being restarted
             both = [named_actors.find(named_actors.directory_name(pool, number)) for number in (1, 2)]
             ray.get([each.ping.remote() for each in both], timeout=TRY_S)
             last.append(ray.get(named_actors.find_directory(pool).ping.remote(), timeout=TRY_S))
@@ -100,7 +100,7 @@ def stop_directory(pool: str, last: list[int]) -> None:
 
 
 def measured(llm: Any, rounds: int, seed: int, before_round: Callable[[], None] = lambda: None) -> dict[str, float]:
-    """Milliseconds of a step in the scheduler, and of a call of the connector: median, 99th percentile, longest."""
+    """Milliseconds of the scheduler's calls and of the connector's calls: median, 99th percentile, longest, sum."""
     from vllm import SamplingParams
 
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler
@@ -112,7 +112,7 @@ def measured(llm: Any, rounds: int, seed: int, before_round: Callable[[], None] 
     sampling = SamplingParams(max_tokens=TOKENS, temperature=0, detokenize=False, ignore_eos=True)
     begin = time.perf_counter()
     for number in range(rounds + 1):
-        if number == 1:  # the first is warm-up
+        if number == 1:  # round 0 warms up
             begin = time.perf_counter()
             for spent in times.values():
                 spent.clear()
@@ -135,7 +135,7 @@ def measured(llm: Any, rounds: int, seed: int, before_round: Callable[[], None] 
 
 
 def timed(owner: Any, name: str, spent: list[float]) -> Callable[[], None]:
-    """Time every call of a method. Returns what ends it."""
+    """Time every call of a method. Returns a function that ends the timing."""
     method = getattr(owner, name)
 
     def call(*args: Any, **kwargs: Any) -> Any:

@@ -1,23 +1,23 @@
-"""What a pool of several directories would serve of a trace, beside one directory. A study: raykv has one.
+"""The share of a trace that a pool of several directories would serve, beside one directory. A study: raykv has one.
 
     python benchmarks/shards.py synthetic_trace.jsonl conversation_trace.jsonl
 
-A shard is a directory with a share of every node's slabs. One key decides which shard a prompt is sent to: its first,
-or that at a later block where the prompts of a trace begin alike. Blocks before that one are stored in every shard that
-needs them, so that a chain lies whole in one.
+A shard is a directory with a share of every node's slabs. One key decides which shard gets a prompt: the prompt's first
+key, or a later key if the prompts of a trace begin alike. Each shard stores the blocks before that key for itself, so
+that it has whole chains.
 
 Printed for each trace and capacity, in percent of tokens that were served:
 
 pool: real directories, each with a fixed share of every node.
 lru: exact LRUs, each with a fixed share.
-by age: exact LRUs that tell each other once a second how long ago their oldest block was used. Where one block has been
-    idle LOCALITY times as long as another, its shard gives a slab to the other's.
+by age: exact LRUs that tell each other once a second how long ago their oldest block was used. If a shard's oldest
+    block has been idle LOCALITY times as long as another shard's, the first shard gives a slab to the other shard.
 
-Each is the mean over several ways in which keys fall to shards, and in brackets the worst. And:
+Each figure is the mean over several ways to divide keys among shards, with the worst in brackets. And:
 
-busiest: percent of all blocks asked for that the busiest shard is asked for.
+busiest: percent of all requested blocks that the busiest shard is asked for.
 moves: slabs that changed hands.
-copied: blocks that were copied within their node to empty those slabs, in percent of all stored.
+copied: blocks that were copied within their node to empty these slabs, in percent of all stored blocks.
 """
 
 from collections import Counter, OrderedDict
@@ -31,7 +31,7 @@ from rich.table import Table
 from raykv.bench.directory.trace import Pool, Request, divided, percent, read
 from raykv.config import PoolConfig
 
-SLABS = 32  # a node: see `raykv.config.slab_bytes`
+SLABS = 32  # of a node: see `raykv.config.slab_bytes`
 PERIOD = 4  # requests: about a second of both public traces
 SEEDS = 5
 LOCALITY = PoolConfig().locality
@@ -52,7 +52,7 @@ class Slots:
         self.free += [slab] * size
 
     def remove(self, slab: int) -> int:
-        """Empty it into free slots elsewhere, of which there must be enough. Returns how many blocks were copied."""
+        """Remove a slab. Copies its blocks to free slots of other slabs, which must be enough. Returns the copies."""
         self.free = [other for other in self.free if other != slab]
         del self.sizes[slab]
         blocks = [block for block, at in self.of.items() if at == slab]
@@ -66,15 +66,15 @@ class Slots:
 
 
 class Shard:
-    """An exact LRU over its slots."""
+    """An exact LRU over a shard's slots."""
 
     def __init__(self) -> None:
         self.slots = Slots()
-        self.used: OrderedDict[int, int] = OrderedDict()  # request that used it last, by block; the oldest first
+        self.used: OrderedDict[int, int] = OrderedDict()  # number of the last request by block; the oldest first
         self.stored = 0
 
     def ask(self, ids: list[int], now: int) -> int:
-        """Leading blocks that were there. All are there afterwards, touched last to first, as far as they fit."""
+        """Touch the blocks, last to first. Store missing blocks as far as they fit. Returns found leading blocks."""
         served = next((i for i, block in enumerate(ids) if block not in self.used), len(ids))
         for block in reversed(ids):
             self.used[block] = now
@@ -88,16 +88,16 @@ class Shard:
     def evict(self, count: int) -> None:
         for _ in range(count):
             block, _ = self.used.popitem(last=False)
-            if block in self.slots.of:  # else it came with this very request, which is longer than the shard
+            if block in self.slots.of:  # it has no slot if it came with this request, which does not fit
                 self.slots.free.append(self.slots.of.pop(block))
 
     def idle(self, now: int) -> float:
-        """Requests since its oldest block was used; without end while there are free slots."""
+        """Number of requests since the oldest block was used; inf while there are free slots."""
         return float("inf") if self.slots.free else now - next(iter(self.used.values()))
 
 
 class ByAge:
-    """Shards that move slabs to where blocks are evicted soonest."""
+    """Shards that move slabs to the shard that evicts the youngest blocks."""
 
     def __init__(self, capacity: int, nodes: int, shards: int, moving: bool) -> None:
         self.shards, self.moving = [Shard() for _ in range(shards)], moving
@@ -126,7 +126,7 @@ class ByAge:
 
 
 def chooser(shards: int, depth: int, seed: int) -> Choose:
-    """Which shard a prompt is sent to, by the key of its block number `depth`, or of its last one before."""
+    """Chooses a prompt's shard by the key of block number `depth`, or of the last block of a shorter prompt."""
 
     def choose(request: Request) -> int:
         block = request.ids[min(depth, len(request.ids)) - 1]
@@ -143,7 +143,7 @@ def serve_pools(requests: list[Request], capacity: int, nodes: int, shards: int,
 
 
 def busiest(requests: list[Request], choose: Choose) -> float:
-    """Percent of all blocks asked for that the busiest shard is asked for."""
+    """Percent of all requested blocks that the busiest shard is asked for."""
     asked: Counter[int] = Counter()
     for request in requests:
         asked[choose(request)] += len(request.ids)

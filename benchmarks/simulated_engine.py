@@ -1,4 +1,4 @@
-"""An engine without a model: what a scheduler has it compute, and how long requests wait. It computes no token."""
+"""An engine without a model. It simulates how many tokens a scheduler has it compute, and how long requests wait."""
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
@@ -15,7 +15,7 @@ Policy = Callable[[list[Request], list[Request], Budget, float], list[Scheduled]
 
 
 class Job(NamedTuple):
-    """A prompt that is asked at some second. keys: (n, k) uint8, of its full blocks. output: tokens to generate."""
+    """A prompt. arrival: seconds. keys: (n, k) uint8, of its full blocks. output: number of tokens to generate."""
 
     keys: NDArray[np.uint8]
     tokens: int
@@ -24,7 +24,7 @@ class Job(NamedTuple):
 
 
 class Speed(NamedTuple):
-    """Seconds that a step takes, and more for a token; tokens that it computes at most."""
+    """step_s: seconds of each step. token_s: further seconds for each token. tokens: most tokens of a step."""
 
     step_s: float = 0.005
     token_s: float = 1 / 20_000
@@ -32,31 +32,31 @@ class Speed(NamedTuple):
 
 
 class BlockPool:
-    """Blocks of an engine. Those with a name that no request holds rest, and are evicted by LRU."""
+    """Blocks of an engine. Named blocks that no request holds stay until they are evicted by LRU."""
 
     def __init__(self, blocks: int) -> None:
-        self.free = blocks  # that no request holds
+        self.free = blocks  # number of blocks that no request holds
         self._nameless = 0
         self._held: Counter[bytes] = Counter()
         self._resting: OrderedDict[bytes, None] = OrderedDict()
 
     def cached(self, names: list[bytes]) -> int:
-        """How many leading blocks it has."""
+        """How many leading blocks of these names it has."""
         return _leading(name in self._held or name in self._resting for name in names)
 
     def held(self, names: list[bytes]) -> int:
-        """How many of them requests hold."""
+        """How many leading blocks of these names requests hold."""
         return _leading(name in self._held for name in names)
 
     def hold(self, names: list[bytes]) -> None:
-        """Of blocks that it has."""
+        """Hold blocks. The pool must have them."""
         for name in names:
             self.free -= name not in self._held
             self._held[name] += 1
             self._resting.pop(name, None)
 
     def take(self, blocks: int) -> None:
-        """Blocks without a name yet."""
+        """Take free blocks. They have no names yet."""
         assert blocks <= self.free, f"{blocks} blocks are wanted where {self.free} are free"
         self.free -= blocks
         self._nameless += blocks
@@ -64,17 +64,17 @@ class BlockPool:
             self._resting.popitem(last=False)
 
     def name(self, names: list[bytes]) -> None:
-        """As many of the blocks that were taken. Where another has that name already, it is held instead."""
+        """Name taken blocks, and hold the names. If another block has the name already, that block is held instead."""
         self.give_back(len(names))
         self.hold(names)
 
     def give_back(self, blocks: int) -> None:
-        """Blocks without a name."""
+        """Give back taken blocks without a name."""
         self.free += blocks
         self._nameless -= blocks
 
     def release(self, names: list[bytes]) -> None:
-        """Hold them no more. The last is evicted first."""
+        """End the hold on named blocks. The last block is evicted first."""
         for name in reversed(names):
             self._held[name] -= 1
             if not self._held[name]:
@@ -85,7 +85,7 @@ class BlockPool:
 
 @dataclass(eq=False)
 class Running:
-    """A job that has started. named: how many of its blocks have names. blocks: all that it holds."""
+    """A job that has started. named: how many of its blocks have names. blocks: number of all its blocks."""
 
     job: Job
     names: list[bytes]
@@ -102,11 +102,11 @@ class Running:
 class SimulatedEngine:
     """Continuous batching, step by step, over a prefix cache of some blocks.
 
-    computed: tokens of prompts. waits: seconds from arrival to the first token, by the job's place.
+    computed: computed tokens of prompts. waits: seconds from arrival to the first token, by the job's index.
     """
 
     def __init__(self, jobs: Sequence[Job], blocks: int, block_tokens: int, policy: Policy, speed: Speed) -> None:
-        """jobs: by arrival. Raises ValueError for one that does not fit."""
+        """jobs: sorted by arrival. Raises ValueError if a job does not fit."""
         self._jobs, self._block_tokens, self._policy, self._speed = jobs, block_tokens, policy, speed
         if any(job.tokens + job.output > blocks * block_tokens for job in jobs):
             raise ValueError(f"a prompt and its output need more than the {blocks} blocks of the engine")
@@ -184,7 +184,7 @@ class SimulatedEngine:
         self._pool.give_back(running.blocks - running.named)
 
     def _preempt(self) -> None:
-        """Nobody can go on: the last that started waits again, and computes again what is not cached by then."""
+        """No job can go on: the last started job waits again. Later it computes all blocks that are not cached then."""
         place = next(reversed(self._running))
         self._stop(place)
         self._waiting.insert(0, place)

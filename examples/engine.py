@@ -1,4 +1,4 @@
-"""A serving engine on a pool: continuous batching of a transformers model, paged KV, scheduled by what is cached.
+"""A serving engine on a pool: continuous batching of a transformers model, paged KV, and scheduling by cached prefixes.
 
     python examples/engine.py
 
@@ -7,8 +7,9 @@ computed. In a cluster that has a pool (`raykv start`):
 
     serve run examples.engine:build
 
-`BlockPool` finds prefixes among the engine's own blocks; `Engine.step` plans, loads from the pool, computes a batch and
-stores what is new. The model is a small Llama of random weights, a token is a byte: put your own in `load_model`.
+`BlockPool` finds prefixes among the engine's own blocks. `Engine.step` plans, loads from the pool, computes a batch and
+stores new blocks. The model is a small Llama of random weights, and a token is a byte. Put your own model in
+`load_model`.
 """
 
 import asyncio
@@ -35,11 +36,11 @@ from raykv.integrations.serve import PrefixRouter, announce
 from raykv.integrations.transformers import block_shape, model_cache
 from raykv.scheduling import Budget, Request, plan
 
-MODEL, TOKENS, PATIENCE_S = "random-llama", 512, 10.0  # TOKENS: that a step computes at most
+MODEL, TOKENS, PATIENCE_S = "random-llama", 512, 10.0  # TOKENS: of a step, at most
 
 
 class BlockPool:
-    """The engine's blocks. Full ones are found by their key. Those that nobody holds rest, and leave by LRU."""
+    """The engine's blocks. Full blocks are found by their key. Blocks that no request holds rest, and leave by LRU."""
 
     def __init__(self, blocks: int) -> None:
         self._resting: OrderedDict[int, None] = OrderedDict.fromkeys(range(blocks))  # the first leaves first
@@ -52,11 +53,11 @@ class BlockPool:
         return len(self._resting)
 
     def find(self, names: Sequence[bytes]) -> list[int]:
-        """The leading blocks of these names that it has."""
+        """The blocks of the leading names that the pool has."""
         return [self._by_name[name] for name in itertools.takewhile(self._by_name.__contains__, names)]
 
     def held(self, blocks: Sequence[int]) -> int:
-        """How many of the first of them requests hold."""
+        """How many leading blocks requests hold."""
         return sum(1 for _ in itertools.takewhile(self._holders.__contains__, blocks))
 
     def hold(self, blocks: Sequence[int]) -> None:
@@ -65,7 +66,7 @@ class BlockPool:
             self._resting.pop(block, None)
 
     def take(self, count: int) -> list[int]:
-        """So many blocks, which have no name then."""
+        """Take so many blocks. They lose their names."""
         taken = [self._resting.popitem(last=False)[0] for _ in range(count)]
         for block in taken:
             self._by_name.pop(self._names.pop(block, b""), None)
@@ -73,13 +74,13 @@ class BlockPool:
         return taken
 
     def name(self, blocks: Sequence[int], names: Sequence[bytes]) -> None:
-        """They are full. Where another has that name already, a block stays without."""
+        """Name full blocks. If another block has the name already, the block stays without a name."""
         for block, name in zip(blocks, names, strict=False):
             if name not in self._by_name:
                 self._by_name[name], self._names[block] = block, name
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Without a name they leave first; else the last, which nobody finds without those before it."""
+        """End a hold. Nameless blocks leave first, then the last blocks, which are of no use without earlier blocks."""
         for block in reversed(blocks):
             self._holders[block] -= 1
             if not self._holders[block]:
@@ -89,9 +90,9 @@ class BlockPool:
 
 
 class PagedKV(Cache):  # type: ignore[misc]
-    """What the model's layers read and write in one step. kv: (blocks, layers, 2, heads, block_tokens, dim).
+    """KV that the model's layers read and write in one step. kv: (blocks, layers, 2, heads, block_tokens, dim).
 
-    write, read: (2, n) int64, block and place in it of each token that is computed, and of each that is read.
+    write, read: (2, n) int64, block and place in the block of each token to compute, and of each token to read.
     """
 
     def __init__(self, kv: torch.Tensor, write: torch.Tensor, read: torch.Tensor) -> None:
@@ -107,12 +108,12 @@ class PagedKV(Cache):  # type: ignore[misc]
 
 @dataclass(eq=False)
 class Job:
-    """A request in the engine. computed: tokens whose KV lies in `blocks`. stored: blocks that the pool was offered."""
+    """A request in the engine. computed: tokens whose KV lies in `blocks`. stored: blocks that are in the pool."""
 
     prompt: list[int]
     max_tokens: int
     keys: raykv.Keys
-    match: raykv.Match  # holds what the pool has, until the job starts
+    match: raykv.Match  # holds the prompt's blocks in the pool until the job starts
     tokens: list[int]
     names: list[bytes]
     answer: Future[list[int]] = field(default_factory=Future)
@@ -123,7 +124,7 @@ class Job:
 
 
 class Engine:
-    """Continuous batching. computed_tokens: of prompts, that the model computed."""
+    """Continuous batching. computed_tokens: prompt tokens that the model has computed."""
 
     def __init__(self, model: Any, cache: raykv.KVCache, blocks: int, schedule: Any = plan) -> None:
         """blocks: of the engine's own memory. schedule: see `raykv.scheduling.plan`."""
@@ -136,7 +137,7 @@ class Engine:
         self.computed_tokens = 0
 
     def add(self, prompt: Sequence[int], max_tokens: int) -> Future[list[int]]:
-        """The tokens that follow a prompt. From any thread. Raises ValueError for what does not fit."""
+        """A future of the tokens that follow a prompt. Thread-safe. Raises ValueError for a bad or too long prompt."""
         if len(prompt) + max_tokens > self.blocks * self.cache.block_tokens:
             raise ValueError(f"{len(prompt)} + {max_tokens} tokens do not fit into {self.blocks} blocks")
         if not prompt or not 0 <= min(prompt) <= max(prompt) < self.model.config.vocab_size:
@@ -152,13 +153,13 @@ class Engine:
             try:
                 if not self.step():
                     self.waiting.append(self.new.get())
-            except Exception as error:  # what is under way fails, and others are served
+            except Exception as error:  # present requests fail, and later requests are served
                 for job in self.waiting + self.running:
                     self._end(job)
                     job.answer.set_exception(error)
 
     def step(self) -> bool:
-        """Compute one batch. False where there is nothing to do."""
+        """Compute one batch. False if there is nothing to do."""
         while not self.new.empty():
             self.waiting.append(self.new.get())
         waiting = {self._as_request(job): job for job in self.waiting}
@@ -185,11 +186,11 @@ class Engine:
         return Request(job.keys, len(job.tokens), job.arrival, cached, self.pool.held(own))
 
     def _most(self, job: Job) -> int:
-        """Blocks that it need not compute: its last token is, and not into a block that others read."""
+        """Number of blocks that may come from a cache: the last token is computed, and not into a shared block."""
         return (len(job.tokens) - 1) // self.cache.block_tokens
 
     def _start(self, job: Job) -> None:
-        """Take the blocks of its prefix that the engine has, and read what only the pool has."""
+        """Take the engine's blocks of the job's prefix, and read further blocks from the pool."""
         self.waiting.remove(job)
         self.running.append(job)
         job.blocks = self.pool.find(job.names[: self._most(job)])
@@ -206,14 +207,14 @@ class Engine:
 
     @torch.no_grad()
     def _forward(self, jobs: list[Job], news: list[int]) -> list[int]:
-        """The token that follows each job's first computed + new."""
+        """The next token of each job, after its first computed + new tokens."""
         ends = [job.computed + new for job, new in zip(jobs, news, strict=True)]
         places = [np.arange(job.computed, end) for job, end in zip(jobs, ends, strict=True)]
         write = np.concatenate([self._at(job, at) for job, at in zip(jobs, places, strict=True)], axis=1)
         read = np.concatenate([self._at(job, np.arange(end)) for job, end in zip(jobs, ends, strict=True)], axis=1)
         mask = torch.full((write.shape[1], read.shape[1]), torch.finfo(self.model.dtype).min, dtype=self.model.dtype)
         row = column = 0
-        for at, end in zip(places, ends, strict=True):  # each sees its own tokens, up to itself
+        for at, end in zip(places, ends, strict=True):  # a token sees its own job's tokens, up to itself
             own = mask[row : row + len(at), column : column + end]
             own[torch.arange(end)[None] <= torch.from_numpy(at)[:, None]] = 0
             row, column = row + len(at), column + end
@@ -252,7 +253,7 @@ class Engine:
         job.blocks = []
 
     def _preempt(self) -> bool:
-        for job in self.running[-1:]:  # nobody can go on: the last that started waits again
+        for job in self.running[-1:]:  # no job can go on: the last started job waits again
             self._end(job)
             job.match, job.computed = self.cache.match(job.keys), 0
             self.waiting.insert(0, job)
@@ -267,7 +268,7 @@ def load_model() -> Any:
 
 @serve.deployment(num_replicas=2, max_replicas_per_node=1, max_ongoing_requests=1000, ray_actor_options={"num_cpus": 1})
 class Replica:
-    """Greedy tokens that follow a prompt. The engine runs in a thread of its own."""
+    """Answers with the greedy tokens that follow a prompt. The engine runs in a thread of its own."""
 
     def __init__(self, pool: str, blocks: int = 1000, schedule: Any = plan) -> None:
         model = load_model()

@@ -10,8 +10,8 @@ cluster that has a pool (`raykv start`), on nodes that all see the model's folde
     curl -N localhost:8000/v1/chat/completions -H 'Content-Type: application/json' \\
         -d '{"model": "llm", "messages": [{"role": "user", "content": "..."}], "max_tokens": 16, "stream": true}'
 
-Both engines are attached to the pool, and know nothing of each other: there are no ports to choose, and what any engine
-has prefilled is prefilled by no other. The model is a small Llama of random weights, made on the spot.
+Both engines are attached to the pool, and know nothing of each other. So there are no ports to choose, and no engine
+prefills a prompt that another engine has prefilled. The model is a small Llama of random weights, made on the spot.
 """
 
 import tempfile
@@ -35,7 +35,7 @@ def build(arguments: dict[str, str]) -> serve.Application:
             model_loading_config={"model_id": MODEL, "model_source": arguments["model"]},
             engine_kwargs={
                 "kv_transfer_config": kv_transfer_config(arguments.get("pool", "default"), role),
-                "dtype": "float32",  # in bfloat16 some CPUs say other words where a prompt is computed in other pieces
+                "dtype": "float32",  # in bfloat16 some CPUs give other answers if other pieces are computed
                 "max_model_len": 2048,
                 "block_size": 32,
                 "enforce_eager": True,
@@ -43,7 +43,7 @@ def build(arguments: dict[str, str]) -> serve.Application:
                 "enable_prompt_tokens_details": True,
             },
             deployment_config={"num_replicas": 1},
-            # with the replica's own, two CPUs: one replica a node in this example. With GPUs, leave these two out
+            # Two CPUs with the replica's own: so each node has one replica here. With GPUs, leave these two out
             placement_group_config={"bundles": [{"CPU": 1}]},
             accelerator_config={"kind": "cpu"},
             runtime_env={"env_vars": ENVIRONMENT},
@@ -65,8 +65,8 @@ def main() -> None:
         for seed in range(4):
             prompt = words(seed, 1500 + seed)
             answer = ask(prompt)
-            tokens = len(prompt.split()) + 2  # and those that the chat template adds
-            computed = max(1, tokens - answer.cached)  # the last one in any case
+            tokens = len(prompt.split()) + 2  # the chat template adds two tokens
+            computed = max(1, tokens - answer.cached)  # the last token is always computed
             print(f"{tokens:>5} tokens, of which the decode engine computed {computed:>4}")
         print(f"{pool.stats()['remote_hits']:>5} blocks have crossed nodes")
         shutdown()

@@ -9,7 +9,7 @@ In a cluster that has a pool (`raykv start`):
 
     curl -N localhost:8000/ -H 'Content-Type: application/json' -d '{"prompt": "...", "max_tokens": 16}'
 
-The model is a small Llama of random weights, a token is a byte: put your own in `Engine.__init__`.
+The model is a small Llama of random weights, and a token is a byte. Put your own model in `Engine.__init__`.
 """
 
 import asyncio
@@ -45,7 +45,7 @@ app = FastAPI()
 
 @serve.deployment(num_replicas=2, max_replicas_per_node=1, ray_actor_options={"num_cpus": 1})
 class Engine:
-    """Greedy tokens that follow a prompt."""
+    """Streams the greedy tokens that follow a prompt."""
 
     def __init__(self, pool: str) -> None:
         torch.manual_seed(0)
@@ -70,7 +70,7 @@ class Engine:
 
 
 class Question(BaseModel):
-    """What is not one is answered with 422 and the reason."""
+    """The body of a request. FastAPI answers other bodies with 422 and the reason."""
 
     prompt: str = Field(min_length=1)
     max_tokens: int = Field(16, ge=1)
@@ -87,10 +87,10 @@ async def _lines(answer: Any) -> AsyncIterator[str]:
         yield json.dumps(item) + "\n"
 
 
-@serve.deployment(max_ongoing_requests=100)  # by default 5, which one engine takes: the other would get none
+@serve.deployment(max_ongoing_requests=100)  # the default of 5 fills one engine: the other engine would get none
 @serve.ingress(app)
 class Frontend:
-    """Text to tokens, and a stream of JSON lines back: what was found, then token by token."""
+    """Turns text into tokens, and streams JSON lines: first the hit, then each token."""
 
     def __init__(self, engine: DeploymentHandle[Engine]) -> None:
         self.engine = engine.options(stream=True)
@@ -112,7 +112,7 @@ def build(arguments: dict[str, str]) -> serve.Application:
 
 
 def ask(prompt: str, max_tokens: int = 16, url: str = URL) -> Iterator[dict[str, Any]]:
-    """What the application answers, line by line as it comes."""
+    """The application's answer, line by line as it comes."""
     body = json.dumps({"prompt": prompt, "max_tokens": max_tokens}).encode()
     with urlopen(Request(url, body, {"Content-Type": "application/json"})) as answer:
         yield from map(json.loads, answer)

@@ -2,8 +2,8 @@
 
     python examples/serve_vllm.py
 
-starts two Ray nodes on this machine, asks over HTTP, and shows what came from a cache. In a cluster that has a pool
-(`raykv start`), on nodes that all see the model's folder:
+starts two Ray nodes on this machine, asks over HTTP, and shows how many tokens came from a cache. In a cluster that has
+a pool (`raykv start`), on nodes that all see the model's folder:
 
     serve run examples.serve_vllm:build model=/path/to/model
 
@@ -40,7 +40,7 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # an engine on CPUs is one process and not two
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # an engine on CPUs is then one process, not two
     "VLLM_NO_USAGE_STATS": "1",
 }
 
@@ -62,7 +62,7 @@ def build(arguments: dict[str, str]) -> serve.Application:
             "enable_prompt_tokens_details": True,
         },
         deployment_config={"num_replicas": 2, "request_router_config": router},
-        # with the replica's own, two CPUs: one replica a node in this example. With GPUs, leave these two out
+        # Two CPUs with the replica's own: so each node has one replica here. With GPUs, leave these two out
         placement_group_config={"bundles": [{"CPU": 1}]},
         accelerator_config={"kind": "cpu"},
         runtime_env={"env_vars": ENVIRONMENT},
@@ -73,7 +73,7 @@ def build(arguments: dict[str, str]) -> serve.Application:
 
 
 class Answer(NamedTuple):
-    """text: what was generated. cached: tokens of the prompt that were not computed. ttft: seconds."""
+    """text: generated text. cached: tokens of the prompt that were not computed. ttft: seconds to the first token."""
 
     text: str
     cached: int
@@ -81,7 +81,7 @@ class Answer(NamedTuple):
 
 
 def ask(prompt: str, max_tokens: int = 8, url: str = URL) -> Answer:
-    """One question, its answer streamed."""
+    """Ask one question, streamed."""
     begin, ttft, text, usage = time.perf_counter(), 0.0, "", dict[str, Any]()
     for event in _stream(prompt, max_tokens, url):
         for choice in event["choices"]:
@@ -113,7 +113,7 @@ def _stream(prompt: str, max_tokens: int, url: str) -> Iterator[dict[str, Any]]:
 
 
 def make_model(folder: Path, seed: int = 0) -> str:
-    """A Llama of random weights, 16 KiB of KV a token, whose tokens are the words t3, t4, ...: returns its folder."""
+    """Make a Llama of random weights with 16 KiB of KV for a token and the words t3, t4, ... Returns its folder."""
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -140,7 +140,7 @@ def words(seed: int, count: int) -> str:
 
 
 def shutdown() -> None:
-    """End Serve, wait for vLLM's own processes, which end after their replicas, and remove what they leave behind."""
+    """End Serve, wait for vLLM's own processes, which end after their replicas, and remove their files."""
     ours = ("LLMServer", "Prefill:", "Decode:", "OpenAiIngress", "TelemetryAgent")  # all import vLLM
     named = [(str(process.info["cmdline"]), process) for process in psutil.process_iter(["cmdline"])]
     replicas = [process for name, process in named if any(part in name for part in ours)]
@@ -148,7 +148,7 @@ def shutdown() -> None:
     files = {memory.path for process in [*replicas, *engines] for memory in process.memory_maps()}
     serve.shutdown()
     psutil.wait_procs(engines, timeout=60)
-    for path in files:  # Ray kills the process that would do this
+    for path in files:  # Ray has killed the process that would remove them
         if path.startswith(("/dev/shm/psm_", "/dev/shm/sem.mp-")):
             Path(path).unlink(missing_ok=True)
 

@@ -1,4 +1,4 @@
-"""`raykv bench start`: a pool on two nodes of this machine, beside an empty detached actor on each of them."""
+"""`raykv bench start`: a pool on two nodes of this machine, beside an empty detached actor on each node."""
 
 import statistics
 import time
@@ -9,18 +9,18 @@ from raykv.config import MIB, NAMESPACE
 
 NODES, CPU_MEMORY = 2, 64 * MIB
 PAIRS = 8
-PAUSE_S = 2.0  # the processes of what was ended are gone then
+PAUSE_S = 2.0  # for ended processes to be gone
 
 
 class Empty:
-    """What Ray needs at least for an actor."""
+    """The smallest actor."""
 
     def ping(self) -> None:
         """Answer."""
 
 
 def run() -> dict[str, float]:
-    """Medians of PAIRS pairs, behind one that warms up."""
+    """Medians of PAIRS pairs in seconds. A pair before them warms up."""
     ours, floor = [], []
     with local_cluster(NODES) as nodes:
         for number in range(PAIRS + 1):

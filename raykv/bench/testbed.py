@@ -10,13 +10,13 @@ from typing import Any
 
 from raykv.config import MIB, PoolConfig
 
-OFFERED_S = 120.0
+OFFERED_S = 120.0  # for the stores to offer all their memory
 
 
 @contextmanager
 def local_cluster(nodes: int, object_store_memory: int = 256 * MIB) -> Iterator[list[str]]:
-    """A Ray cluster of `nodes` raylets on this machine, and this process its driver. Yields the Ray node ids."""
-    os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # else Ray writes a token file into the home folder
+    """A Ray cluster of `nodes` raylets on this machine. This process is its driver. Yields the Ray node ids."""
+    os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # otherwise Ray writes a token file into the home folder
     import ray
     from ray.cluster_utils import Cluster
 
@@ -36,7 +36,7 @@ def local_cluster(nodes: int, object_store_memory: int = 256 * MIB) -> Iterator[
 
 @contextmanager
 def local_pool(name: str, cpu_memory: int, **settings: Any) -> Iterator[Any]:
-    """A pool on that cluster, whose stores offer all of their memory."""
+    """A pool on that cluster. Its stores already offer all their memory."""
     import raykv
 
     with undisturbed():
@@ -50,7 +50,7 @@ def local_pool(name: str, cpu_memory: int, **settings: Any) -> Iterator[Any]:
 
 
 def _await_memory(pool: Any) -> None:
-    """A store offers slabs one by one, and what is stored meanwhile evicts. TimeoutError after OFFERED_S."""
+    """Wait until stores offer all slabs: with fewer slabs, blocks would be evicted. TimeoutError after OFFERED_S."""
     end = time.monotonic() + OFFERED_S
     while not _offers_all(pool):
         if time.monotonic() > end:
@@ -64,7 +64,7 @@ def _offers_all(pool: Any) -> bool:
 
 
 def on_node(actor: type, node_id: str, *args: Any, **options: Any) -> Any:
-    """An actor of this class on that node. options: further ones of Ray's."""
+    """An actor of this class on that node. options: more options of Ray."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -74,7 +74,7 @@ def on_node(actor: type, node_id: str, *args: Any, **options: Any) -> Any:
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """Ctrl-C and SIGTERM wait until this is done: nothing is left half started or half stopped."""
+    """Hold Ctrl-C and SIGTERM back meanwhile, so that nothing is left half started or stopped."""
     seen: list[int] = []
     before = {number: signal.signal(number, lambda n, _: seen.append(n)) for number in (signal.SIGINT, signal.SIGTERM)}
     try:

@@ -1,4 +1,4 @@
-"""`raykv bench`: what it measures, and how that is printed."""
+"""The subcommands of `raykv bench`, and how their figures are printed."""
 
 import json
 import time
@@ -15,7 +15,7 @@ from raykv.cli.spinner import spinner
 
 @click.group()
 def bench() -> None:
-    """Measure, each figure beside its floor of the same run."""
+    """Measure raykv. Each figure stands beside its floor of the same run."""
 
 
 @bench.command("local")
@@ -23,7 +23,7 @@ def bench() -> None:
 @click.option("--block-bytes", metavar="SIZES", help="Also a table by block size: 64KiB,512KiB,2MiB, say.")
 @JSON
 def bench_local(blocks: str | None, block_bytes: str | None, as_json: bool) -> None:
-    """Store and read on one node, against memcpy, an empty actor call and a socket."""
+    """Store, read and match on one node, against memcpy, an empty actor call and a socket."""
     from raykv.bench.blocks import block_sizes, local
 
     shapes = block_sizes.shapes(blocks or "16", block_bytes or "2MiB") if blocks or block_bytes else None
@@ -59,7 +59,7 @@ def bench_directory(entries: int, as_json: bool) -> None:
 @click.option("--take-over", default=0, help="Kill the directory of a pool of so many nodes, too; 0: of none.")
 @JSON
 def bench_scale(nodes: str, entries: int, seconds: float, take_over: int, as_json: bool) -> None:
-    """How many nodes one directory carries, simulated by processes that speak its protocol."""
+    """How many nodes one directory carries; processes that speak its protocol simulate the nodes."""
     from raykv.bench.directory import scale
 
     _report(lambda: scale.run([int(part) for part in nodes.split(",")], entries, seconds, take_over), as_json)
@@ -92,7 +92,7 @@ def bench_tiers(directory: str, as_json: bool) -> None:
 @click.option("--directory", default="/var/tmp", show_default=True, help="On the disk to measure.")
 @JSON
 def bench_demotion(directory: str, as_json: bool) -> None:
-    """Store, read and match in memory while blocks are demoted to a disk, against the same while none are."""
+    """Store, read and match in memory while blocks are demoted to a disk, against the same without demotion."""
     from raykv.bench.blocks import demotion
 
     _report(lambda: demotion.run(directory), as_json)
@@ -118,7 +118,7 @@ def bench_ttft(engine: str, model: str, as_json: bool) -> None:
 @bench.command("flight")
 @JSON
 def bench_flight(as_json: bool) -> None:
-    """One prompt, asked of two engines many times at once: how often it is computed, with the pool and without."""
+    """Ask two engines for one prompt many times at once: how often it is computed, with the pool and without."""
     from raykv.bench.engines import flight
 
     _report(flight.run, as_json)
@@ -136,7 +136,7 @@ def bench_pd(as_json: bool) -> None:
 @bench.command("start")
 @JSON
 def bench_start(as_json: bool) -> None:
-    """Start a pool on two nodes, against an empty detached actor a node."""
+    """Start a pool on two nodes, against an empty detached actor on each node."""
     from raykv.bench import start
 
     _report(start.run, as_json)
@@ -145,7 +145,7 @@ def bench_start(as_json: bool) -> None:
 @bench.command("route")
 @JSON
 def bench_route(as_json: bool) -> None:
-    """What PrefixRouter adds to a request of Ray Serve, against an empty actor call."""
+    """Time that PrefixRouter adds to a request of Ray Serve, against an empty actor call."""
     from raykv.bench.engines import route
 
     _report(route.run, as_json)

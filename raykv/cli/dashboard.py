@@ -8,9 +8,9 @@ from raykv.metrics import dashboard_files
 
 
 def write(folder: str | None) -> list[Path]:
-    """Write both files. Returns their paths. folder: default: where Ray provisions Grafana from.
+    """Write both files. Returns their paths. folder: default: the folder that Ray provisions Grafana from.
 
-    Raises ValueError where there is no such folder.
+    Raises ValueError if that default folder does not exist.
     """
     if folder is not None:
         there = Path(folder)

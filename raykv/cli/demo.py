@@ -1,4 +1,4 @@
-"""`raykv demo`: engines on different Ray nodes of this machine answer questions about documents that they share."""
+"""`raykv demo`: engines on different Ray nodes of this machine answer questions about the same documents."""
 
 import json
 import os
@@ -23,7 +23,7 @@ from raykv.system.extras import to_install
 POOL = "demo"
 DOCUMENT_TOKENS = 2000
 ANSWER_TOKENS = 8
-BOS = 256  # a token is a byte of text, or this
+BOS = 256  # begin of sequence; every other token is a byte of text
 QUESTIONS = (
     "What is this file for?",
     "Which function would you call first?",
@@ -37,7 +37,7 @@ CLASSES = ("cold", "pool-local", "pool-remote")
 
 @dataclass(frozen=True)
 class Answer:
-    """An engine's figures of one request. Times are to the first token, in milliseconds."""
+    """An engine's figures of one request. ttft_ms: milliseconds to the first token."""
 
     tokens: list[int]
     tokens_without_pool: list[int]
@@ -63,7 +63,7 @@ class Row:
 
 
 class Engine:
-    """A Llama of 50M random weights, the same in every engine, and the pool."""
+    """A Llama of 50M random weights, equal in every engine, with the pool."""
 
     def __init__(self, seed: int) -> None:
         import torch
@@ -85,13 +85,13 @@ class Engine:
             initializer_range=0.04,
         )
         self.model = LlamaForCausalLM(config).eval()
-        with torch.no_grad():  # random attention looks everywhere alike: sharpened, one wrong block changes the answer
+        with torch.no_grad():  # sharpens random attention, which is flat, so that one wrong block changes the answer
             for layer in self.model.model.layers:
                 layer.self_attn.q_proj.weight *= 3
         self.cache = model_cache(raykv.attach(POOL), self.model, name=f"demo-llama-{seed}")
 
     def warm_up(self) -> None:
-        """Pay once for what only first calls cost (kernels, threads, mappings): it is not to be measured."""
+        """Pay the costs of first calls (kernels, threads, mappings), so that no request includes them."""
         for _ in range(2):
             self.answer([BOS, *b"warm " * 100])
 
@@ -112,7 +112,7 @@ class Engine:
         return Answer(tokens, plain, start.pool_tokens, start.nodes, ttft * 1e3, plain_ttft * 1e3)
 
     def _go_on(self, token: int, past: Any) -> list[int]:
-        """ANSWER_TOKENS greedy tokens, of which `token` is the first."""
+        """ANSWER_TOKENS greedy tokens. `token` is the first of them."""
         tokens = [token]
         while len(tokens) < ANSWER_TOKENS:
             logits, past = self._step(tokens[-1:], past)
@@ -128,9 +128,9 @@ class Engine:
 
 
 def run(requests: int, nodes: int, seed: int, as_json: bool) -> bool:
-    """Run the demo. Whether every generated token equals the one without the pool.
+    """Run the demo. Returns whether every generated token is the same without the pool.
 
-    Prints to stdout; with `as_json` to stderr, and one JSON object to stdout.
+    Prints to stdout. With `as_json`: to stderr, and one JSON object to stdout.
     """
     if not all(find_spec(name) for name in ("torch", "transformers")):
         raise ImportError(f"the demo needs torch and transformers: {to_install('transformers')}")
@@ -184,7 +184,7 @@ def _ask(engines: list[Any], index: dict[str, int], number: int, name: str, prom
 
 
 def _prompts(requests: int, nodes: int, seed: int) -> Iterator[tuple[str, list[int]]]:
-    """Document and tokens of each request. Every node meets a document once, and the first node once again."""
+    """Document and tokens of each request. Each document has nodes + 1 requests in a row, which go round the nodes."""
     order = random.Random(seed)
     files = sorted(path for path in Path(os.__file__).parent.glob("*.py") if path.stat().st_size > DOCUMENT_TOKENS)
     order.shuffle(files)
@@ -204,7 +204,7 @@ def _engines(nodes: list[str], seed: int) -> Iterator[list[Any]]:
     try:
         for node in nodes:
             engines.append(on_node(Engine, node, seed))
-        for engine in engines:  # one after the other: they share the processor
+        for engine in engines:  # one after the other: the engines share the processor
             ray.get(engine.warm_up.remote())
         yield engines
     finally:

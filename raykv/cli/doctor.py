@@ -1,4 +1,4 @@
-"""`raykv doctor`: what is found on the nodes, as a table, as lines, or as JSON."""
+"""`raykv doctor`: its findings on the nodes, as a table, as lines, or as JSON."""
 
 import json
 from importlib.metadata import version
@@ -19,10 +19,10 @@ COLOURS = {OK: "green", ADVICE: "yellow", WRONG: "red"}
 
 
 class Report:
-    """Of all nodes. hosts: their names by Ray node id."""
+    """The findings on all nodes. hosts: host names by Ray node id."""
 
     def __init__(self, name: str | None) -> None:
-        """name: of a pool that runs, whose stores are to be looked at too. PoolNotFound where it does not."""
+        """name: of a running pool, to examine its stores too. PoolNotFound if it does not run."""
         shell.join(name or "default")
         examination = Examination()
         self.hosts = examination.hosts
@@ -38,22 +38,22 @@ class Report:
         self.findings = sorted(found, key=lambda finding: order.index(finding.node))  # stable
 
     def _tokens(self, pool: str) -> list[Finding]:
-        """What engines on nodes that are still there have told."""
+        """Findings on chunks with wrong tokens that engines on living nodes reported."""
         told = internal_kv.other_tokens(pool)
         return [judgement.of_tokens(node, told[node]) for node in self.hosts if node in told]
 
     @property
     def ok(self) -> bool:
-        """Whether nothing is wrong."""
+        """Whether no finding is wrong."""
         return not any(finding.state == WRONG for finding in self.findings)
 
     def json(self) -> str:
-        """As docs/operations.md describes it."""
+        """The report as docs/operations.md describes it."""
         checks = [{"host": self.hosts[finding.node], **finding._asdict()} for finding in self.findings]
         return json.dumps({"ok": self.ok, "version": version("raykv"), "nodes": self.hosts, "checks": checks})
 
     def show(self) -> None:
-        """A table on a terminal; else a line each, however long."""
+        """Print a table on a terminal; elsewhere a line for each finding, however long."""
         console = Console()
         if not console.is_terminal:
             for finding in self.findings:

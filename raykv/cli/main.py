@@ -16,7 +16,7 @@ from raykv.errors import PoolNotFound, RayKVError
 
 
 class Commands(click.Group):
-    """Says what a user can do about an error, without a traceback."""
+    """Prints errors without a traceback. Their text says what a user can do."""
 
     def invoke(self, context: click.Context) -> Any:
         try:
@@ -39,7 +39,7 @@ def main() -> None:
     """A KV-cache pool inside a Ray cluster."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
-            stream.reconfigure(errors="replace")  # a locale may lack the bars of `raykv status`
+            stream.reconfigure(errors="replace")  # a locale may lack characters that commands print
 
 
 @main.command()
@@ -69,7 +69,7 @@ def main() -> None:
 @click.option("--exist-ok", is_flag=True, help="Take a pool that runs with other settings as it is.")
 @JSON
 def start(name: str, secret_file: str | None, exist_ok: bool, as_json: bool, **settings: Any) -> None:
-    """Start a pool on every node of the Ray cluster that runs here."""
+    """Start a pool on every node of this machine's Ray cluster."""
     import raykv
     from raykv.cli import shell
     from raykv.cli.status.growth import grow
@@ -92,7 +92,7 @@ def start(name: str, secret_file: str | None, exist_ok: bool, as_json: bool, **s
 @NAME
 @YES
 def stop(name: str, yes: bool) -> None:
-    """End a pool, or what is left of one, and give its memory back."""
+    """End a pool, or the rest of a broken pool, and free its memory."""
     from raykv.cli import shell
     from raykv.cli.status.status import held_by
     from raykv.client.stop import stop_pool
@@ -110,7 +110,7 @@ def stop(name: str, yes: bool) -> None:
 @NAME
 @JSON
 def status(name: str, as_json: bool) -> None:
-    """Every Ray node and its part in the pool, how full tiers are, where hits come from, and faults."""
+    """Show each Ray node's part in the pool, how full tiers are, where hits come from, and faults."""
     from raykv.cli import shell
 
     shell.administer(name)
@@ -120,7 +120,7 @@ def status(name: str, as_json: bool) -> None:
 @main.command()
 @NAME
 def top(name: str) -> None:
-    """What `raykv status` shows, live: q quits, s sorts the nodes by something else."""
+    """Show `raykv status` live: q quits, s sorts the nodes by another column."""
     from raykv.cli import shell
     from raykv.cli.status.top import run
 
@@ -135,7 +135,7 @@ def top(name: str) -> None:
 @click.option("--stop", "end", is_flag=True, help="Serve the page no more.")
 @JSON
 def ui(name: str, host: str | None, port: int | None, end: bool, as_json: bool) -> None:
-    """Have a page of the pool served from Ray's head: nodes, hits, traffic, faults and events since then."""
+    """Serve a page of the pool from Ray's head: nodes, hits, traffic, faults, and events from now on."""
     from raykv.cli import shell
     from raykv.cli import ui as pages
 
@@ -152,7 +152,7 @@ def ui(name: str, host: str | None, port: int | None, end: bool, as_json: bool) 
 @NAME
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object a request.")
 def trace(name: str, as_json: bool) -> None:
-    """Requests as they are done: what they asked, found and read, how long that took, and why a hit was short."""
+    """Print finished requests: what each asked for, found and read, how long that took, and why a hit was short."""
     from raykv.cli import shell
     from raykv.cli.trace import run
 
@@ -184,9 +184,9 @@ def clear(name: str, yes: bool, as_json: bool) -> None:
 @NAME
 @JSON
 def drain(node: str | None, own: bool, deadline: float, force: bool, cancel: bool, name: str, as_json: bool) -> None:
-    """Empty a node that is about to leave: as `raykv status` shows it, by node or by host.
+    """Empty a node that is about to leave. Name it by the node or the host that `raykv status` shows.
 
-    What is left past the deadline is no error.
+    Blocks that are left after the deadline are no error.
     """
     from raykv.cli import shell
     from raykv.cli.status.ray_nodes import find_node, living_nodes
@@ -211,7 +211,7 @@ def drain(node: str | None, own: bool, deadline: float, force: bool, cancel: boo
 @NAME
 @JSON
 def resize(node: str, cpu_memory: str, deadline: float, name: str, as_json: bool) -> None:
-    """Give a node, as `raykv status` shows it, more memory, or less, while the pool is in use."""
+    """Give a node more or less memory while the pool is in use. Name it as `raykv status` shows it."""
     from raykv.cli import shell
     from raykv.cli.status.ray_nodes import find_node, living_nodes
     from raykv.cli.status.status import resized
@@ -228,7 +228,7 @@ def resize(node: str, cpu_memory: str, deadline: float, name: str, as_json: bool
 @JSON
 @click.pass_context
 def quota(context: click.Context, name: str, as_json: bool) -> None:
-    """What tenants have of a pool's memory at least and at most, and what each uses."""
+    """Show the smallest and largest share of the pool's memory that each tenant may have, and what it uses."""
     from raykv.cli import shell
     from raykv.cli.status.status import quota_rows, table
 
@@ -241,7 +241,7 @@ SHARE = click.FloatRange(0, 1)
 
 
 def _own_or_group_name(context: click.Context) -> str:
-    """The pool that `--name` says after the subcommand, else the one that it says before."""
+    """The pool that `--name` gives after the subcommand, or else before the subcommand."""
     after = context.get_parameter_source("name") is not ParameterSource.DEFAULT
     given = context if after or context.parent is None else context.parent
     return str(given.params["name"])
@@ -254,7 +254,7 @@ def _own_or_group_name(context: click.Context) -> str:
 @NAME
 @click.pass_context
 def quota_set(context: click.Context, tenant: str, minimum: float, maximum: float, name: str) -> None:
-    """Set a tenant's quota, in the place of the one that it had."""
+    """Set a tenant's quota. It replaces an earlier quota."""
     from raykv.cli import shell
 
     shell.administer(_own_or_group_name(context)).set_quota(tenant, minimum, maximum)
@@ -265,7 +265,7 @@ def quota_set(context: click.Context, tenant: str, minimum: float, maximum: floa
 @NAME
 @click.pass_context
 def quota_remove(context: click.Context, tenant: str, name: str) -> None:
-    """Have a tenant share what is left with all that have no quota."""
+    """Remove a tenant's quota: it shares the rest with all tenants without a quota."""
     from raykv.cli import shell
 
     if not shell.administer(_own_or_group_name(context)).remove_quota(tenant):
@@ -287,7 +287,7 @@ def dashboard(out: str | None) -> None:
 @JSON
 @click.pass_context
 def doctor(context: click.Context, name: str | None, as_json: bool) -> None:
-    """Look at every node for what a pool lacks there, and say what to do. Exits with 1 where something is wrong."""
+    """Check every node for what a pool needs, and say what to do. Exits with 1 if something is wrong."""
     from raykv.cli.doctor import Report
 
     with spinner("looking at every node"):
@@ -307,7 +307,7 @@ def doctor(context: click.Context, name: str | None, as_json: bool) -> None:
 @click.option("--seed", default=0, show_default=True, help="Of the model's weights and the questions.")
 @JSON
 def demo(requests: int, nodes: int, seed: int, as_json: bool) -> None:
-    """Two engines on two Ray nodes of this machine share what they have read."""
+    """Run two engines on two Ray nodes of this machine, which share what they have read."""
     from raykv.cli.demo import run
 
     if not run(requests, nodes, seed, as_json):

@@ -1,4 +1,4 @@
-"""Options that several commands have."""
+"""Options of several commands."""
 
 import click
 

@@ -1,11 +1,11 @@
-"""What the command line shows while a user waits."""
+"""The spinner that the command line shows while a user waits."""
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 
 def spinner(text: str) -> Progress:
-    """On stderr, and gone when it ends: a context manager."""
+    """A context manager: a spinner on stderr."""
     progress = Progress(
         SpinnerColumn(),
         TextColumn("{task.description}"),

@@ -1,4 +1,4 @@
-"""`raykv trace`: requests as they are done, from the clients by way of the directory."""
+"""`raykv trace`: prints finished requests. Clients report them to the directory, and this command polls it."""
 
 import json
 import time
@@ -28,13 +28,13 @@ class Follower:
     def __init__(self, pool: str) -> None:
         self._pool = pool
         self._cursor = (0, 0, 0)
-        self._names: dict[int, str] = {}  # of nodes, also of those that are gone by now
+        self._names: dict[int, str] = {}  # of nodes by index, also of nodes that are gone by now
 
     def poll(self) -> list[dict[str, Any]]:
-        """What was reported since the last call, in the shape that `--json` prints (docs/cli-json.md).
+        """Entries reported since the last call, in the shape that `--json` prints (docs/cli-json.md).
 
-        The first call begins to follow, and returns nothing. So does one while no directory answers.
-        Raises PoolNotFound where the pool has ended.
+        Empty at the first call, which begins to follow, and while no directory answers.
+        Raises PoolNotFound if the pool has ended.
         """
         try:
             directory = named_actors.find_directory(self._pool)
@@ -48,7 +48,7 @@ class Follower:
         for data in answer.lines:
             try:
                 found.append(self._entry(RequestLine.unpacked(data)))
-            except ValueError:  # of a client that is confused
+            except ValueError:  # a confused client sent other bytes
                 left_out += 1
         return [*found, {"kind": "left out", "requests": left_out}] if left_out else found
 

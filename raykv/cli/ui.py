@@ -1,4 +1,4 @@
-"""`raykv ui`: has a page of a pool served from Ray's head, and says where."""
+"""`raykv ui`: has an actor on Ray's head serve a pool's page, and prints the address."""
 
 from typing import Any, NamedTuple
 
@@ -16,21 +16,21 @@ from raykv.ui.actor import Place, start_page
 from raykv.ui.sight import Node, Prefix, Route, Sight
 
 HOST, PORT = "127.0.0.1", 8270
-ANSWER_S = 60.0  # for the page's actor to answer: a worker that starts imports Ray and raykv
+ANSWER_S = 60.0  # for the page's actor to answer: a new worker first imports Ray and raykv
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 class Page(NamedTuple):
-    """A page that is served. reached: how, from another machine; "" where its address says it."""
+    """A served page. reached: command to reach it from another machine; "" if `url` works there."""
 
     url: str
     reached: str
 
 
 def serve(pool: str, host: str | None, port: int | None) -> Page:
-    """Have the page served, or find it. host, port: None: where it is served, or the defaults.
+    """Start the page's actor, or find it. host, port: None: where the page is served already, or else the defaults.
 
-    Raises RayKVError where it can't be served, and ValueError where it is, elsewhere than asked for.
+    Raises RayKVError if the page can't be served, and ValueError if another host or port serves it already.
     """
     head = living_nodes()[0]
     name = named_actors.page_name(pool)
@@ -52,13 +52,13 @@ def serve(pool: str, host: str | None, port: int | None) -> Page:
 
 
 def said(page: Page) -> str:
-    """For who has asked for it."""
+    """The text for the user."""
     tunnel = f"\nfrom another machine: {page.reached}, then the same address there" if page.reached else ""
     return f"{page.url}{tunnel}"
 
 
 def stop(pool: str) -> None:
-    """Serve the page no more. PoolNotFound where it is not served."""
+    """Stop serving the page. PoolNotFound if it is not served."""
     try:
         ray.kill(named_actors.find(named_actors.page_name(pool)))
     except ValueError:

@@ -1,4 +1,4 @@
-"""A pool from outside: its counts, and what an administrator does to it. Nothing here makes the process a client."""
+"""A pool from outside: its counts, and an administrator's calls. No call here makes the process a client."""
 
 import contextlib
 import secrets
@@ -18,12 +18,12 @@ from raykv.protocol.location import CONTENT_BYTES, host_of
 from raykv.system import raylets
 
 ADMIN_DEADLINE_S = 10.0  # for each answer to an administrator; beside its own deadline for a resize
-STORES_DEADLINE_S = 1.0  # for all stores to say what they count: a stopped store is left out
+STORES_DEADLINE_S = 1.0  # for all stores to send their counts: a store that hangs is left out
 DRAIN_GRACE_S = 60.0  # beside a drain's deadline, for its last round
 
 
 class Administration:
-    """What a process may ask of a pool without being its client: it maps no memory, and has no line to the directory.
+    """The calls that a process needs no client for. They map no memory and open no line to the directory.
 
     name: the pool's. Every method raises PoolNotFound where the pool does not run (any more), and RayKVError in a
     process that has left its Ray cluster.
@@ -33,7 +33,7 @@ class Administration:
         self.name = name
 
     def stats(self) -> dict[str, Any]:
-        """As KVPool.stats, without `faults`: those are a client's."""
+        """As KVPool.stats, without `faults`: only a client counts faults."""
         settings_of(self.name)
         counts = directory_stats(self.name)
         names = list(counts.get("nodes", ()))
@@ -42,7 +42,7 @@ class Administration:
         return {**counts, "failed": failed, "transports": transports_among(names, stores)}
 
     def clear(self) -> int:
-        """Forget every block for good: no restart finds them again. Returns how many keys there were.
+        """Forget every block for good: no restart finds the blocks again. Returns how many keys there were.
 
         Raises RayError if the pool's actors do not answer, and ValueError if it has no directory.
         """
@@ -55,12 +55,12 @@ class Administration:
                 stores.append(named_actors.find(named_actors.node_store_name(self.name, node_id)))
         internal_kv.drop_other_tokens(self.name)
         content = secrets.token_bytes(CONTENT_BYTES)
-        internal_kv.put(self.name, Kept.SEED, content)  # a store that restarts may find a tier without its marker
+        internal_kv.put(self.name, Kept.SEED, content)  # a restarted store may find a tier without its marker
         ray.get([store.clear.remote(floor, content) for store in stores], timeout=ADMIN_DEADLINE_S)
         return int(count)
 
     def own_node(self) -> str:
-        """Ray node id of the one node of this machine. ValueError where it has several of this cluster, or none."""
+        """Ray node id of this machine's node. ValueError if the machine has several nodes of this cluster, or none."""
         here = sorted(cluster.living() & raylets.nodes())
         if len(here) != 1:
             raise ValueError(
@@ -70,12 +70,12 @@ class Administration:
         return here[0]
 
     def drain(self, node_id: str, deadline: float = 60.0, *, force: bool = False) -> int:
-        """Empty a node that is about to leave. Nothing new is stored there from now on: see `cancel_drain`.
+        """Empty a node that is about to leave. The pool stores no new blocks there until `cancel_drain`.
 
         Blocks that no other node has go to an external tier that all nodes share, or to other nodes.
-        node_id: Ray's. deadline: seconds. force: also the last node that takes blocks.
+        node_id: Ray's. deadline: seconds. force: drain even the last node that takes blocks.
         Returns how many blocks would still be lost with the node. Raises ValueError if no living node has that id, or
-        if it is the last one, and RayError if the pool's actors do not answer.
+        if it is the last node that takes blocks. Raises RayError if the pool's actors do not answer.
         """
         supervisor = self._supervisor_of(node_id)
         with _plainly(ValueError):
@@ -84,9 +84,9 @@ class Administration:
         return left
 
     def cancel_drain(self, node_id: str) -> None:
-        """Take `drain` back: blocks are stored on the node again, and a drain that goes on ends.
+        """Take `drain` back: the pool stores blocks on the node again. A drain under way ends.
 
-        Raises ValueError if no living node has that id, or if Ray itself says that the node is about to leave, and
+        Raises ValueError if no living node has that id, or if Ray itself says that the node is about to leave. Raises
         RayError if the pool's actors do not answer.
         """
         supervisor = self._supervisor_of(node_id)
@@ -97,11 +97,11 @@ class Administration:
         """Give a node more or less memory while the pool is in use.
 
         A smaller node gives up its coldest blocks. Slabs with leased blocks stay until the leases end, even after the
-        deadline. The size survives restarts of the node's store, and ends with the pool.
-        node_id: Ray's. cpu_memory: as of PoolConfig, a fraction of the node's memory or bytes. deadline: seconds.
-        Returns the bytes of the node's CPU tier then: whole slabs, and more than asked for where the deadline passed.
-        Raises CapacityError where the node can't afford it, and ValueError if no living node has that id or for a bad
-        `cpu_memory`; nothing is changed then. Raises RayError if the pool's actors do not answer.
+        deadline. The new size survives restarts of the node's store, and ends with the pool.
+        node_id: Ray's. cpu_memory: as in PoolConfig, a fraction of the node's memory or bytes. deadline: seconds.
+        Returns the new bytes of the node's CPU tier: whole slabs, and more than asked for if the deadline passed.
+        Raises CapacityError if the node can't afford it, and ValueError if no living node has that id or for a bad
+        `cpu_memory`; neither changes the size. Raises RayError if the pool's actors do not answer.
         """
         settings_of(self.name)
         cpu_memory = memory_size("cpu_memory", cpu_memory)
@@ -112,14 +112,15 @@ class Administration:
         return size
 
     def set_quota(self, tenant: str, minimum: float = 0.0, maximum: float = 1.0) -> None:
-        """Set what a tenant has of the pool's memory at least and at most, while the pool is in use.
+        """Set a tenant's smallest and largest share of the pool's memory, while the pool is in use.
 
-        What others store never takes from the minimum; what of it the tenant does not need, anybody may use. Above the
-        maximum one of the tenant's own blocks goes for each that it stores. Both are kept until the pool stops.
-        tenant: as of `cache`; without one, `pool.tenant_of(salt)`. minimum, maximum: shares of the memory of all nodes
-        (GPUs do not count), 0 to 1.
-        Raises ValueError for what is no name, for shares that are not possible, where the minima of all tenants would
-        be above 1, and for a 16th tenant with a quota; RayError if the directory does not answer.
+        Blocks of other tenants never take memory from the minimum that the tenant needs. They may use the rest of the
+        minimum. Above the maximum, each new block of the tenant evicts another block of the tenant. The pool keeps both
+        shares until it stops.
+        tenant: as for `cache`; for a cache without a tenant, `pool.tenant_of(salt)`. minimum, maximum: shares of the
+        memory of all nodes (GPUs do not count), 0 to 1.
+        Raises ValueError for a bad name, for impossible shares, if the minima of all tenants would add up to more than
+        1, and for a 16th tenant with a quota. Raises RayError if the directory does not answer.
         """
         settings_of(self.name)
         tenant, quota = check_tenant(tenant), Quota(minimum, maximum)
@@ -128,31 +129,31 @@ class Administration:
             ray.get(directory.set_quota.remote(tenant, quota.minimum, quota.maximum), timeout=ADMIN_DEADLINE_S)
 
     def remove_quota(self, tenant: str) -> bool:
-        """Have a tenant share what is left with all that have no quota. Returns whether it had one.
+        """Remove a tenant's quota: it shares the rest with all tenants without a quota.
 
-        Raises RayError if the directory does not answer.
+        Returns whether the tenant had a quota. Raises RayError if the directory does not answer.
         """
         removed = self._directory().remove_quota.remote(tenant)
         return bool(ray.get(removed, timeout=ADMIN_DEADLINE_S))
 
     def quotas(self) -> dict[str, dict[str, Any]]:
-        """By tenant with a quota, and under "" of all others together: what it has.
+        """Quotas and used memory of each tenant with a quota; under "", of all other tenants together.
 
-        used: bytes of its blocks in memory, each counted once. minimum, maximum: as of `set_quota`; minimum_bytes,
-        maximum_bytes: what these are now. evicted: blocks that made room for others since this directory took charge.
-        Raises RayError if the directory does not answer.
+        used: bytes of the tenant's blocks in memory, each block counted once. minimum, maximum: as in `set_quota`.
+        minimum_bytes, maximum_bytes: the same in bytes, now. evicted: the tenant's blocks that made room for others
+        since this directory took charge. Raises RayError if the directory does not answer.
         """
         asked = self._directory().quotas.remote()
         answer: dict[str, dict[str, Any]] = ray.get(asked, timeout=ADMIN_DEADLINE_S)
         return answer
 
     def _directory(self) -> Any:
-        """The directory in charge of a pool that runs. ValueError where it has none."""
+        """The directory in charge of the running pool. ValueError if the pool has none."""
         settings_of(self.name)
         return named_actors.find_directory(self.name)
 
     def _supervisor_of(self, node_id: str) -> Any:
-        """The supervisor of a pool that runs, to be asked about a node. ValueError if no living node has that id."""
+        """The running pool's supervisor, to ask it about a node. ValueError if no living node has that id."""
         settings_of(self.name)
         _check_living(node_id)
         return named_actors.find(named_actors.supervisor_name(self.name))
@@ -160,7 +161,7 @@ class Administration:
 
 @contextlib.contextmanager
 def _plainly(*kinds: type[Exception]) -> Iterator[None]:
-    """An actor's errors of these kinds, without its traceback."""
+    """Raise an actor's errors of these kinds without the actor's traceback."""
     try:
         yield
     except RayTaskError as error:
@@ -170,7 +171,7 @@ def _plainly(*kinds: type[Exception]) -> Iterator[None]:
 
 
 def directory_stats(pool: str, seconds: float = ADMIN_DEADLINE_S) -> dict[str, Any]:
-    """The counts of the directory in charge. Empty where it does not answer in so many seconds."""
+    """The counts of the directory in charge. Empty if the directory does not answer in so many seconds."""
     try:
         answer: dict[str, Any] = ray.get(named_actors.find_directory(pool).stats.remote(), timeout=seconds)
         return answer
@@ -179,7 +180,7 @@ def directory_stats(pool: str, seconds: float = ADMIN_DEADLINE_S) -> dict[str, A
 
 
 def store_stats(pool: str, node_ids: set[str]) -> dict[str, dict[str, Any]]:
-    """What node stores count, by Ray node id. Those that do not answer in STORES_DEADLINE_S are left out."""
+    """Counts of node stores, by Ray node id. Without stores that do not answer in STORES_DEADLINE_S."""
     asked = {}
     for node_id in node_ids:
         with contextlib.suppress(ValueError):
@@ -195,7 +196,7 @@ def store_stats(pool: str, node_ids: set[str]) -> dict[str, dict[str, Any]]:
 
 
 def transports_among(names: list[str], stores: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    """How memories read from those called `names`, as stores say it (see NodeStore.stats)."""
+    """The stores' entries on reads from the memories called `names` (see NodeStore.stats)."""
     return [entry for store in stores.values() for entry in store["transports"] if entry["from"] in names]
 
 

@@ -1,4 +1,4 @@
-"""How a process joins the Ray cluster that its pool is in."""
+"""How a process joins the Ray cluster of its pool."""
 
 import logging
 import os
@@ -10,15 +10,15 @@ from raykv.client import token
 from raykv.config import NAMESPACE
 from raykv.errors import PoolNotFound, RayKVError
 
-CONNECT_S = 5.0  # for Ray's head to answer; then RAY_ADDRESS is taken for wrong
+CONNECT_S = 5.0  # for Ray's head to answer; after that, RAY_ADDRESS counts as wrong
 
 
 def connect(name: str, namespace: str = NAMESPACE, logging_level: int = logging.INFO) -> None:
-    """Join the Ray cluster of RAY_ADDRESS, or of this machine, if this process is in none.
+    """Join the Ray cluster of RAY_ADDRESS, or else of this machine, unless this process is in a cluster already.
 
-    name: of the pool that is asked for. namespace: of this process's Ray job; our actors have one of their own.
-    logging_level: of Ray's lines in this process. Raises PoolNotFound where there is no cluster, and RayKVError where
-    it asks for another token.
+    name: of the wanted pool. namespace: of this process's Ray job; raykv's actors have another namespace.
+    logging_level: of Ray's lines in this process. Raises PoolNotFound if there is no cluster, and RayKVError if the
+    cluster asks for another token.
     """
     if not ray.is_initialized():
         _check_address(os.environ.get("RAY_ADDRESS", ""))
@@ -33,7 +33,7 @@ def connect(name: str, namespace: str = NAMESPACE, logging_level: int = logging.
 
 
 def check_connected(name: str) -> None:
-    """RayKVError in a process that has left its Ray cluster. name: of the pool that is asked for."""
+    """RayKVError in a process that has left its Ray cluster. name: of the wanted pool."""
     if not ray.is_initialized():
         raise RayKVError(
             f"this process has left the Ray cluster of pool {name!r} by ray.shutdown(): join it again with "
@@ -42,7 +42,7 @@ def check_connected(name: str) -> None:
 
 
 def _check_address(address: str) -> None:
-    """PoolNotFound unless somebody listens at RAY_ADDRESS: Ray itself would try for minutes, and say nothing."""
+    """PoolNotFound unless a process listens at RAY_ADDRESS: Ray itself would try for minutes, and say nothing."""
     if address in ("", "auto", "local"):
         return
     what_to_do = (

@@ -1,4 +1,4 @@
-"""A client's line to the directory: deadlines, ids, and what it still holds."""
+"""A client's line to the directory: its deadlines, and the ids that the client holds."""
 
 import contextlib
 import itertools
@@ -47,9 +47,9 @@ from raykv.system.fork import refuse_forked
 
 log = logging.getLogger("raykv")
 LOG_EVERY_S = 60.0  # between two lines of the log about one kind of fault
-TEND_S = HEARTBEAT_S / 2  # between two looks of a client's thread, while it is used
+TEND_S = HEARTBEAT_S / 2  # between two looks of a client's thread, while the client is in use
 HEARTBEAT_AFTER_S = CLIENT_TTL_S / 4  # without a call: the directory takes a client for gone after CLIENT_TTL_S
-PROBE_S = 1.0  # at least: for a directory that may be stopped to answer, before another in charge is looked for
+PROBE_S = 1.0  # at least: for a silent directory to answer, before the client looks for another directory in charge
 FORGET_S = 2.5  # at least: for a call that nobody waits for
 
 Locations = NDArray[np.void]
@@ -59,7 +59,7 @@ M = TypeVar("M", bound=tuple[Any, ...])
 
 
 def plain(message: M) -> M:
-    """A message as the plain tuple that is sent. Typed as what it says."""
+    """A message as the plain tuple that the line sends. It keeps the message's type for mypy."""
     return cast(M, tuple(message))
 
 
@@ -70,14 +70,13 @@ def _to_match(lease: int, node: str, keys: Keys, stage: int, window: int = 0, co
 
 
 class DirectoryClient:
-    """Calls the directory. Every call has a deadline; past it the answer is a miss, as are all until a probe returns.
+    """Calls the directory. Past its deadline a call is a miss. Later calls are misses too, until a probe returns.
 
-    The ids of leases and reservations are chosen here, and every call lists those that are held: so after a
-    call that timed out, the directory releases what that call granted. Thread-safe.
+    The client chooses the ids of leases and reservations, and every call lists the held ids. So the directory releases
+    the grants of a call that timed out. Thread-safe.
 
-    line: the way to the directory. deadline: seconds that a call may take. client: this one's id. faults: number of
-    faults by kind. metrics: what this process tells Ray of its part in the pool. requests: what it tells those who
-    follow requests.
+    line: the way to the directory. deadline: seconds that a call may take. client: id of this client. faults: number of
+    faults by kind. metrics: this process's counts for Ray. requests: lines for people who follow requests.
     """
 
     def __init__(
@@ -88,10 +87,11 @@ class DirectoryClient:
         why_strange: Callable[[], str] = lambda: "",
         look_on: Callable[[], object] = lambda: None,
     ) -> None:
-        """newest_epoch: the newest directory epoch known on this node; an older directory is not believed.
+        """newest_epoch: the newest directory epoch known on this node; the client believes no older directory.
 
-        deadline: seconds that a call may take. why_strange: why a directory that was found is of another pool of that
-        name, which is not asked; "" where it is not. look_on: called with each heartbeat, in the client's thread.
+        deadline: seconds that a call may take. why_strange: why the found directory belongs to another pool of the same
+        name; "" if it does not. The client does not ask such a directory. look_on: called whenever the client's thread
+        looks.
         """
         self._why_strange, self._look_on = why_strange, look_on
         self.pool, self.deadline = pool, deadline
@@ -107,15 +107,15 @@ class DirectoryClient:
         self._pulled: list[Locations] = []
         self._corrupt: list[Locations] = []
         self._to_forget: list[bytes] = []
-        self._dropped: deque[Sequence[int]] = deque()  # held by objects that nobody has any more
+        self._dropped: deque[Sequence[int]] = deque()  # ids held by objects that were collected as garbage
         self._lock = threading.Lock()  # guards the fields above, and that calls are sent in the order of their _seq
-        self._news = False  # the directory does not know all of them
-        self._up = self.line.find()  # it answered the last call in time
-        self._down_since = time.monotonic()  # when no answer came, the last time
+        self._news = False  # the directory does not know all of these fields yet
+        self._up = self.line.find()  # the directory answered the last call in time
+        self._down_since = time.monotonic()  # when `_up` last became False
         self._logged: dict[str, float] = {}
         self._last_call = self._seen_call = time.monotonic()
         self._bell = bell = Bell()
-        self._rests = False  # nobody called since the thread last looked: it waits for the next heartbeat
+        self._rests = False  # nobody called since the thread last looked: the thread waits for the next heartbeat
         self._closed = threading.Event()
         self._pid = os.getpid()
         threading.Thread(
@@ -128,10 +128,10 @@ class DirectoryClient:
     # ------------------------------------------------------------------ blocks
 
     def match(self, node: str, keys: Keys, stage: int, counted: bool = True) -> tuple[int, Matched | None]:
-        """Lease the longest prefix of `keys` that is ready, to read it into the memory called `node`.
+        """Lease the longest ready prefix of `keys`, to read its blocks into the memory called `node`.
 
         stage, counted: see MatchRequest.
-        Returns (id of the lease, which is held until `release`, answer). None: nothing is held.
+        Returns (id of the lease, answer). `release` ends the lease. Answer None: nothing is held.
         """
         lease = next(self._ids)
         answer = self._ask(Matched, "match", _to_match(lease, node, keys, stage, counted=counted), hold=(lease,))
@@ -144,12 +144,11 @@ class DirectoryClient:
         windows: Sequence[int],
         intent: Intent | None = None,
     ) -> tuple[list[int], MatchedParts | None]:
-        """Lease what several readers need of the longest prefix that is ready in several parts. Nothing is staged.
+        """Lease the blocks that several readers need of the longest prefix that is ready in all parts. Stages nothing.
 
-        Of each part: readers, keys: as of `match`. windows: how many last blocks are needed; 0: all. intent: with an id
-        of `new_id`, or 0.
-        Returns (ids of their leases, which are held until `release`, as that of the intent, answer). None: nothing is
-        held.
+        readers, keys: of each part, as for `match`. windows: how many last blocks of each part are needed; 0: all.
+        intent: with an id from `new_id`, or 0.
+        Returns (ids of the leases, answer). `release` ends the leases and the intent. Answer None: nothing is held.
         """
         leases = [next(self._ids) for _ in keys]
         asked = zip(leases, readers, keys, windows, strict=True)
@@ -159,23 +158,23 @@ class DirectoryClient:
         return leases, self._noticed(answer)
 
     def _noticed(self, answer: F | None) -> F | None:
-        """The answer. It says whether somebody follows requests."""
+        """The answer, after noting whether somebody follows requests."""
         if answer is not None:
             self.requests.followed = answer.short is not None
         return answer
 
     def new_id(self) -> int:
-        """An id for what is held until `release`."""
+        """A new id, for a hold that `release` ends."""
         return next(self._ids)
 
     def next_window(self, request: NextWindowRequest) -> Window | None:
-        """Give back staging slots of a lease, and take others."""
+        """Give back staging slots of a lease, and take other slots."""
         return self._ask(Window, "next_window", request)
 
     def reserve(self, node: str, keys: Keys, start: int) -> tuple[int, Reserved | None]:
-        """Slots for what is missing of keys[start:], to write it from the memory called `node`.
+        """Slots for the missing keys of keys[start:], to write their blocks from the memory called `node`.
 
-        Returns (id of the reservation, which is held until `release`, answer). None: nothing is held.
+        Returns (id of the reservation, answer). `release` ends the reservation. Answer None: nothing is held.
         """
         reservation = next(self._ids)
         cache = keys.cache
@@ -185,8 +184,8 @@ class DirectoryClient:
     def commit(self, reservation: int, locations: bytes, keys: bytes, written: bytes, wait: bool = True) -> int:
         """Offer the blocks of a reservation that were written (see CommitRequest).
 
-        Returns how many are offered. Without `wait` that is how many were written: the call is on its way, and
-        later calls of this process arrive after it. Blocks that it turns out not to offer are counted as a fault.
+        Returns how many blocks are offered. Without `wait`: how many were written. The call is then on its way, and
+        later calls of this process arrive after it. If fewer blocks are offered in the end, that counts as a fault.
         """
         request = CommitRequest(reservation, locations, keys, written)
         if wait:
@@ -208,18 +207,18 @@ class DirectoryClient:
             self.fault("commit", f"{expected - done} of {expected} blocks that were written are not offered")
 
     def pin(self, keys: bytes, ttl: float | None = None, priority: int | None = None) -> int:
-        """See KVCache.pin. Returns how many of the keys are pinned now."""
+        """See KVCache.pin. Returns how many of the keys are pinned on these terms."""
         return sum(_count(self._ask(Counted, "pin", some, ttl, priority)) for some in _in_steps(keys))
 
     def unpin(self, keys: bytes) -> None:
-        """End what `pin` began."""
+        """End pins."""
         for some in _in_steps(keys):
             self._ask(Counted, "unpin", some)
 
     def preempted(self, keys: bytes) -> int | None:
         """Keep the blocks of a preempted request while this client is there, or until `forget_later`.
 
-        Returns how many are kept: all, or 0. None where the directory did not answer, and may keep them all the same.
+        Returns how many blocks are kept: all, or 0. None if the directory did not answer; it may keep them anyway.
         """
         for some in _in_steps(keys):
             answer = self._ask(Counted, "preempted", some)
@@ -231,12 +230,12 @@ class DirectoryClient:
         return len(keys) // KEY_BYTES
 
     def forget_later(self, keys: bytes) -> None:
-        """Have blocks forgotten that nobody will ask for again: in the background, tried until it is done."""
+        """Have the directory forget blocks that nobody will ask for again. The client's thread tries until it has."""
         self._to_forget += _in_steps(keys)
         self._bell.ring()
 
     def stored(self, keys: bytes) -> Stored | None:
-        """Which of the keys are stored (see Stored). None where the directory does not answer."""
+        """Which of the keys are stored (see Stored). None if the directory does not answer."""
         refuse_forked()
         if not self._up or self._closed.is_set():
             return None
@@ -246,7 +245,7 @@ class DirectoryClient:
             return None
 
     def nodes(self) -> dict[int, str]:
-        """Names of the nodes by the index that locations carry; empty where the directory does not answer."""
+        """Names of the nodes by their index in locations. Empty if the directory does not answer."""
         refuse_forked()
         try:
             return cast(dict[int, str], self.line.call("nodes", seconds=self.deadline))
@@ -256,13 +255,13 @@ class DirectoryClient:
     # ------------------------------------------------------------------ what the next call tells
 
     def release(self, *held: int) -> None:
-        """Leases or reservations are not held any more. The directory learns of all of these at once."""
+        """End leases or reservations. The directory learns of all of them in one call."""
         with self._lock:
             self._held.difference_update(held)
             self._has_news()
 
     def drop(self, held: Sequence[int]) -> None:
-        """What holds these is collected as garbage and was not released: the client's thread does it, and says so.
+        """The garbage collector took an object that still held these ids. The client's thread ends and reports them.
 
         Takes no lock: the garbage collector may call it anywhere.
         """
@@ -275,19 +274,19 @@ class DirectoryClient:
             self.fault("dropped", f"{len(held)} leases or reservations were dropped unreleased: use `with`")
 
     def pulled(self, locations: Locations) -> None:
-        """Staging slots hold their block now."""
+        """Report that staging slots hold their block now."""
         with self._lock:
             self._pulled.append(locations)
             self._has_news()
 
     def corrupt(self, locations: Locations) -> None:
-        """Blocks are not what the directory said."""
+        """Report blocks that are not what the directory said."""
         with self._lock:
             self._corrupt.append(locations)
             self._has_news()
 
     def report(self, line: RequestLine) -> None:
-        """Tell those who follow requests of one that is done: in the background, and not if there are too many."""
+        """Tell followers of a finished request, in the background. If too many lines wait, only count this one."""
         with self._lock:
             self.requests.add(line)
             self._rouse()
@@ -298,13 +297,13 @@ class DirectoryClient:
         self._rouse()
 
     def heartbeat(self) -> None:
-        """Tell the directory now what it would learn with the next call, and that this client is there."""
+        """Tell the directory now that this client is there, and all that the next call would tell."""
         self._ask(Counted, "client_heartbeat")
 
     # ------------------------------------------------------------------
 
     def fault(self, kind: str, detail: object = "") -> None:
-        """Count a fault; log it once a minute."""
+        """Count a fault. Log each kind at most once a minute."""
         self.faults.add(kind)
         now = time.monotonic()
         if now - self._logged.get(kind, -LOG_EVERY_S) >= LOG_EVERY_S:
@@ -314,7 +313,7 @@ class DirectoryClient:
     def close(self) -> None:
         """Tell the directory that this client leaves. Later calls are misses.
 
-        Waits for the pool's deadline at most: until then, what was sent before has arrived.
+        Waits at most for the pool's deadline, so that earlier calls arrive first.
         """
         if not self._closed.is_set() and self._pid == os.getpid():
             self._closed.set()
@@ -325,7 +324,7 @@ class DirectoryClient:
             self.line.close()
 
     def _may_ask(self) -> bool:
-        """Whether an answer is to be expected. Counts a fault if not."""
+        """Whether to expect an answer. Counts a fault if not."""
         refuse_forked()
         if self._up and not self._closed.is_set() and ray.is_initialized():
             return True
@@ -333,7 +332,7 @@ class DirectoryClient:
         return False
 
     def _ask(self, kind: type[A], method: str, *request: Any, hold: Sequence[int] = ()) -> A | None:
-        """The answer to a call, or None: a miss. hold: ids that are held from now on, unless the answer is None."""
+        """The answer to a call; None: a miss. hold: ids to hold from now on, unless the answer is None."""
         if not self._may_ask():
             return None
         answer = self._send(kind, method, *request, hold=hold)
@@ -354,13 +353,13 @@ class DirectoryClient:
         except ERRORS as error:
             self._down("directory", f"no {kind.__name__} from it: {type(error).__name__}")
             return None
-        except BaseException:  # a signal's: its caller will never know of the hold
+        except BaseException:  # a signal handler raised: the caller will never know of the hold
             if hold:
                 self.release(*hold)
             raise
 
     def _believed(self, answer: A) -> A | None:
-        """The answer, unless it is of a directory that was replaced."""
+        """The answer; None if a directory that was replaced gave it."""
         if answer.epoch < self._newest_epoch():
             self._down("stale", f"a directory of epoch {answer.epoch} answered, which was replaced")
             return None
@@ -374,7 +373,7 @@ class DirectoryClient:
         self.fault(kind, detail)
 
     def _call(self, hold: Sequence[int] = ()) -> Call:
-        """Under the lock. hold: ids that are held from now on."""
+        """Under the lock: the next Call. hold: ids to hold from now on."""
         self._held.update(hold)
         self._rouse()
         self._last_call = time.monotonic()
@@ -384,13 +383,13 @@ class DirectoryClient:
         return plain(Call(self.client, next(self._seq), held, pulled, corrupt))
 
     def _rouse(self) -> None:
-        """Under the lock: have the thread look twice a second again."""
+        """Under the lock: have the thread look every TEND_S again."""
         if self._rests:
             self._rests = False
             self._bell.ring()
 
     def _rest(self) -> tuple[float, Stream | None]:
-        """How long the thread may rest, and the connection whose end it must see at once."""
+        """(seconds that the thread may rest, the connection whose end must wake it)."""
         if not ray.is_initialized() or not self._up:
             return TEND_S, None
         with self._lock:
@@ -400,14 +399,14 @@ class DirectoryClient:
         return max(0.0, due) if self._rests else TEND_S, self.line.connection
 
     def _tend(self) -> None:
-        """Send a heartbeat, and what no call has told yet; find the directory again if it was down."""
+        """Send a heartbeat when one is due, and news that no call has told yet. Find a lost directory again."""
         self._look_on()
         self._release_dropped()
         if not self._up:
             if self.line.way == "socket" and self.line.look():
                 self._up = self._probe()
             if not self._up:
-                self.line.close()  # whatever is wrong with it
+                self.line.close()  # its fault does not matter: a new line is found next
                 self._up = self.line.find() and not self._turned_away() and self._probe()
             if self._up:
                 self.metrics.add("without_directory_seconds_total", time.monotonic() - self._down_since)
@@ -423,7 +422,7 @@ class DirectoryClient:
             self._to_forget.pop(0)
 
     def _turned_away(self) -> bool:
-        """Whether the directory that was found is of another pool: the line to it is closed, and not asked again."""
+        """Whether the found directory belongs to another pool. Closes the line to such a directory."""
         if why := self._why_strange():
             self.line.close()
             self.fault("strange", why)
@@ -438,7 +437,7 @@ class DirectoryClient:
             self._down("directory", f"lines of requests could not be sent: {error}")
 
     def _export(self) -> None:
-        """Tell Ray what was counted: once in EXPORT_S, and before the thread rests."""
+        """Send the counts to Ray: once in EXPORT_S, and before the thread rests."""
         if not self._rests and time.monotonic() < self._exported + EXPORT_S:
             return
         for kind, count in dict(self.faults).items():
@@ -455,7 +454,7 @@ class DirectoryClient:
 
 
 def _tend_forever(reference: "weakref.ref[DirectoryClient]", bell: Bell) -> None:
-    """The thread of a client; ends with it."""
+    """The thread of a client. It ends with the client."""
     pause: float = TEND_S
     connection: Stream | None = None
     while True:
@@ -464,10 +463,10 @@ def _tend_forever(reference: "weakref.ref[DirectoryClient]", bell: Bell) -> None
         if client is None:
             return
         if client._closed.is_set():
-            client.line.close()  # it may have been found since
+            client.line.close()  # the thread may have found a line since
             return
         if rung and not client._up:
-            time.sleep(0.05)  # a directory that is restarting refuses at once
+            time.sleep(0.05)  # a restarting directory refuses connections for a moment
         client._rests = False
         try:
             if ray.is_initialized():
@@ -477,13 +476,13 @@ def _tend_forever(reference: "weakref.ref[DirectoryClient]", bell: Bell) -> None
         pause, connection = client._rest()
         try:
             client._export()
-        except Exception as error:  # Ray is being shut down, or can't: nothing is a miss for that
+        except Exception as error:  # Ray is being shut down, or can't export: that makes no call a miss
             log.debug("pool %s: its metrics: %r", client.pool, error)
         del client
 
 
 def _joined(parts: list[Locations]) -> bytes:
-    """Takes the first KEYS_PER_CALL of these: the rest goes with later calls."""
+    """Take the first KEYS_PER_CALL locations out. The rest goes with later calls."""
     if not parts:
         return b""
     whole = np.concatenate(parts)
@@ -492,7 +491,7 @@ def _joined(parts: list[Locations]) -> bytes:
 
 
 def _in_steps(keys: bytes) -> list[bytes]:
-    """As many as one call may have, again and again."""
+    """The keys in pieces of at most KEYS_PER_CALL."""
     step = KEYS_PER_CALL * KEY_BYTES
     return [keys[first : first + step] for first in range(0, len(keys), step)]
 

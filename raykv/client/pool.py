@@ -1,4 +1,4 @@
-"""A pool, from the process that uses it."""
+"""A pool, as the processes that use it see it."""
 
 from typing import Any
 
@@ -22,8 +22,8 @@ SUCH = {
 class KVPool(Administration):
     """A pool of blocks that the nodes of a Ray cluster share. Get one from `start` or `attach`. Thread-safe.
 
-    It survives restarts of the pool's actors. It pickles to its name, and attaches where it arrives.
-    name: the pool's. node_id: of the Ray node that this process is on. session: this process's part in the pool.
+    It survives restarts of the pool's actors. A pickled KVPool attaches to the pool when it is unpickled.
+    name: the pool's. node_id: of this process's Ray node. session: this process's part in the pool.
     """
 
     def __init__(self, name: str, node_id: str | None = None, gpu: str | None = None) -> None:
@@ -55,13 +55,13 @@ class KVPool(Administration):
     ) -> KVCache:
         """A key space of blocks of `block_tokens` tokens and `block_bytes` bytes.
 
-        Equal arguments give equal caches, in every process of the cluster. Whatever makes KV differ must be in them, or
-        one engine reads bytes that are no KV of its own: model, revision, dtype, layout (of a block's bytes), parallel
-        (shape), part (index of a piece of a model that spans nodes). model, dtype and layout are required: nothing else
-        keeps apart two engines with blocks of one size. salt separates tenants that cooperate.
-        tenant: who is charged for the blocks that are stored or matched through this cache (see `set_quota`), and how
-        metrics call that; default: the salt's hash. recompute_tokens_per_s: how fast the engine prefills, which limits
-        waits for an external tier. Both are no part of what the cache is: tenants may share blocks.
+        Equal arguments give equal caches, in every process of the cluster. The arguments must tell apart engines whose
+        KV differs, or an engine reads bytes that are no KV of its own: model, revision, dtype, layout (of a block's
+        bytes), parallel (shape), part (index of a piece of a model that spans nodes). model, dtype and layout are
+        required: nothing else keeps apart two engines with blocks of one size. salt separates tenants that cooperate.
+        tenant: name, in metrics and in `set_quota`, to charge for blocks that are stored or matched through this cache;
+        default: the salt's hash. recompute_tokens_per_s: how fast the engine prefills, which limits waits for an
+        external tier. These two do not change the cache: tenants may share blocks.
         Raises ValueError for arguments that are missing or make no block.
         """
         _check_said(model=model, dtype=dtype, layout=layout)
@@ -92,43 +92,43 @@ class KVPool(Administration):
         return KVCache(self.session, cache, root, recompute_tokens_per_s)
 
     def tenant_of(self, salt: str | bytes) -> str:
-        """Name of a salt's tenant where none was given, in metrics, traces and quotas. Other pools have another one."""
+        """Name, in metrics, traces and quotas, of a salt's tenant that was given no name. It differs between pools."""
         return keys.tenant_of(salt, self.session.secret)
 
     def stats(self) -> dict[str, Any]:
         """The directory's counts of the whole pool, and `faults` of this client by kind.
 
-        While the directory does not answer: `failed`, `transports` (empty) and `faults` alone.
+        While the directory does not answer: only `failed`, `transports` (empty) and `faults`.
 
-        nodes: counts by Ray node id; of a GPU by the node's id, "/" and the GPU's UUID.
-        socket: host and port where the directory listens, and `connections` to it, of clients and of node stores; None
-        where all calls go through Ray.
+        nodes: counts by Ray node id; a GPU's name is the node's id, "/" and the GPU's UUID.
+        socket: host and port where the directory listens, and the number of `connections` of clients and node stores;
+        None if all calls go through Ray.
         failed: why other nodes have no store, by Ray node id.
-        transports: one entry for each memory (`reader`) that has read from another (`from`): the `transport` that was
-        used last, its GB/s (1e9 bytes) as `gbps`, and how often each has `failed`. Stores that do not answer in time
-        are left out.
+        transports: an entry for each memory (`reader`) that has read from another memory (`from`): the last used
+        `transport`, its GB/s (1e9 bytes) as `gbps`, and how often each transport has `failed`. Without entries of
+        stores that do not answer in time.
         """
         return {**super().stats(), "faults": dict(self.session.directory.faults)}
 
     def stop(self) -> None:
-        """End the pool on every node and give its memory back. Every process's calls find nothing from then on."""
+        """End the pool on every node and free its memory. Every process's later calls find nothing."""
         self.close()
         stop_pool(self.name)
 
     def close(self) -> None:
-        """Leave the pool: its leases and reservations of this process are released. Later calls find nothing."""
+        """Leave the pool, and release this process's leases and reservations. Later calls find nothing."""
         self.session.close()
 
 
 def attach(name: str = "default", *, node_id: str | None = None, device: str | int | None = None) -> KVPool:
     """The pool of that name, from any driver, actor, task or Serve deployment of the cluster.
 
-    node_id: the Ray node that this process is on, where Ray can't know: a driver that an actor started joins any raylet
-    of its machine. device: the GPU whose memory is read and written, by UUID, number in this process, or as torch names
-    it ("cuda:1"): blocks go to its tier first, if the pool was started with `gpu_memory`.
-    Raises PoolNotFound if no such pool or no Ray cluster runs; ProtocolMismatch if another version of raykv started it;
-    ArenaMismatch if this process can't see its node's shared memory; ValueError for a GPU that it can't use; RayKVError
-    in a process that was forked from one that is connected to Ray.
+    node_id: this process's Ray node, where Ray can't know it: a driver that an actor started joins any raylet of its
+    machine. device: the GPU whose memory this process reads and writes, by UUID, by number in this process, or by
+    torch's name ("cuda:1"). Blocks go to that GPU's tier first, if the pool was started with `gpu_memory`.
+    Raises PoolNotFound if no such pool or no Ray cluster runs; ProtocolMismatch if another version of raykv started the
+    pool; ArenaMismatch if this process can't see its node's shared memory; ValueError for a GPU that this process can't
+    use; RayKVError in a fork of a process that is connected to Ray.
     """
     gpu = None if device is None else uuid_of(device)
     connect(name)

@@ -1,4 +1,4 @@
-"""What requests asked, found and read, for who follows them (`raykv trace`). While nobody does, none is recorded."""
+"""Records of requests for `raykv trace`: what each asked for, found and read. Made only while somebody follows."""
 
 import os
 import time
@@ -11,9 +11,9 @@ WAITING = 128  # lines that wait for the next report
 
 
 class RequestReport:
-    """Lines that wait to be sent. Its lock is its owner's.
+    """Lines that wait to be sent. The owner's lock guards them.
 
-    followed: whether somebody follows, as the directory's last answer said.
+    followed: whether somebody follows requests, as the directory's last answer said.
     """
 
     def __init__(self) -> None:
@@ -23,33 +23,33 @@ class RequestReport:
 
     @property
     def waits(self) -> bool:
-        """Whether there is something to send."""
+        """Whether there are lines to send."""
         return bool(self._lines)
 
     def add(self, line: RequestLine) -> None:
-        """Have a line sent, unless too many wait: those are counted."""
+        """Have a line sent. If too many lines wait, only count it."""
         if len(self._lines) < WAITING:
             self._lines.append(line.packed())
         else:
             self._left_out += 1
 
     def take(self) -> tuple[tuple[bytes, ...], int]:
-        """(lines, how many were left out) since the last call."""
+        """(lines, number of lines that were only counted) since the last call."""
         lines, left_out = tuple(self._lines), self._left_out
         self._lines, self._left_out = [], 0
         return lines, left_out
 
 
 def lease_name(owner: int, lease: int) -> str:
-    """How a line names the lease of a request. owner: the client whose it is."""
+    """A lease's name in a line. owner: the client that has the lease."""
     return f"{owner:016x}-{lease}"
 
 
 @dataclass
 class RequestRecord:
-    """One request so far. Seconds of what was not done are -1; counts are of tokens.
+    """One request so far. Seconds are -1 for a step that was not done. Counts are of tokens.
 
-    kind, id, request, found: see RequestLine; found: by source. short, about: the first reason that was given.
+    kind, id, request: see RequestLine. found: tokens by source. short, about: the first reason that was given.
     """
 
     kind: str
@@ -66,20 +66,20 @@ class RequestRecord:
     about: int = -1
 
     def fall_short(self, why: str, about: int = -1) -> None:
-        """Say why less was found or read. about: index of the node that it is about."""
+        """Note why fewer tokens were found or read. about: index of the node that the reason names."""
         if not self.short:
             self.short, self.about = why, about
 
     def pulled(self, seconds: float) -> None:
-        """Add time that was waited for blocks to arrive."""
+        """Add seconds that a read waited for blocks to arrive."""
         self.pull_s = max(0.0, self.pull_s) + seconds
 
     def copied(self, seconds: float) -> None:
-        """Add time of a copy."""
+        """Add seconds of a copy."""
         self.copy_s = max(0.0, self.copy_s) + seconds
 
     def line(self, node: str) -> RequestLine:
-        """What is told of it. node: Ray node id of this process."""
+        """The line to report. node: Ray node id of this process."""
         cache, found = self.cache, self.found
         lookup_us, pull_us, copy_us = (
             round(seconds * 1e6) if seconds >= 0 else -1 for seconds in (self.lookup_s, self.pull_s, self.copy_s)

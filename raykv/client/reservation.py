@@ -17,19 +17,19 @@ from raykv.protocol.clients import NOT_WRITTEN, UNTOUCHED, WRITTEN
 from raykv.protocol.location import LOCATION
 from raykv.protocol.transfers import PULLED
 
-PUSH_BYTES = 128 * MIB  # that another node pulls at a time: nothing overlaps, and each time costs a call
+PUSH_BYTES = 128 * MIB  # that another node pulls at a time: large, since pushes do not overlap and each costs a call
 NO_ROOM = "all memory is held, or this node is drained or has no store: see `raykv status`"
 
 
 class Reservation:
     """Slots that one call granted to a store: `copy_in` at memory speed, then `commit`. A context manager.
 
-    covered: leading keys that are stored, being written or granted now; the next one found no room.
-    len(): slots that were granted.
+    covered: leading keys that are stored, being written or granted now; the next key found no room.
+    len(): number of granted slots.
     """
 
     def __init__(self, session: Session, keys: Keys, start: int = 0, position: int = 0) -> None:
-        """Reserve slots for what is missing of keys[start:]; keys[:start] are their parents, which are touched.
+        """Reserve slots for the missing keys of keys[start:]. Touches their parents, keys[:start].
 
         keys: (n, 16), at most KEYS_PER_CALL. position: of keys[0] in its chain.
         """
@@ -54,7 +54,7 @@ class Reservation:
         return len(self._keys)
 
     def copy_in(self, rows: Rows) -> None:
-        """Copy the blocks into their slots on this node, or into staging slots. Only this reads the caller's memory.
+        """Copy the blocks into their slots on this node, or into staging slots. No other method reads `rows`.
 
         rows: rows[i] is the block of keys[start + i].
         """
@@ -71,8 +71,8 @@ class Reservation:
     def commit(self, wait: bool = False) -> int:
         """Push blocks whose slots are on other nodes, then offer all written blocks. Ends the reservation.
 
-        wait: for the directory's answer. Returns how many blocks are offered now that were not before; without `wait`,
-        how many were written and are about to be.
+        wait: for the directory's answer. Returns how many blocks are newly offered. Without `wait`: how many blocks
+        were written, which the directory is about to offer.
         """
         if not len(self):
             return 0
@@ -86,7 +86,7 @@ class Reservation:
         return count
 
     def release(self) -> None:
-        """Give up what was not committed. The directory learns of it with the next call."""
+        """Give up slots that were not committed. The directory learns of it with the next call."""
         self._ended = True
         self._session.directory.release(self._id)
 
@@ -118,22 +118,22 @@ class Reservation:
 
 
 class Offered(NamedTuple):
-    """What a store came to. new: blocks that it added. covered: leading keys that are stored, or being written."""
+    """The result of a store. new: blocks that it added. covered: leading keys that are stored or being written."""
 
     new: int
     covered: int
 
 
 def store_rows(session: Session, keys: Keys, rows: Rows, start: int = 0, wait: bool = False) -> Offered:
-    """Offer blocks, in as many reservations as it takes.
+    """Offer blocks, in as many reservations as needed. Ends early if there is no room.
 
-    rows: rows[i] is the block of keys[start + i]. wait: see Reservation.commit. Ends early where there is no room.
+    rows: rows[i] is the block of keys[start + i]. wait: see Reservation.commit.
     """
     stored, at, begin, metrics = 0, start, time.monotonic(), session.directory.metrics
     covered, all_written = start, True
     with span("store", pool=session.name, model=keys.cache.model, blocks=len(keys) - start) as it:
         while at < len(keys):
-            first = max(0, at - KEYS_PER_CALL // 2)  # parents go along, to be touched
+            first = max(0, at - KEYS_PER_CALL // 2)  # the call also touches the parents
             batch = keys[first : first + KEYS_PER_CALL]
             with Reservation(session, batch, at - first, first) as reservation:
                 reservation.copy_in(rows[at - start :])

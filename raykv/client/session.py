@@ -1,4 +1,4 @@
-"""What one process has of a pool: the store beside it, its line to the directory, and the threads of its calls."""
+"""One process's part in a pool: its node's store, its line to the directory, and the threads of its calls."""
 
 import asyncio
 import contextlib
@@ -31,18 +31,18 @@ log = logging.getLogger("raykv")
 P = ParamSpec("P")
 T = TypeVar("T")
 
-REFRESH_S = 1.0  # between two looks at the pool's stores, whoever asks for one
+REFRESH_S = 1.0  # at least, between two looks of a process at the pool's stores
 
 
 class Session:
-    """What `KVPool`, its caches, matches and reservations share. Thread-safe. It pickles to the pool's name.
+    """A KVPool, its caches, matches and reservations share a session. Thread-safe. It pickles to the pool's name.
 
-    name: the pool's. node_id: of the Ray node that this process is on. secret, fingerprint: the pool's. directory: the
-    line to the directory. local: the store of this node; None while it has none.
+    name: the pool's. node_id: of this process's Ray node. secret, fingerprint: the pool's. directory: the line to the
+    directory. local: the store of this node; None while the node has no store.
     """
 
     def __init__(self, name: str, node_id: str | None = None, gpu: str | None = None) -> None:
-        """node_id: default: Ray's. gpu: UUID of the GPU whose memory is read and written, if it has a tier.
+        """node_id: default: Ray's. gpu: UUID of the GPU whose memory this process reads and writes, if it has a tier.
 
         Raises PoolNotFound, and ArenaMismatch where this process can't see its node's shared memory.
         """
@@ -64,9 +64,9 @@ class Session:
         )
         self._looked = time.monotonic()
         self._names: dict[int, str] = {}
-        self._others: dict[str, StoreClient] = {}  # by what the directory calls the memory of their nodes
-        self._renewal: threading.Thread | None = None  # that looks for the node store
-        self._renewing = threading.Lock()  # guards that there is one
+        self._others: dict[str, StoreClient] = {}  # stores of other nodes, by the directory's name of their memory
+        self._renewal: threading.Thread | None = None  # the thread that looks for the node store
+        self._renewing = threading.Lock()  # guards that there is at most one such thread
         self._workers = Workers("raykv")
         self._background = Workers("raykv-background")
 
@@ -75,13 +75,13 @@ class Session:
 
     @property
     def memory_name(self) -> str:
-        """What the directory calls the memory that this process copies from and to."""
+        """The directory's name of the memory that this process copies from and to."""
         return self.local.name if self.local else self.node_id
 
     async def in_thread(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run what blocks beside the event loop. Cancelled, it ends first: it may be using the caller's memory.
+        """Run a blocking function beside the event loop. If cancelled, wait for it: it may use the caller's memory.
 
-        It has the caller's context, and so the span that is current there.
+        The function runs in the caller's context, so the caller's span is current there.
         """
         fork.refuse_forked()
         work = partial(contextvars.copy_context().run, partial(function, *args, **kwargs))
@@ -89,20 +89,20 @@ class Session:
         try:
             return await asyncio.shield(running)
         except asyncio.CancelledError:
-            while not running.done():  # cancelled twice, too
+            while not running.done():  # a second cancellation must not end the wait either
                 with contextlib.suppress(asyncio.CancelledError):
                     await asyncio.wait([running])
             raise
 
     def background(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        """Run what may wait for an external tier: nothing that needs memory only is to queue behind it."""
+        """Run a function that may wait for an external tier. Calls that need only memory do not queue behind it."""
         fork.refuse_forked()
         return self._background.submit(function, *args, **kwargs)
 
     def local_with(self, nodes: NDArray[np.uint32], epoch: int) -> LocalStore | None:
-        """This node's store, if what a directory of this epoch gave is in the memory that this process has of it.
+        """This node's store, if this process maps the memory of the locations that a directory of this epoch gave.
 
-        Else it looks for the store again. nodes: of LOCATIONs.
+        Else None, and the session looks for the store again. nodes: of the LOCATIONs.
         """
         local = self.local
         if local is not None and local.has(nodes, epoch):
@@ -111,7 +111,7 @@ class Session:
         return None
 
     def maps(self, nonces: Iterable[bytes]) -> bool:
-        """Whether all of these are the arena that this process maps. Else it looks for this node's store again."""
+        """Whether all nonces are of the arena that this process maps. If not, look for this node's store again."""
         local = self.local
         if local is not None and all(nonce == local.arena.nonce for nonce in nonces):
             return True
@@ -119,9 +119,9 @@ class Session:
         return False
 
     def refresh(self) -> None:
-        """Look for node stores again, in the background: one seems to be another now. At most once a second.
+        """Look for node stores again, in the background: a store seems to be replaced. At most once in REFRESH_S.
 
-        Nobody queues behind it: a store that does not answer is waited for in a thread of its own, and asked once.
+        A thread of its own waits for a store that does not answer, so no caller does.
         """
         with self._renewing:
             looks = self._renewal is not None and self._renewal.is_alive()
@@ -130,17 +130,17 @@ class Session:
             self._renewal = threading.Thread(target=self._renew, name="raykv-renew", daemon=True)
             try:
                 self._renewal.start()
-            except RuntimeError as error:  # no thread can be started: the next refresh tries again
+            except RuntimeError as error:  # the system starts no thread: the next refresh tries again
                 self.directory.fault("store", error)
 
     def _let_go_of_lost_memory(self) -> None:
-        """Its store has died, or waits to free it. The next store waits for that memory, too."""
+        """Unmap the arena if its store has died or waits to free it. The next store needs that memory."""
         if self.local is not None and self.local.arena.lost:
             self.local.arena.close()
             self.refresh()
 
     def store_of(self, memory: str) -> StoreClient | None:
-        """The store of the node that has some memory, as the directory calls it; None where it has none."""
+        """The store of the node that has this memory; None if the node has no store. memory: the directory's name."""
         if memory == self.memory_name:
             return self.local
         if memory not in self._others:
@@ -152,25 +152,25 @@ class Session:
         return self._others.get(memory)
 
     def node_names(self, indices: list[int]) -> list[str]:
-        """Ray node ids, each once, of nodes by the index that locations carry. Nodes that are gone are left out."""
+        """Ray node ids, each once, of nodes by their index in locations. Without nodes that are gone."""
         if not self._names.keys() >= set(indices):
             self._names.update(self.directory.nodes())
         names = [host_of(self._names[index]) for index in indices if index in self._names]
         return list(dict.fromkeys(names))
 
     def close(self) -> None:
-        """Leave the pool: what this process holds is released. Later calls find nothing."""
+        """Leave the pool, and release all that this process holds. Later calls find nothing."""
         self.directory.close()
         if self.local:
             self.local.arena.close()
 
     def check_root(self, of_keys: bytes) -> None:
-        """Count a fault where keys were derived from another secret than the pool's. of_keys: its fingerprint."""
+        """Count a fault if keys do not come from the pool's secret. of_keys: fingerprint of the keys' secret."""
         if of_keys != self.fingerprint:
             self.directory.fault("strange", self._of_another_secret())
 
     def _why_strange(self) -> str:
-        """Why the pool that runs now is not the one that this process attached to; "" where it is, or none runs."""
+        """Why the running pool is another pool than this process attached to; "" if it is the same, or none runs."""
         try:
             running = internal_kv.settings(self.name)
         except ProtocolMismatch as error:
@@ -208,7 +208,7 @@ class Session:
 
 
 def settings_of(name: str) -> dict[str, Any]:
-    """As internal_kv.settings. Raises PoolNotFound, which says what to do, where no pool of that name runs.
+    """As internal_kv.settings, but raises PoolNotFound, which says what to do, if no pool of that name runs.
 
     Raises RayKVError in a process that has left its Ray cluster.
     """
@@ -228,6 +228,6 @@ def settings_of(name: str) -> dict[str, Any]:
 
 
 def _joined(name: str) -> Session:
-    """A session where it was pickled to."""
+    """Unpickle a session."""
     connect(name)
     return Session(name)

@@ -1,4 +1,4 @@
-"""How a pool ends: its actors are found by name, so that nothing else has to be left of it."""
+"""How a pool ends. Its actors are found by name, so a stop needs nothing else of the pool."""
 
 import contextlib
 import json
@@ -18,14 +18,14 @@ from raykv.config import FLUSH_DEADLINE_S
 
 STOP_DEADLINE_S = 10.0  # for each actor to answer `stop`
 DEATH_DEADLINE_S = 20.0  # Ray takes 5 s to end an actor that does not answer
-START_DEADLINE_S = 300.0  # for a start that is under way
+START_DEADLINE_S = 300.0  # for a start or stop under way, in another process, to end
 LOOK_S = 0.05  # between looks whether an actor has ended
 
 
 def stop_pool(name: str) -> bool:
-    """End the pool of that name on every node and give its memory back. Returns whether there was anything of it.
+    """End the pool of that name on every node and free its memory. Returns whether there was anything to end.
 
-    What is on its way to an external tier is written first. RayKVError in a process that has left its Ray cluster.
+    Blocks on their way to an external tier are written first. RayKVError in a process that has left its Ray cluster.
     """
     check_connected(name)
     with internal_kv.exclusive(name, START_DEADLINE_S):
@@ -33,7 +33,7 @@ def stop_pool(name: str) -> bool:
 
 
 def end_pool(name: str) -> bool:
-    """As `stop_pool`, for a process that has the pool to itself: see `internal_kv.exclusive`."""
+    """As `stop_pool`, inside `internal_kv.exclusive`."""
     settings = internal_kv.get(name, Kept.SETTINGS)
     there = settings is not None or bool(named_actors.names(name))
     _stop_watching(name)
@@ -41,7 +41,7 @@ def end_pool(name: str) -> bool:
     stores = _stores(name, living)
     if settings is None or json.loads(settings).get("external"):
         _flush(list(stores.values()))
-    internal_kv.drop(name, Kept.SETTINGS)  # nobody starts what ends now
+    internal_kv.drop(name, Kept.SETTINGS)  # so nobody starts an actor of this pool again
     stops = {node_id: store.stop.remote() for node_id, store in stores.items()}
     if stops:
         ray.wait(list(stops.values()), num_returns=len(stops), timeout=STOP_DEADLINE_S)
@@ -53,7 +53,7 @@ def end_pool(name: str) -> bool:
 
 
 def drop_unstarted(name: str) -> None:
-    """End the actors of a pool that was not started after all: without settings they have neither memory nor tier."""
+    """End the actors of a pool whose start failed. Without settings these actors have neither memory nor tier."""
     kill_actors(name)
     internal_kv.forget(name)
 
@@ -71,7 +71,7 @@ def kill_actors(name: str) -> None:
 
 
 def _stop_watching(name: str) -> None:
-    """End the supervisor, which would start again what ends."""
+    """End the supervisor, which would start ended actors again."""
     with contextlib.suppress(ValueError):
         supervisor = named_actors.find(named_actors.supervisor_name(name))
         with contextlib.suppress(RayError):
@@ -88,7 +88,7 @@ def _stores(name: str, living: set[str]) -> dict[str, Any]:
 
 
 def _flush(stores: list[Any]) -> None:
-    """Have the stores that answer demote what is not in their external tier yet."""
+    """Have the stores that answer demote the blocks that their external tier lacks."""
     pings = {store.ping.remote(): store for store in stores}
     answered = ray.wait(list(pings), num_returns=len(pings), timeout=STOP_DEADLINE_S)[0] if pings else []
     flushes = [pings[ping].flush.remote(FLUSH_DEADLINE_S) for ping in answered]
@@ -97,10 +97,10 @@ def _flush(stores: list[Any]) -> None:
 
 
 def _clean_up(name: str, unstopped: set[str], silent: set[str]) -> int:
-    """Remove what stores left that did not stop themselves. Returns how many arenas that were.
+    """Remove the arenas of stores that did not answer `stop`. Returns how many arenas were removed.
 
-    unstopped: Ray node ids of living nodes. silent: those of them whose store may still be dying. Where a raylet is
-    gone, others of its machine wait for its store to die: no other store may come by there for days.
+    unstopped: Ray node ids of living nodes. silent: the nodes among them whose store may still be dying. Where a raylet
+    is gone, other raylets of its machine wait for its store to die: otherwise the arena could stay for days.
     """
     addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
     living = cluster.living() & addresses.keys()
@@ -116,7 +116,7 @@ def _clean_up(name: str, unstopped: set[str], silent: set[str]) -> int:
     while pending and time.monotonic() < end:
         for clean in ray.wait(list(pending), timeout=max(0.0, end - time.monotonic()))[0]:
             address, found = pending.pop(clean), _removed(clean)
-            if found is not None:  # all of that machine's, whichever raylet it ran on: one may be dead
+            if found is not None:  # the task cleans the whole machine, so its other raylets need not
                 removed += found
                 pending = {other: at for other, at in pending.items() if at != address}
     return removed
@@ -124,7 +124,7 @@ def _clean_up(name: str, unstopped: set[str], silent: set[str]) -> int:
 
 @ray.remote(num_cpus=0, max_retries=0)
 def _clean(pool: str, seconds: float) -> int:
-    """Remove arenas of this machine whose stores are dead. seconds: to wait for those that may still be dying."""
+    """Remove arenas of this machine whose stores are dead. seconds: to wait for stores that may still be dying."""
     end, ours = time.monotonic() + seconds, cluster.identity()
     removed = remove_left_behind(pool, ours)
     while arenas_of(pool, ours) and time.monotonic() < end:
@@ -142,7 +142,7 @@ def _done(answer: Any) -> bool:
 
 
 def _removed(clean: Any) -> int | None:
-    """How many arenas; None of a node that was lost meanwhile, or has no raykv."""
+    """How many arenas a task removed; None if its node was lost meanwhile, or has no raykv."""
     try:
         return int(ray.get(clean, timeout=0))
     except RayError:

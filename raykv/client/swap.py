@@ -18,8 +18,8 @@ from raykv.client.session import Session
 from raykv.keys import CacheId, Keys
 from raykv.protocol.transfers import data_deadline
 
-SLACK = 4  # times a read's deadline: what is not back by then is lost
-RETRY_S = 0.05  # between matches for blocks that are kept and were not read yet
+SLACK = 4  # times a read's deadline: blocks that are not back by then are lost
+RETRY_S = 0.05  # between matches for kept blocks that were not read yet
 
 
 @dataclass
@@ -31,18 +31,18 @@ class Swapped:
     stored: Future[int] | None = None
 
     def kept(self) -> bool:
-        """Whether the pool had room for it, once that is known."""
+        """Whether the pool had room for its blocks. Waits until that is known."""
         return self.stored is not None and self.stored.result() > 0
 
 
 class Swaps:
-    """What one process has swapped out of one cache.
+    """The requests that one process has swapped out of one cache.
 
-    The directory keeps those blocks, in memory or in an external tier, for as long as this process is there.
+    The directory keeps their blocks, in memory or in an external tier, for as long as this process is there.
     """
 
     def __init__(self, session: Session, cache: CacheId, root: bytes) -> None:
-        """root: what the cache's keys start from."""
+        """root: start of the cache's keys."""
         self._session, self._cache, self._root = session, cache, root
         self._secret = secrets.token_bytes(8)  # another process may use the same request ids
         self._requests: dict[str, Swapped] = {}
@@ -81,14 +81,14 @@ class Swaps:
     def _out(self, rows: Rows, request: Swapped) -> int:
         store_rows(self._session, request.keys, rows)
         kept = self._session.directory.preempted(request.keys.tobytes())
-        if kept is None:  # it may keep them yet
+        if kept is None:  # the directory may keep the blocks without having answered
             self._session.directory.forget_later(request.keys.tobytes())
         return kept or 0
 
     def _back(self, rows: Rows, request: Swapped | None) -> int:
         if request is None or not request.kept():
             return 0
-        tokens_per_s = float(self._cache.block_tokens)  # so that a read waits for a tier at most a second a block
+        tokens_per_s = float(self._cache.block_tokens)  # so a read waits for a tier at most a second for each block
         end, done = time.monotonic() + SLACK * data_deadline(request.blocks * self._cache.block_bytes), 0
         try:
             while done < request.blocks:

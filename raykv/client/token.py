@@ -1,4 +1,4 @@
-"""Ray's token: whether this process has what its Ray cluster asks for."""
+"""Ray's token: whether this process has the token that its Ray cluster asks for."""
 
 import os
 import subprocess
@@ -26,20 +26,20 @@ except AuthenticationError:
     sys.exit(77)
 """
 ASKED_FOR = 77  # exit status
-ASK_S = 30.0  # for a Python of its own to ask Ray's head
+ASK_S = 30.0  # for a separate Python process to ask Ray's head
 
 
 def check() -> None:
     """RayKVError unless the cluster that `ray.init("auto")` would join takes this process's token.
 
-    Ray itself tries for half a minute, and then says that there is no cluster. ConnectionError where none answers.
+    Ray itself would try for half a minute, then say that there is no cluster. ConnectionError if no cluster answers.
     """
     if os.environ.get("RAY_ADDRESS", "") in ("", "auto"):
-        maybe_enable_token_auth_if_token_available(warn_if_disabled=False)  # as ray.init does, of such a cluster alone
+        maybe_enable_token_auth_if_token_available(warn_if_disabled=False)  # ray.init does so for these addresses only
     if (address := canonicalize_bootstrap_address("auto")) is None:
-        return  # RAY_ADDRESS=local, whose cluster is yet to be started
+        return  # RAY_ADDRESS=local: ray.init will start that cluster
     try:
-        ensure_token_if_auth_enabled(create_token_if_missing=False)  # else Ray ends a process that has none
+        ensure_token_if_auth_enabled(create_token_if_missing=False)  # Ray would end a process without a token
         GcsClient(address=address)
     except AuthenticationError as error:
         raise RayKVError(
@@ -51,17 +51,17 @@ def check() -> None:
 
 
 def is_sent() -> bool:
-    """Whether this process has a token, and wants it from whoever calls it."""
+    """Whether this process has a token, and wants the same token from its callers."""
     return is_token_auth_enabled()
 
 
 def is_asked_for(address: str) -> bool:
-    """Whether the Ray cluster at an address lets in nobody without a token. It takes a second."""
-    without = {**os.environ, "RAY_AUTH_MODE": "disabled"}  # a process has one mode, so another one asks
+    """Whether the Ray cluster at an address refuses clients without a token. It takes a second."""
+    without = {**os.environ, "RAY_AUTH_MODE": "disabled"}  # a process has one mode, so another process asks
     try:
         asked = subprocess.run([sys.executable, "-c", ASK, address], env=without, capture_output=True, timeout=ASK_S)
     except subprocess.TimeoutExpired:
-        return True  # Ray tries again where it is turned away
+        return True  # Ray keeps trying where a cluster refuses it
     return asked.returncode == ASKED_FOR
 
 

@@ -15,7 +15,7 @@ def living() -> set[str]:
 
 
 def identity() -> bytes:
-    """Tells the Ray cluster of this process from others of its machine (8 bytes)."""
+    """8 bytes that tell this process's Ray cluster from other clusters of its machine."""
     return cluster_id(ray.get_runtime_context().get_session_name())
 
 

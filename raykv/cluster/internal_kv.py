@@ -1,4 +1,4 @@
-"""What a pool keeps in Ray's internal KV, which every process of the cluster may read."""
+"""The values that a pool keeps in Ray's internal KV. Every process of the cluster may read them."""
 
 import contextlib
 import json
@@ -26,42 +26,42 @@ from raykv.system.fork import refuse_forked
 
 
 class Kept(StrEnum):
-    """What is kept of a pool: `<pool>/<kind>`, or `<pool>/<kind>/<name>` of the kinds that say of what."""
+    """Kinds of values. A key is `<pool>/<kind>`, or `<pool>/<kind>/<name>` for kinds that are kept "by" something."""
 
     SETTINGS = "settings"  # JSON, with the secret and the protocol's version
     DIRECTORY = "directory"  # JSON: name of the directory in charge; its host, port and token
-    EPOCH = "epoch"  # by number: taken by a directory
+    EPOCH = "epoch"  # by number: a directory has taken this epoch
     LAST_EPOCH = "last_epoch"  # stays when the pool is stopped
     LOCK = "lock"  # the Ray job, process and thread that start or stop the pool
-    TIER = "tier"  # what was given to `register_tier`, pickled
+    TIER = "tier"  # argument of `register_tier`, pickled
     SEED = "seed"  # names an empty tier's content
     TOTALS = "totals"  # JSON: counters that outlive a directory
-    COMPILED = "compiled"  # kernels that the directory has compiled, and all
-    ANSWER = "answer"  # by node, pickled: what it says before a pool starts
-    FAILED = "failed"  # by node: why it has no store
-    IDLE = "idle"  # by node: whether its store has ended for that
-    LEAVING = "leaving"  # by node: it is about to leave
-    MEMORY = "memory"  # by node, JSON: the cpu_memory that it was resized to
+    COMPILED = "compiled"  # number of kernels that the directory has compiled, and of all kernels
+    ANSWER = "answer"  # by node, pickled: its answer before a pool starts
+    FAILED = "failed"  # by node: why the node has no store
+    IDLE = "idle"  # by node that nobody else uses: whether its store has ended
+    LEAVING = "leaving"  # by node: the node is about to leave
+    MEMORY = "memory"  # by node, JSON: the cpu_memory that `resize` gave it
     QUOTA = "quota"  # by tenant, JSON: its minimum and maximum
     MODEL = "model"  # by name, JSON: how prompts become keys, for routers
     RANK = "rank"  # by engine and number, JSON: where a worker of an engine is
-    OTHER_TOKENS = "other_tokens"  # by node and client: chunks that held what their keys are not of
+    OTHER_TOKENS = "other_tokens"  # by node and client: number of chunks with other tokens than their keys stand for
 
 
-LEFT = b"left"  # the note of an idle node whose store has ended
-AWAIT_S = 120.0  # for a pool that is being started to have its settings
+LEFT = b"left"  # the value of IDLE for a node whose store has ended
+AWAIT_S = 120.0  # for the settings of a pool that is being started
 AWAIT_LOOK_S = 0.02  # between two looks for a pool's settings
 
 
 def get(pool: str, kind: Kept, name: str = "") -> bytes | None:
-    """A value of the pool. name: of what, where the kind says so."""
+    """A value of the pool. name: for kinds with names, such as a node."""
     refuse_forked()
     value: bytes | None = _internal_kv_get(_key(pool, kind, name), namespace=NAMESPACE.encode())
     return value
 
 
 def put(pool: str, kind: Kept, value: bytes, name: str = "", overwrite: bool = True) -> bool:
-    """Set it; False if it was there and may not be overwritten."""
+    """Set a value. False if a value was there and may not be overwritten."""
     refuse_forked()
     existed: bool = _internal_kv_put(_key(pool, kind, name), value, overwrite=overwrite, namespace=NAMESPACE.encode())
     return overwrite or not existed
@@ -77,7 +77,7 @@ def _key(pool: str, kind: Kept, name: str) -> str:
 
 
 def forget(pool: str) -> None:
-    """Remove all that is known of a pool, but its last epoch: clients that stay attached tell the next pool by that."""
+    """Remove all values of a pool but its lock and last epoch. Attached clients tell the next pool by its epoch."""
     kept = [f"{pool}/{key}".encode() for key in (Kept.LOCK, Kept.LAST_EPOCH)]
     for key in _internal_kv_list(f"{pool}/", namespace=NAMESPACE.encode()):
         if key not in kept:
@@ -85,21 +85,21 @@ def forget(pool: str) -> None:
 
 
 def names(pool: str, kind: Kept) -> list[str]:
-    """Of what the pool keeps a value of this kind."""
+    """Names for which the pool keeps a value of this kind."""
     prefix = f"{pool}/{kind}/"
     found = _internal_kv_list(prefix, namespace=NAMESPACE.encode())
     return [key.decode().removeprefix(prefix) for key in found]
 
 
 class InCharge(NamedTuple):
-    """The directory in charge. address: where it listens; None: it does not, or not yet."""
+    """The directory in charge. address: where the directory listens; None: it does not listen (yet)."""
 
     name: str
     address: Address | None
 
 
 def in_charge(pool: str) -> InCharge:
-    """The directory in charge. ValueError where there is none."""
+    """The directory in charge. ValueError if the pool has none."""
     value = get(pool, Kept.DIRECTORY)
     if not value:
         raise ValueError(f"pool {pool!r} has no directory")
@@ -114,9 +114,9 @@ def put_in_charge(pool: str, name: str, address: Address | None) -> None:
 
 
 def settings(pool: str) -> dict[str, Any] | None:
-    """What a pool was started with: `secret` (hex), `protocol` (a version) and all else of PoolConfig.
+    """The settings that a pool was started with: PoolConfig's fields, `secret` as hex, and the version as `protocol`.
 
-    None if there is no such pool. Raises ProtocolMismatch if it was started by a raykv that this one can't talk to.
+    None if there is no such pool. Raises ProtocolMismatch if the pool's raykv has another protocol version.
     """
     value = get(pool, Kept.SETTINGS)
     if not value:
@@ -132,7 +132,7 @@ def settings(pool: str) -> dict[str, Any] | None:
 
 
 def await_settings(pool: str) -> dict[str, Any]:
-    """The settings, of an actor that is there before them: `start` puts them when every node can take its part."""
+    """Wait for the settings: `start` puts them only after some actors run. RuntimeError after AWAIT_S."""
     end = time.monotonic() + AWAIT_S
     while (found := settings(pool)) is None:
         if time.monotonic() > end:
@@ -142,18 +142,18 @@ def await_settings(pool: str) -> dict[str, Any]:
 
 
 def shown(settings: dict[str, Any]) -> dict[str, Any]:
-    """What a log may have of them: neither the secret nor a tier's URL, which may hold a password."""
+    """The settings that a log may show: without the secret and a tier's URL, which may hold a password."""
     names = ("cpu_memory", "gpu_memory", "locality", "transport", "write", "min_hits", "deadline", "idle_node_s")
     return {name: settings[name] for name in names}
 
 
 def idle_nodes(pool: str) -> dict[str, bool]:
-    """Nodes that the supervisor leaves since nobody else uses them, by Ray node id: whether their store has ended."""
+    """Nodes that the supervisor leaves because nobody else uses them. By Ray node id: whether the store has ended."""
     return {node_id: get(pool, Kept.IDLE, node_id) == LEFT for node_id in names(pool, Kept.IDLE)}
 
 
 def left_nodes(pool: str) -> set[str]:
-    """Those of `idle_nodes` whose store has ended."""
+    """The `idle_nodes` whose store has ended."""
     return {node_id for node_id, left in idle_nodes(pool).items() if left}
 
 
@@ -164,12 +164,12 @@ def failures(pool: str) -> dict[str, str]:
 
 
 def put_other_tokens(pool: str, node_id: str, client: int, chunks: int) -> None:
-    """So many chunks that a client on a node read held other tokens than their keys stand for."""
+    """Report how many chunks, read by a client on a node, held other tokens than their keys stand for."""
     put(pool, Kept.OTHER_TOKENS, str(chunks).encode(), f"{node_id}/{client}")
 
 
 def other_tokens(pool: str) -> dict[str, int]:
-    """How many such chunks were read since the last `clear`, by node."""
+    """Number of such chunks since the last `clear`, by node."""
     found: dict[str, int] = {}
     for name in names(pool, Kept.OTHER_TOKENS):
         node_id = name.partition("/")[0]
@@ -178,19 +178,19 @@ def other_tokens(pool: str) -> dict[str, int]:
 
 
 def drop_other_tokens(pool: str) -> None:
-    """Count from 0 again."""
+    """Count such chunks from 0 again."""
     for name in names(pool, Kept.OTHER_TOKENS):
         drop(pool, Kept.OTHER_TOKENS, name)
 
 
 def quotas(pool: str) -> dict[str, Quota]:
-    """By tenant, what was set while the pool runs."""
+    """Quotas by tenant that were set while the pool runs."""
     found = {tenant: get(pool, Kept.QUOTA, tenant) for tenant in names(pool, Kept.QUOTA)}
     return {tenant: Quota(*json.loads(value)) for tenant, value in found.items() if value is not None}
 
 
 def put_quota(pool: str, tenant: str, quota: Quota | None) -> None:
-    """Keep it for the next directory; None: it was removed."""
+    """Keep a tenant's quota for the next directory. None: remove the quota."""
     if quota is None:
         drop(pool, Kept.QUOTA, tenant)
     else:
@@ -199,19 +199,19 @@ def put_quota(pool: str, tenant: str, quota: Quota | None) -> None:
 
 @contextlib.contextmanager
 def exclusive(pool: str, seconds: float) -> Iterator[None]:
-    """Only one process at a time starts or stops a pool. Waits while another does, and its Ray job lives.
+    """Lets one process at a time start or stop a pool. Waits for another such process while its Ray job lives.
 
     Raises TimeoutError after so many seconds.
     """
     job, end = ray.get_runtime_context().get_job_id(), time.monotonic() + seconds
     mine = f"{job}/{os.getpid()}/{threading.get_ident()}".encode()
-    try:  # before the first `put`: a signal's handler may raise behind it
+    try:  # `put` is inside: a signal handler may raise right after it
         while not put(pool, Kept.LOCK, mine, overwrite=False):
             holder = get(pool, Kept.LOCK) or b""
-            if holder == mine:  # a signal's handler raised where it was to be given up
+            if holder == mine:  # a signal handler raised before this thread had given the lock up
                 break
             if holder and holder.decode().partition("/")[0] not in _living_jobs():
-                drop(pool, Kept.LOCK)  # it was killed
+                drop(pool, Kept.LOCK)  # the holder was killed
             elif time.monotonic() > end:
                 raise TimeoutError(
                     f"another process has been starting or stopping pool {pool!r} for {seconds:.0f} s: end that "

@@ -14,22 +14,22 @@ PREFIX = "raykv/"
 
 
 def directory_name(pool: str, number: int) -> str:
-    """A pool has two directories, 1 and 2: one is in charge, the other is its successor."""
+    """Ray's name of a directory. A pool has two, 1 and 2: the one in charge and its successor."""
     return f"{_actors(pool)}directory-{number}"
 
 
 def supervisor_name(pool: str) -> str:
-    """What the pool's supervisor is called in Ray."""
+    """Ray's name of the pool's supervisor."""
     return f"{_actors(pool)}supervisor"
 
 
 def node_store_name(pool: str, node_id: str) -> str:
-    """What the node's store is called in Ray. node_id: Ray's."""
+    """Ray's name of the node's store. node_id: Ray's."""
     return f"{_actors(pool)}node-{node_id[:16]}"
 
 
 def page_name(pool: str) -> str:
-    """What the actor that serves `raykv ui` is called in Ray."""
+    """Ray's name of the actor that serves `raykv ui`."""
     return f"{_actors(pool)}ui"
 
 
@@ -39,7 +39,7 @@ def is_ours(name: str) -> bool:
 
 
 def _actors(pool: str) -> str:
-    """How the names of its actors begin: on Ray's dashboard, which shows no namespace, they are told from others."""
+    """The prefix of the pool's actor names. It tells them apart on Ray's dashboard, which shows no namespace."""
     return f"{PREFIX}{pool}/"
 
 
@@ -51,22 +51,22 @@ def names(pool: str) -> list[str]:
 
 
 def find(name: str) -> Any:
-    """A handle of one of our actors. ValueError where there is none."""
+    """A handle of a raykv actor. ValueError if there is no such actor."""
     refuse_forked()
     return ray.get_actor(name, namespace=NAMESPACE)
 
 
 def find_directory(pool: str) -> Any:
-    """A handle of the directory that is in charge. ValueError where there is none."""
+    """A handle of the directory in charge. ValueError if the pool has none."""
     return find(internal_kv.in_charge(pool).name)
 
 
 def options(name: str, node_id: str | None, threads: int = 1) -> dict[str, Any]:
     """Options of a detached actor that stays on `node_id`, or on Ray's head if None. threads: calls at a time.
 
-    An actor with a soft affinity and no CPU would be anywhere: Ray asks any raylet for it first, which takes it.
+    An actor with a soft affinity and no CPU would land anywhere: Ray first asks any raylet, and that raylet takes it.
     """
-    head = {"resources": {cluster.HEAD: 0.001}}  # also one that replaces this head, as Serve's controller
+    head = {"resources": {cluster.HEAD: 0.001}}  # as Serve's controller: follows to a head that replaces this head
     place = head if node_id is None else {"scheduling_strategy": NodeAffinitySchedulingStrategy(node_id, soft=False)}
     return {
         "name": name,
@@ -75,12 +75,12 @@ def options(name: str, node_id: str | None, threads: int = 1) -> dict[str, Any]:
         "get_if_exists": True,
         "max_restarts": -1,
         "num_cpus": 0,
-        "enable_task_events": False,  # calls that come every second are nothing to list on the dashboard
+        "enable_task_events": False,  # the dashboard need not list calls that come every second
         "max_concurrency": threads,
         **place,
     }
 
 
 def restarted() -> bool:
-    """Whether Ray has started the actor that this process is again, after it had died."""
+    """Whether Ray has restarted the actor of this process after a death."""
     return bool(ray.get_runtime_context().was_current_actor_reconstructed)

@@ -1,4 +1,4 @@
-"""The actor that watches a pool and serves its page. The pool does not know of it, and needs nothing of it."""
+"""The actor that watches a pool and serves its page. The pool does not know the actor, and does not need it."""
 
 import logging
 import os
@@ -21,13 +21,13 @@ from raykv.ui.sight import Sight
 log = logging.getLogger("raykv")
 LOOK_S = 2.0  # between looks while a page is open
 IDLE_LOOK_S = 10.0  # between looks while no page is open: the directory looks at every slot, 5 ms a million
-OPEN_S = 10.0  # after its last question a page is taken to be closed
+OPEN_S = 10.0  # after the last question of a page, the page counts as closed
 BACKLOG = 64
-CONNECTIONS = 256  # at once; more are told to come again
+CONNECTIONS = 256  # at once; the server tells further clients to try again
 
 
 class Place(NamedTuple):
-    """Where a page is served. node: its address, as Ray knows it."""
+    """Where a page is served. node: Ray's address of the node."""
 
     host: str
     port: int
@@ -35,12 +35,12 @@ class Place(NamedTuple):
 
 
 class PageActor:
-    """Looks at a pool every few seconds, keeps what it saw, and serves it."""
+    """Looks at a pool every few seconds, keeps its history, and serves the page."""
 
     def __init__(self, pool: str, look: Callable[[str], Sight], host: str, port: int) -> None:
-        """look: at the pool of that name. port: 0: any that is free.
+        """look: makes a Sight of the pool of a name. port: 0: any free port.
 
-        Raises RayKVError without Starlette and uvicorn, and where the port can't be had.
+        Raises RayKVError without Starlette and uvicorn, and if the port is not available.
         """
         self._pool, self._look = pool, look
         events.begin(named_actors.restarted(), role="ui", pool=pool, pid=os.getpid())
@@ -65,7 +65,7 @@ class PageActor:
         return self._place
 
     def _state(self, after: float) -> dict[str, Any]:
-        """What the page shows; see History.since. run: of this actor. trouble: why the last look failed; "" else."""
+        """The page's JSON: History.since, and `time`, `run` (this process) and `trouble` (why the last look failed)."""
         if time.monotonic() > self._asked + OPEN_S:
             self._loop.wake()
         self._asked = time.monotonic()

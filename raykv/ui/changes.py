@@ -1,4 +1,4 @@
-"""Events: what is different between one look at a pool and the next."""
+"""Events: the differences between one look at a pool and the next."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -6,7 +6,7 @@ from typing import NamedTuple
 from raykv.ui.sight import Node, Sight
 
 MIB = 1 << 20
-TOLERANCE_S = 5.0  # of uptimes: Ray's head and this process may have different clocks
+TOLERANCE_S = 5.0  # when comparing uptimes: Ray's head and this process may have different clocks
 
 
 class Event(NamedTuple):
@@ -18,7 +18,7 @@ class Event(NamedTuple):
 
 
 def changes(before: Sight | None, after: Sight, now: float) -> Iterator[Event]:
-    """What has happened since `before`. None: this is the first look."""
+    """Events between two looks. before: None at the first look. now: Unix time."""
     if before is None:
         yield Event(now, "note", "the page began to watch")
         return

@@ -1,4 +1,4 @@
-"""What was seen of a pool since the page is served: sums that never fall, and events."""
+"""A pool's history since its page was first served: sums that never fall, and events."""
 
 import threading
 from collections import Counter, deque
@@ -9,36 +9,36 @@ from typing import Any
 from raykv.ui.changes import Event, changes
 from raykv.ui.sight import Sight
 
-SAMPLES = 1500  # that are kept
+SAMPLES = 1500  # to keep
 EVENTS = 500
 COUNTED = ("stored", "evicted", "refused")
 Sums = dict[str, float]
 
 
 class History:
-    """Samples of what was counted, the older the further apart, and the latest EVENTS events. Thread-safe.
+    """Samples of counts, and the latest EVENTS events. Older samples are further apart. Thread-safe.
 
-    A sample is a time and the sums until then: what happened between any two samples is the difference of their sums.
+    A sample is a time and the sums until then. The difference of two samples' sums is the count between them.
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()  # guards what follows
+        self._lock = threading.Lock()  # guards the fields below
         self._samples: list[tuple[float, Sums]] = []
         self._events: deque[Event] = deque(maxlen=EVENTS)
         self._sums: Counter[str] = Counter()
-        self._counted: dict[tuple[str, str], int] = {}  # by who counts, and what: as it was last seen
+        self._counted: dict[tuple[str, str], int] = {}  # latest count by (counter's owner, what it counts)
         self._latest: Sight | None = None
 
     def add(self, sight: Sight, now: float) -> None:
-        """now: Unix time, in seconds."""
+        """Add a look. now: Unix time, in seconds."""
         with self._lock:
             for who, what, count in _counts(sight):
                 before = self._counted.get((who, what), 0)
-                # A store that was restarted counts from 0; a directory goes on, from a few seconds before its end.
+                # A restarted store counts from 0. A new directory goes on from counts of a few seconds before.
                 new = count - before if count >= before else 0 if who == "directory" else count
                 self._counted[who, what] = count
                 self._sums[what] += new
-            if sight.epoch is None and self._latest is not None:  # that of the last one that answered
+            if sight.epoch is None and self._latest is not None:  # keep the epoch of the last directory that answered
                 sight = replace(sight, epoch=self._latest.epoch)
             self._events.extend(changes(self._latest, sight, now))
             self._samples.append((now, dict(self._sums)))
@@ -47,9 +47,9 @@ class History:
             self._latest = sight
 
     def since(self, after: float) -> dict[str, Any]:
-        """As JSON: what was seen last as `now`, and samples and events later than `after` (Unix time).
+        """For JSON: the latest Sight as `now`, and samples and events later than `after` (Unix time).
 
-        samples: `t`, and each sum as a list as long, with None from before it was counted.
+        samples: lists of one length: `t`, and each sum, with None before its first count.
         """
         with self._lock:
             samples = [sample for sample in self._samples if sample[0] > after]
@@ -66,7 +66,7 @@ class History:
 
 
 def _counts(sight: Sight) -> Iterator[tuple[str, str, int]]:
-    """(who counts it, what, how many): of what is not known now, nothing."""
+    """(counter's owner, what it counts, count). Leaves out counts that are not known now."""
     if sight.counts:
         yield "directory", "asked", sight.counts["lookups"]
         yield "directory", "fault:corrupt", sight.counts["corrupt"]

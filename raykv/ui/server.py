@@ -1,4 +1,4 @@
-"""The page over HTTP: the files in static/, and what the history has as JSON. Behind Ray's token where that is on."""
+"""The page over HTTP: the files in static/, and the history as JSON. It asks for Ray's token if token auth is on."""
 
 import hmac
 import ipaddress
@@ -21,7 +21,7 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
 STATIC = Path(__file__).parent / "static"
-FORBIDS = {  # what a browser may do with a page of ours
+FORBIDS = {  # limits what a browser may do with our pages
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
@@ -34,7 +34,7 @@ Answer = Callable[[Request], Awaitable[Response]]
 
 
 def application(state: Callable[[float], dict[str, Any]], host: str) -> Starlette:
-    """state: what the page shows, as JSON, of what happened after a Unix time; see History.since. host: it is at."""
+    """The page's application. state: the page's JSON after a Unix time; see History.since. host: where it listens."""
 
     async def page(_: Request) -> Response:
         return FileResponse(STATIC / "index.html")
@@ -62,7 +62,7 @@ def application(state: Callable[[float], dict[str, Any]], host: str) -> Starlett
 
 
 async def _guarded(request: Request, answer: Answer) -> Response:
-    """Answer, or say why not: where the token is asked for, "/" is then the page that takes it."""
+    """Answer, or say why not. If the token is missing, "/" shows the page that asks for the token."""
     refusal = _refusal(request)
     if refusal is None:
         response = await answer(request)
@@ -83,10 +83,10 @@ _WHY = {
 
 
 def _refusal(request: Request) -> HTTPStatus | None:
-    """None where a header has Ray's token, or the cookie is what `_authenticate` sets."""
+    """Why a request is refused. None if a header has Ray's token, or the cookie is right."""
     if not is_token_auth_enabled():
         return None if _is_ours(request) else HTTPStatus.MISDIRECTED_REQUEST
-    if request.scope["path"] in BEFORE_TOKEN:  # `request.url` is made with the Host that the client sends
+    if request.scope["path"] in BEFORE_TOKEN:  # not `request.url`: it contains the Host header of the client
         return None
     for name in (names.AUTHORIZATION_HEADER_NAME, names.RAY_AUTHORIZATION_HEADER_NAME):
         if given := request.headers.get(name):
@@ -96,7 +96,7 @@ def _refusal(request: Request) -> HTTPStatus | None:
 
 
 def _is_ours(request: Request) -> bool:
-    """Whether the name that was asked is no other site's, whose page could have a browser read this one."""
+    """Whether the request names this host. Otherwise another site's page could have a browser read this page."""
     asked = (request.url.hostname or "").lower()
     try:
         ipaddress.ip_address(asked)
@@ -106,13 +106,13 @@ def _is_ours(request: Request) -> bool:
 
 
 def _cookie() -> str:
-    """What shows that a browser had the token, and isn't the token."""
+    """The cookie's value. It proves that a browser had the token, without being the token."""
     token: str = AuthenticationTokenLoader.instance().get_raw_token()
     return hmac.digest(token.encode(), b"raykv ui", "sha256").hex()
 
 
 async def _authenticate(request: Request) -> Response:
-    """Set the cookie of whoever sends the token as a header. It opens this page, and nothing else of Ray's."""
+    """Set the cookie if a header has the token. The cookie opens this page, and nothing of Ray's."""
     given = request.headers.get(names.AUTHORIZATION_HEADER_NAME, "")
     if not is_token_auth_enabled() or not validate_request_token(given):
         return PlainTextResponse(_WHY[HTTPStatus.FORBIDDEN], HTTPStatus.FORBIDDEN)

@@ -1,4 +1,4 @@
-"""What the page shows of a pool at one moment. As JSON it is what the page's scripts read: see static/page.js."""
+"""A pool at one moment, as its page shows it. The page's scripts read it as JSON: see static/page.js."""
 
 from dataclasses import dataclass
 
@@ -7,9 +7,9 @@ from dataclasses import dataclass
 class Node:
     """A living Ray node.
 
-    shown: how a user names it. state, why: as `raykv status` says them. limit: bytes that it may offer; None where
-    the directory does not know it. fills: (bytes used, bytes) by tier, of those that it has. faults: by kind, counted
-    by its store since that started.
+    shown: short id. state, why: as in `raykv status`. limit: bytes of memory that it may offer; None if the directory
+    does not know the node. fills: (bytes used, bytes) by tier, of its tiers. faults: counts of its store by kind, since
+    the store started.
     """
 
     id: str
@@ -28,7 +28,7 @@ class Node:
 
 @dataclass(frozen=True)
 class Route:
-    """What one memory has read from another since the reader's store started. failed: by transport."""
+    """Bytes that one memory has read from another since the reader's store started. bytes, failed: by transport."""
 
     reader: str
     source: str
@@ -40,10 +40,10 @@ class Route:
 
 @dataclass(frozen=True)
 class Prefix:
-    """A prefix that look-ups ended with.
+    """A prefix at whose end look-ups ended.
 
-    key: of its last block, in hex. blocks: its length. size: of it, in bytes. hits: look-ups. idle_s: since the last.
-    nodes: where its last block is in memory, as they are shown.
+    key: of its last block, in hex. blocks: its length. size: its bytes. hits: number of look-ups. idle_s: seconds since
+    the last look-up. nodes: short ids of the nodes whose memory has its last block.
     """
 
     key: str
@@ -56,10 +56,10 @@ class Prefix:
 
 @dataclass(frozen=True)
 class Sight:
-    """counts: of the directory, and `asked`; empty while it does not answer. hits: blocks found, by where they were.
+    """counts: of the directory; empty while it does not answer. hits: found blocks, by where they were.
 
-    tiers: state of external tiers, by how their node is shown, or "all nodes". upkeep: what is wrong with the
-    directory, its successor and the supervisor; "" where all is well.
+    tiers: state of external tiers by short id of their node, or "all nodes". upkeep: faults of the directory, its
+    successor and the supervisor; "" if they are well.
     """
 
     pool: str

@@ -1,1 +1,1 @@
-"""How fast blocks are stored, read, and moved."""
+"""Benches of storing, reading and moving blocks."""

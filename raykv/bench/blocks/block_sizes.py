@@ -17,16 +17,16 @@ from raykv.config import MIB, parse_size
 from raykv.keys import Keys
 
 POOL, POOL_BYTES = "bench-sizes", 1024 * MIB
-FILL = 1280 * MIB  # stored ahead: more than the pool has, so that every slot is mapped and the oldest is evicted
-SPAN = 768 * MIB  # of slots that copies go round in, and BUFFERS of callers' memory: they have left the CPU caches
-BUFFERS = 256 * MIB
-LARGEST = 128 * MIB  # of the blocks of one call
+FILL = 1280 * MIB  # stored ahead: more than the pool has, so every slot is mapped, and stores evict
+SPAN = 768 * MIB  # of slots that copies take in turn: a slot has left the CPU caches when its turn comes again
+BUFFERS = 256 * MIB  # of the caller's memory, taken in turn for the same reason
+LARGEST = 128 * MIB  # bytes of a call, at most
 CHUNK = 32 * MIB
 PAIRS_MIN, PAIRS_MAX, PAIRS_BYTES = 16, 200, 1024 * MIB
 
 
 class Shape(NamedTuple):
-    """Of a call: so many blocks of so many bytes."""
+    """A call's number of blocks and bytes of a block."""
 
     blocks: int
     block_bytes: int
@@ -41,7 +41,7 @@ class Shape(NamedTuple):
 
 
 class Times(NamedTuple):
-    """Seconds of a call, of one thread's memcpy of as many bytes, and of the arena's threads'."""
+    """Seconds of a call, and of a memcpy of as many bytes by one thread and by an arena's threads."""
 
     call: float
     one: float
@@ -49,7 +49,7 @@ class Times(NamedTuple):
 
 
 def shapes(blocks: str, block_bytes: str) -> list[Shape]:
-    """Of "1,4" and "64KiB,2MiB": every number with every size. Raises ValueError where that is none."""
+    """Shapes from such as "1,4" and "64KiB,2MiB": each number with each size. Raises ValueError for other texts."""
     if not all(count.isdecimal() for count in blocks.split(",")):
         raise ValueError(f"blocks={blocks!r}: give numbers, such as 1,4,16,64")
     sizes = [parse_size("block-bytes", part) for part in block_bytes.split(",")]
@@ -61,7 +61,7 @@ def shapes(blocks: str, block_bytes: str) -> list[Shape]:
 
 
 class Worker:
-    """One process, which stores and reads blocks of one shape at a time."""
+    """A process that stores and reads blocks of one shape at a time."""
 
     def __init__(self) -> None:
         import raykv
@@ -73,7 +73,7 @@ class Worker:
         self.slots: Blocks = []
 
     def take(self, shape: Shape) -> None:
-        """From now on, blocks of this shape."""
+        """Use blocks of this shape from now on."""
         self.shape = shape
         self.cache = self.pool.cache(
             model=str(shape), dtype="uint8", layout="rows", block_tokens=16, block_bytes=shape.block_bytes
@@ -81,10 +81,10 @@ class Worker:
         self.filled = FILL // shape.block_bytes
         self.keys = self.cache.keys(np.arange((self.filled + 2 * shape.pairs * shape.blocks) * 16))
         block = np.random.default_rng(0).integers(0, 255, shape.block_bytes, np.uint8)
-        self.buffers = np.tile(block, (BUFFERS // shape.block_bytes, 1))  # all alike: a floor may write over any block
+        self.buffers = np.tile(block, (BUFFERS // shape.block_bytes, 1))  # equal blocks: a floor may overwrite any
 
     def fill(self) -> None:
-        """Store blocks until every slot has been used; then the oldest are evicted."""
+        """Store blocks until every slot has been used. Later stores evict the oldest blocks."""
         step = CHUNK // self.shape.block_bytes
         for at in range(0, self.filled, step):
             keys = self.keys[at : min(at + step, self.filled)]
@@ -92,7 +92,7 @@ class Worker:
         self._find(self.filled)
 
     def stores(self) -> tuple[int, list[Times]]:
-        """How many keys are stored then, and times of stores beside those of copies into slots that are in use."""
+        """(number of keys stored so far, times of stores). The floors copy into slots that are in use."""
 
         def store(turn: int) -> tuple[float, int]:
             at = self.filled + turn * self.shape.blocks
@@ -101,7 +101,7 @@ class Worker:
             stored = self.cache.store(keys, blocks)
             seconds = time.perf_counter() - begin
             if stored < len(keys):
-                store_all(self.cache, keys, blocks)  # readers want them all
+                store_all(self.cache, keys, blocks)  # the readers expect all blocks
             return seconds, stored
 
         turns, rows = self._pairs(
@@ -110,7 +110,7 @@ class Worker:
         return self.filled + turns * self.shape.blocks, rows
 
     def reads(self, written: int) -> list[Times]:
-        """Times of reads of what another process stored, beside those of copies out of the same slots."""
+        """Times of reads of another process's blocks. The floors copy out of the same slots."""
         self._find(written)
         first, last = written - len(self.slots), written - self.shape.blocks
 
@@ -127,9 +127,9 @@ class Worker:
     def _pairs(
         self, call: Callable[[int], tuple[float, int]], copy: Callable[[Memcpy, int], float]
     ) -> tuple[int, list[Times]]:
-        """How many turns were taken, and the times of those whose call was whole: an answer may be late.
+        """(number of turns, times of turns whose call moved all blocks): an answer may be late.
 
-        call: returns its seconds, and how many blocks it moved.
+        call: returns (its seconds, number of blocks that it moved). copy: returns its seconds.
         """
         rows: list[Times] = []
         for turn in range(2 * self.shape.pairs):
@@ -144,7 +144,7 @@ class Worker:
         raise AssertionError(f"{len(rows)} of {turn + 1} calls were whole: {self.pool.session.directory.faults}")
 
     def _find(self, stop: int) -> None:
-        """Slots of the newest blocks before keys[stop], which are SPAN bytes: read once, so that they are mapped."""
+        """Find the slots of the newest SPAN bytes of blocks before keys[stop]. A read maps the slots."""
         first, step = stop - SPAN // self.shape.block_bytes, CHUNK // self.shape.block_bytes
         self.slots = []
         for at in range(first, stop, step):  # in order: a match touches its blocks last to first
@@ -170,10 +170,10 @@ class Worker:
 
 
 def table(node: str, wanted: list[Shape]) -> list[dict[str, float]]:
-    """A row a shape: GB/s (1e9 bytes), medians, and their shares of one thread's and of all threads' memcpy."""
+    """A row for each shape: median GB/s (1e9 bytes), and shares of one thread's and of all threads' memcpy."""
     rows: dict[Shape, dict[str, float]] = {}
     for block_bytes in {shape.block_bytes: None for shape in wanted}:
-        with local_pool(POOL, POOL_BYTES) as pool:  # one a size: a slab that served another would be left out
+        with local_pool(POOL, POOL_BYTES) as pool:  # a new pool for each size, so that all slabs serve that size
             rows |= _measure(pool, node, [shape for shape in wanted if shape.block_bytes == block_bytes])
     return [rows[shape] for shape in wanted]
 
@@ -197,7 +197,7 @@ def _measure(pool: Any, node: str, wanted: list[Shape]) -> dict[Shape, dict[str,
 
 def _figures(shape: Shape, rows: list[Times], prefix: str) -> dict[str, float]:
     call, one, both = (shape.bytes / statistics.median(column) / 1e9 for column in zip(*rows, strict=True))
-    floors = "" if prefix == "read_" else prefix  # as in the figures of the default run
+    floors = "" if prefix == "read_" else prefix  # names as in the figures of `bench local`
     return {
         f"{prefix}e2e_gbps": call,
         f"{floors}memcpy1_gbps": one,

@@ -1,4 +1,4 @@
-"""`raykv bench cross`: blocks of another node, beside what Ray and a socket do on the same route."""
+"""`raykv bench cross`: reads of another node's blocks, beside Ray and a socket on the same route."""
 
 import socket
 import statistics
@@ -20,7 +20,7 @@ WARM, PAIRS = 24, 24
 
 
 class Writer:
-    """The other node's process: it stores the blocks, and serves what they are compared with."""
+    """The other node's process. It stores the blocks, and serves the same bytes through Ray and a socket."""
 
     def __init__(self) -> None:
         import raykv
@@ -37,7 +37,7 @@ class Writer:
         return self.blocks
 
     def listen(self) -> int:
-        """Serve the blocks over TCP, to whoever sends a byte. Returns the port."""
+        """Serve the blocks over TCP, to one peer, for each byte that it sends. Returns the port."""
         server = socket.create_server(("127.0.0.1", 0))
 
         def serve() -> None:
@@ -93,9 +93,9 @@ class Reader:
 
 
 def run(transport: str) -> dict[str, Any]:
-    """GB/s (1e9 bytes), medians, and the transport that was used.
+    """Median GB/s (1e9 bytes), and the transport that the pool used.
 
-    Every read of the pool is of blocks that the reader's node has not seen.
+    Each read of the pool reads blocks that the reader's node has not seen.
     """
     import ray
 

@@ -1,6 +1,6 @@
-"""`raykv bench demotion`: reads, stores and matches while blocks are demoted to a disk, beside the same while none are.
+"""`raykv bench demotion`: reads, stores and matches while blocks are demoted to a disk, and without demotion.
 
-Only the blocks of a backlog are demoted, because only they are matched. Blocks stored in a timed window are not.
+Only the blocks of a backlog are demoted, because only these are matched. Blocks that a timed window stores are not.
 """
 
 import statistics
@@ -21,11 +21,11 @@ POOL = "bench-demotion"
 CPU_MEMORY = 4096 * MIB
 CAPACITY = "3GiB"  # full after two backlogs: demoted blocks then evict older ones from the tier
 BACKLOG = 48  # batches of 32 MiB
-READ = 12  # batches that are read in turn
+READ = 12  # batches that windows read in turn
 STORES, READS, MATCHES = 6, 6, 24  # of a window
-WINDOWS = 4  # at most, of a backlog
+WINDOWS = 4  # at most, while a backlog is demoted
 WARM, PAIRS = 2, 8
-DEADLINE_S = 60.0
+DEADLINE_S = 60.0  # for a call to succeed, and for a backlog to be demoted
 
 
 class Window(NamedTuple):
@@ -39,7 +39,7 @@ class Window(NamedTuple):
 class Engine(local.Worker):
     def __init__(self) -> None:
         super().__init__(POOL)
-        self.fresh = self.turn = 0  # the last batch that was stored, and how many were read
+        self.fresh = self.turn = 0  # number of the last stored batch; number of reads
         self.read_batches: list[int] = []
         self.small = self.pool.cache(model="bench", dtype="uint8", layout="rows", block_tokens=16, block_bytes=4096)
         self.prompt = self.small.keys(np.arange(MATCH_KEYS * 16))
@@ -47,12 +47,12 @@ class Engine(local.Worker):
     def prepare(self) -> None:
         """Store the blocks that every window reads and matches."""
         stored = 0
-        while stored < MATCH_KEYS:  # the first store of this size takes slabs from the other one
+        while stored < MATCH_KEYS:  # the first store of this size takes slabs from the other size
             stored += self.small.store(self.prompt, np.zeros((MATCH_KEYS, 4096), np.uint8))
         self.read_batches = [_until_done(self._store)[0] for _ in range(READ)]
 
     def fill(self) -> None:
-        """Store blocks that are to be demoted."""
+        """Store a backlog, and match it, so that its blocks are demoted."""
         for batch in [_until_done(self._store)[0] for _ in range(BACKLOG)]:
             _until_done(lambda batch=batch: self._ask_for(batch))  # type: ignore[misc]
 
@@ -93,7 +93,7 @@ class Bench:
         self.pool, self.engine = pool, engine
 
     def demoted(self) -> int:
-        """How many blocks were demoted."""
+        """How many blocks were demoted so far."""
         (tier,) = self.pool.stats()["tiers"].values()
         return int(tier["demoted"])
 
@@ -105,7 +105,7 @@ class Bench:
             time.sleep(0.05)
 
     def pair(self) -> tuple[list[Window], list[Window], float]:
-        """Windows while blocks are demoted, as many while none are, and the GB/s of the demotion."""
+        """(windows during demotion, as many windows without it, GB/s of the demotion)."""
         import ray
 
         before = self.demoted()
@@ -115,7 +115,7 @@ class Bench:
         for _ in range(WINDOWS):
             window = ray.get(self.engine.window.remote())
             now, seconds = self.demoted(), time.monotonic() - begin
-            if now >= before + BACKLOG * BATCH:  # some of that window was idle
+            if now >= before + BACKLOG * BATCH:  # demotion ended during this window, so it does not count
                 break
             busy.append(window)
             down = (now - first) * BLOCK_BYTES / seconds / 1e9
@@ -126,11 +126,11 @@ class Bench:
 
 
 def run(directory: str) -> dict[str, float]:
-    """GB/s (1e9 bytes) and microseconds, medians; ratios of busy by idle. directory: on the disk to write to."""
+    """Median GB/s (1e9 bytes) and microseconds; ratios of busy to idle speed. directory: on the disk to write to."""
     import ray
 
     with tempfile.TemporaryDirectory(dir=directory, prefix="raykv-bench-") as folder:
-        settings: dict[str, Any] = {"write": "through", "min_hits": 1, "deadline": 10.0}  # what is late counts
+        settings: dict[str, Any] = {"write": "through", "min_hits": 1, "deadline": 10.0}  # late calls count too
         settings["external"] = f"file://{folder}?capacity={CAPACITY}"
         with local_cluster(1) as (node,), local_pool(POOL, CPU_MEMORY, secret=b"bench", **settings) as pool:
             engine = on_node(Engine, node)
@@ -151,7 +151,7 @@ def run(directory: str) -> dict[str, float]:
 
 
 def _until_done(call: Callable[[], T]) -> T:
-    """Call until it succeeds: the directory offers no node that it has not heard of for seconds, as of a busy one."""
+    """Call until it succeeds: a busy node's heartbeat may be late, and the directory does not offer such a node."""
     end = time.monotonic() + DEADLINE_S
     while True:
         try:

@@ -1,4 +1,4 @@
-"""What a question to another process costs at least: an actor and a socket that answer with as many bytes."""
+"""The floor of a question to another process: an actor and a socket that answer with as many bytes."""
 
 import socket
 import threading
@@ -10,7 +10,7 @@ from raykv.protocol.packing import packed
 
 
 class Echo:
-    """An actor that does nothing, and answers as many bytes as the directory does to a match."""
+    """An actor that only answers, with as many bytes as the directory's answer to a match."""
 
     def __init__(self, answer_bytes: int) -> None:
         self.answer = (1, bytes(answer_bytes), b"")
@@ -19,7 +19,7 @@ class Echo:
         return self.answer
 
     def listen(self, request_bytes: int) -> tuple[int, int, int]:
-        """Answer one peer over a bare socket, too. Returns what a RoundTrip is made with."""
+        """Answer one peer over a bare socket, too. Returns the arguments of RoundTrip."""
         server = socket.create_server(("127.0.0.1", 0))
         answer = bytes(len(packed(self.answer)))
 
@@ -43,7 +43,7 @@ class RoundTrip:
         self._request, self._answer = bytes(request_bytes), memoryview(bytearray(answer_bytes))
 
     def seconds(self) -> float:
-        """Of one request and its answer."""
+        """Seconds of one request and its answer."""
         begin = time.perf_counter()
         self._peer.sendall(self._request)
         assert _received(self._peer, self._answer), "the echo is gone"

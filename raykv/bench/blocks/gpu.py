@@ -34,11 +34,11 @@ Locations = NDArray[np.void]
 
 
 def run() -> dict[str, Any]:
-    """GB/s (1e9 bytes), medians; `<what>_of_hand` is what the copy by hand took over what ours took.
+    """Median GB/s (1e9 bytes). `<what>_of_hand`: time of the copy by hand, divided by the time of raykv's copy.
 
-    Blocks lie scattered on both sides. What comes to host memory is hashed, by hand too: after its copy. `pages_...`:
-    an engine's pages of LAYER_BYTES, beside the same bytes by hand in whole blocks. ValueError where this process can
-    use no GPU.
+    Blocks lie scattered on both sides. Both hash blocks that come to host memory; the copy by hand does so afterwards.
+    `pages_...`: an engine's pages of LAYER_BYTES, beside whole blocks by hand. ValueError if this process can use no
+    GPU.
     """
     gpu = device.device(device.uuid_of(0))
     fast = GpuArena.open_new("bench-gpu", bytes(16), gpu, SLAB, SLABS)
@@ -89,7 +89,7 @@ def _in_process(gpu: str, fast: GpuArena, memory: Arena) -> dict[str, float]:
 
 
 def _over_ipc(path: str, nonce: bytes, gpu: str, handle: bytes) -> dict[str, float]:
-    """Run in another process, as an engine does."""
+    """The same figures in another process, as in an engine's."""
     arena = GpuArena.map(path, nonce, gpu, handle)
     try:
         return _store_and_load("ipc_", gpu, arena, _engine(), _Turns(1 << 20))
@@ -98,7 +98,7 @@ def _over_ipc(path: str, nonce: bytes, gpu: str, handle: bytes) -> dict[str, flo
 
 
 def _nccl_to_self(gpu: str, fast: GpuArena) -> dict[str, float]:
-    """One rank, which sends what it receives."""
+    """One rank that sends to itself."""
     from cupy.cuda import nccl
 
     turns, stream = _Turns(), cuda.cupy().cuda.Stream(non_blocking=True)
@@ -117,7 +117,7 @@ def _nccl_to_self(gpu: str, fast: GpuArena) -> dict[str, float]:
 
 
 def _nccl_between_two(gpu: str, fast: GpuArena) -> dict[str, float]:
-    """Two processes on one GPU, which NCCL takes for two hosts and joins by sockets: whether it works, not how fast."""
+    """Two processes on one GPU. NCCL takes them for two hosts and joins them by sockets: a check, not a measurement."""
     os.environ.update(NCCL_HOSTID="reader", NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1")
     turns, unique, context = _Turns(), nccl_pair.new_unique(), get_context("spawn")
     pipe, theirs = context.Pipe()
@@ -176,7 +176,7 @@ def _store_and_load(name: str, gpu: str, arena: Arena, rows: Rows, turns: "_Turn
 
 
 class _Turns:
-    """Locations of the same scattered slots, of a newer generation each time."""
+    """Locations of the same scattered slots, with a newer generation each time."""
 
     def __init__(self, first: int = 0) -> None:
         self._gen = FIRST + first
@@ -184,7 +184,7 @@ class _Turns:
         self._order = np.random.default_rng(0).permutation(2 * BLOCKS).reshape(2, BLOCKS)
 
     def locations(self, into: int = 0) -> Locations:
-        """into: 1 for the slots that those of 0 leave free."""
+        """into: 0 or 1, for two sets of slots without a common slot."""
         self._gen += 1 << 10
         at = np.zeros(BLOCKS, LOCATION)
         at["slab"], at["slot"] = np.divmod(self._order[into], SLAB // BLOCK_BYTES)

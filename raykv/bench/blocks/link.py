@@ -1,9 +1,9 @@
 """`raykv bench cross --link`: blocks over a link of a given rate, delay and loss, beside iperf3 on the same link.
 
-Two network namespaces of this machine, with a cable between them; a process in each that has an arena and the transport
-of a node store. It takes root, iproute2, nftables and iperf3.
+A virtual cable joins two network namespaces of this machine. A process in each has an arena and a node store's
+transport. It needs root, iproute2, nftables and iperf3.
 
-python -m raykv.bench.blocks.link serve|read    the two processes; the parent's words on stdin, answers on stdout
+python -m raykv.bench.blocks.link serve|read OFFER    the two processes; they answer on stdout
 """
 
 import json
@@ -34,7 +34,7 @@ EXAMPLE = "--link 10gbit or --link 10gbit,1ms,0.1%"
 
 
 class Link(NamedTuple):
-    """rate: gbit/s. delay: ms of one way. loss: % of packets. 0: as fast, near and safe as this machine has it."""
+    """rate: gbit/s. delay: ms of one way. loss: % of packets. 0: rate, delay or loss of this machine itself."""
 
     rate: float = 0.0
     delay: float = 0.0
@@ -42,7 +42,7 @@ class Link(NamedTuple):
 
 
 def parse(text: str) -> Link:
-    """A Link of "10gbit,1ms,0.1%", each part of which may be missing. ValueError for anything else."""
+    """A Link from a text such as "10gbit,1ms,0.1%". Parts may be missing. ValueError for other texts."""
     units = {"gbit": "rate", "ms": "delay", "%": "loss"}
     parts = [re.fullmatch(r"(\d+(?:\.\d+)?)(gbit|ms|%)", part.strip()) for part in text.split(",")]
     found = {units[part[2]]: float(part[1]) for part in parts if part}
@@ -56,7 +56,7 @@ def parse(text: str) -> Link:
 
 @contextmanager
 def namespaces(link: Link) -> Iterator[tuple[int, int]]:
-    """Two processes, each in a network namespace of its own at one end of the link. Yields their ids."""
+    """Two processes, each in its own network namespace, at the two ends of the link. Yields their ids."""
     missing = [tool for tool in TOOLS if not shutil.which(tool)]
     if missing:
         raise FileNotFoundError(f"{missing} missing: apt-get install iproute2 nftables iperf3 util-linux")
@@ -83,12 +83,12 @@ def _namespace(pid: int | str) -> str:
 
 
 def _shape(pid: int, link: Link) -> None:
-    """Make what leaves a namespace slower, later and less reliable."""
+    """Apply the link's rate, delay and loss to packets that leave a namespace."""
     if link.delay:
         _inside(pid, "tc", "qdisc", "add", "dev", "lane", "root", "netem", "delay", f"{link.delay}ms", "limit", 100_000)
     if link.rate:
         where = ["parent", "1:"] if link.delay else ["root"]
-        limits = ["burst", "1mb", "latency", "4ms"]  # of the queue before it
+        limits = ["burst", "1mb", "latency", "4ms"]  # of the queue before the link
         _inside(pid, "tc", "qdisc", "add", "dev", "lane", *where, "tbf", "rate", f"{link.rate}gbit", *limits)
     if link.loss:
         _inside(pid, "nft", "add", "table", "ip", "lane")
@@ -106,7 +106,7 @@ def _enter(pid: int) -> list[str]:
 
 
 def _run(*command: Any) -> str:
-    """Its output. RuntimeError if it fails."""
+    """Run a command. Returns its output. RuntimeError if it fails."""
     done = subprocess.run([str(part) for part in command], capture_output=True, text=True)
     if done.returncode:
         why = done.stderr.strip() or done.stdout.strip()
@@ -119,7 +119,7 @@ def _run(*command: Any) -> str:
 
 
 def _arena(name: str) -> Any:
-    """An arena for LARGE, and one grant for every slot; of a later turn if their `gen` is raised."""
+    """(an arena for LARGE bytes, a location for each slot, a key for each). A higher `gen` makes the next turn."""
     from raykv.arena.arena import Arena
     from raykv.protocol.location import COUNTER_BITS, LOCATION
     from raykv.system.jit import compile_all
@@ -169,7 +169,7 @@ class Reader:
         self.pull(0, LARGE)  # maps the slots
 
     def pull(self, start: int, size: int) -> float:
-        """Seconds to pull so many bytes from a byte on."""
+        """Seconds to pull `size` bytes from byte `start` on."""
         from raykv.protocol.transfers import PULLED
         from raykv.transports.base import Peer, PullRequest
 
@@ -182,18 +182,18 @@ class Reader:
         return time.perf_counter() - begin
 
     def iperf3(self) -> float:
-        """Bytes a second that four flows bring."""
+        """Bytes per second that four flows bring."""
         sizes = ["-P", "4", "-t", str(IPERF_S), "-O", "1"]
         done = _run("iperf3", "-c", THERE, "-R", "-J", *sizes)
         return float(json.loads(done)["end"]["sum_received"]["bits_per_second"]) / 8
 
     def two(self) -> list[float]:
-        """Seconds of two readers at once, of half the blocks each."""
+        """Seconds of two readers at once. Each pulls half of the blocks."""
         with ThreadPoolExecutor(2) as threads:
             return list(threads.map(lambda start: self.pull(start, LARGE // 2), (0, LARGE // 2)))
 
     def small_beside_large(self) -> float:
-        """Seconds of a small pull that begins while a large one is under way."""
+        """Seconds of a small pull that begins while a large pull is under way."""
         with ThreadPoolExecutor(1) as threads:
             large = threads.submit(self.pull, SMALL, LARGE - SMALL)
             time.sleep(LARGE / 8e9)
@@ -228,7 +228,7 @@ def _read(offer: list[Any]) -> None:
 
 
 def run(text: str) -> dict[str, Any]:
-    """GB/s (1e9 bytes), medians, over the link. ValueError for no link; RuntimeError where it can't be made."""
+    """Median GB/s (1e9 bytes) over the link. ValueError for a bad `text`, RuntimeError if the link can't be made."""
     link = parse(text)
     command = [sys.executable, "-m", "raykv.bench.blocks.link"]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}

@@ -23,14 +23,14 @@ from raykv.protocol.packing import packed
 POOL = "bench-local"
 BLOCK_BYTES, BATCH = 2 * MIB, 16
 BATCHES = 24  # 768 MiB: far more than a processor's caches hold
-ROUNDS = 3  # of which the first warms up
+ROUNDS = 3  # the first warms up
 MATCH_KEYS, MATCH_CALLS, MATCH_TURN = 512, 400, 5
 
-Times = tuple[float, float, float]  # of a batch: its copies, all of the call, the floor's copies
+Times = tuple[float, float, float]  # seconds of a batch: its copies, the whole call, the floor's copies
 
 
 class Worker:
-    """One process, with so many buffers that a buffer has left the CPU caches when it is used again."""
+    """A process with enough buffers that a buffer has left the CPU caches when its turn comes again."""
 
     def __init__(self, pool: str = POOL) -> None:
         import raykv
@@ -42,7 +42,7 @@ class Worker:
         assert self.pool.session.local is not None
         self.arena = self.pool.session.local.arena
         block = np.random.default_rng(0).integers(0, 255, BLOCK_BYTES, np.uint8)
-        self.buffers = [np.tile(block, (BATCH, 1)) for _ in range(8)]  # all alike: the floor may write over any block
+        self.buffers = [np.tile(block, (BATCH, 1)) for _ in range(8)]  # equal blocks: the floor may overwrite any
         self.floor = Memcpy(block_copy.THREADS)
 
     def keys(self, batch: int) -> Keys:
@@ -53,13 +53,13 @@ class Worker:
         return self.floor.seconds(to, of)
 
     def slots(self, batch: int) -> list[NDArray[np.uint8]]:
-        """Addresses of a batch's blocks in the arena."""
+        """A batch's blocks in the arena, as (block_bytes,) views."""
         with self.cache.match(self.keys(batch)) as match:
             runs = [run for lease in match._leases for run in self.arena.views(lease.blocks.source)]
         return [block for run in runs for block in run.reshape(-1, BLOCK_BYTES)]
 
     def store(self, batch: int) -> tuple[float, float]:
-        """Store a batch. Returns seconds of its copies alone, and of the whole call."""
+        """Store a batch. Returns (seconds of its copies, seconds of the whole call)."""
         copying = _timed(self.arena, "write")
         begin = time.perf_counter()
         stored = self.cache.store(self.keys(batch), self.buffers[batch % 8])
@@ -95,7 +95,7 @@ class Worker:
         return rows
 
     def matches(self, echo: Any) -> tuple[list[float], list[float], list[float]]:
-        """Seconds of matching MATCH_KEYS keys, of an empty actor call with the same bytes, and of a socket, in turn."""
+        """Seconds of matches of MATCH_KEYS keys, of empty actor calls with as many bytes, and of a socket."""
         import ray
 
         cache = self.pool.cache(model="bench", dtype="uint8", layout="rows", block_tokens=16, block_bytes=4096)
@@ -103,7 +103,7 @@ class Worker:
         message = (1, 2, b"", b"", b""), (3, self.pool.node_id, keys.tobytes(), 4096)
         socket = RoundTrip(*ray.get(echo.listen.remote(len(packed(message)))))
         ours, floor, bare = [], [], []
-        for _ in range(MATCH_CALLS // MATCH_TURN):  # in turns, of which the first call warms up who answers
+        for _ in range(MATCH_CALLS // MATCH_TURN):  # the first call of a turn warms the answering process up
             floor += [_seconds(lambda: ray.get(echo.call.remote(*message), timeout=60)) for _ in range(MATCH_TURN)][1:]
             bare += [socket.seconds() for _ in range(MATCH_TURN)][1:]
             matched = [self._match_s(cache, keys) for _ in range(MATCH_TURN)][1:]
@@ -111,7 +111,7 @@ class Worker:
         return ours, floor, bare
 
     def _match_s(self, cache: Any, keys: Keys) -> float:
-        """Seconds of a match; 0.0 where an answer was late: the machine is busy with something else."""
+        """Seconds of a match; 0.0 if the answer was late: the machine is busy with something else."""
         begin = time.perf_counter()
         with cache.match(keys) as match:
             seconds = time.perf_counter() - begin
@@ -128,7 +128,7 @@ def _seconds(call: Callable[[], Any]) -> float:
 
 
 def run(shapes: list[Shape] | None = None) -> dict[str, Any]:
-    """GB/s (1e9 bytes), microseconds and keys/s, medians. shapes: of which `results` is a table."""
+    """Median GB/s (1e9 bytes), microseconds and keys/s. shapes: for a table of them under `results`."""
     import ray
 
     with local_cluster(1) as (node,):
@@ -174,7 +174,7 @@ def _gbps(seconds: list[float]) -> float:
 
 
 def _timed(arena: Any, method: str) -> Any:
-    """Time a method of the arena from now until the returned function is called, which gives the seconds."""
+    """Time a method of the arena from now on. The returned function ends that and returns the seconds."""
     spent = 0.0
     plain = getattr(type(arena), method)
 

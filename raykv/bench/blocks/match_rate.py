@@ -1,4 +1,4 @@
-"""Keys a second that one directory finds for several clients, over its socket and through Ray, in turn."""
+"""Keys per second that one directory finds for several clients, over its socket and through Ray in turn."""
 
 import contextlib
 import statistics
@@ -36,18 +36,18 @@ class Asker:
             return self._rate()
 
     def _rate(self) -> float:
-        """Keys a second, for PHASE_S seconds. A late answer is a miss, and counts for none."""
+        """Found keys per second, over PHASE_S. A late answer is a miss, and adds no keys."""
         begin, found = time.perf_counter(), 0
         while (passed := time.perf_counter() - begin) < PHASE_S:
             with self.cache.match(self.keys) as match:
                 found += match.num_blocks
             if not match.num_blocks:
-                time.sleep(0.01)  # until the directory is found again
+                time.sleep(0.01)  # for the client to find the directory again
         return found / passed
 
 
 def run(pool: str, node: str, count: int) -> tuple[float, float]:
-    """Keys a second of all clients together, over the socket and through Ray: medians."""
+    """Median keys per second of all clients together: (over the socket, through Ray)."""
     import ray
 
     askers = [on_node(Asker, node, pool, count) for _ in range(CLIENTS)]
@@ -62,7 +62,7 @@ def run(pool: str, node: str, count: int) -> tuple[float, float]:
 
 
 def stored_keys(cache: KVCache, count: int) -> Keys:
-    """Keys of so many blocks, which are stored."""
+    """Store so many blocks. Returns their keys."""
     keys = cache.keys(np.arange(count * cache.block_tokens))
     store_all(cache, keys, np.zeros((count, cache.block_bytes), np.uint8))
     return keys
@@ -70,9 +70,9 @@ def stored_keys(cache: KVCache, count: int) -> Keys:
 
 @contextlib.contextmanager
 def _without_socket(line: DirectoryLine) -> Iterator[None]:
-    """The same line, whose calls go through Ray as where nobody can connect; its connection is kept for later."""
+    """Send the line's calls through Ray, as if its socket could not connect. Keeps its connection for later."""
     pipeline, line._pipeline = line._pipeline, None
-    line.find = lambda: True  # type: ignore[method-assign]  # else it would connect again after a late answer
+    line.find = lambda: True  # type: ignore[method-assign]  # keeps it from connecting after a late answer
     try:
         yield
         assert line.way == "ray"

@@ -1,4 +1,4 @@
-"""The floor of every copy: the same bytes copied by hand, by so many threads."""
+"""The floor of every copy: numpy copies the same bytes, with a number of threads."""
 
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -10,14 +10,14 @@ Blocks = list[NDArray[np.uint8]]
 
 
 class Memcpy:
-    """Copies blocks with `threads` threads; one is the caller's own."""
+    """Copies blocks with `threads` threads. A single thread is the caller's own."""
 
     def __init__(self, threads: int) -> None:
         self._shares = threads
         self._threads = ThreadPoolExecutor(threads)
 
     def seconds(self, to: Blocks, of: Blocks) -> float:
-        """Seconds to copy blocks, a share of them in each thread."""
+        """Seconds to copy blocks. Each thread copies a share of them."""
         shares = [list(zip(to, of, strict=True))[i :: self._shares] for i in range(self._shares)]
         begin = time.perf_counter()
         if len(shares) == 1:

@@ -1,4 +1,4 @@
-"""Blocks that a bench needs stored before it begins, on a machine that may be busy."""
+"""Stores the blocks that a bench needs before it begins, on a machine that may be busy."""
 
 import time
 
@@ -8,12 +8,12 @@ from numpy.typing import NDArray
 from raykv.client.cache import KVCache
 from raykv.keys import Keys
 
-LATE_S = 0.2  # to wait after an answer that was late: until the directory is found again
+LATE_S = 0.2  # to wait after a late answer, for the client to find the directory again
 TRIES = 20
 
 
 def store_all(cache: KVCache, keys: Keys, blocks: NDArray[np.uint8]) -> None:
-    """Store blocks until all are there. Slabs may have to be taken from another size first."""
+    """Store blocks until all are there: the directory may first have to take slabs from another size."""
     for _ in range(TRIES):
         cache.store(keys, blocks, wait=True)
         with cache.match(keys) as match:

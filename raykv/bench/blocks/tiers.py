@@ -36,21 +36,21 @@ Keys = NDArray[np.uint8]
 
 
 class Floor(Protocol):
-    """The same bytes, moved by the library beneath the tier alone."""
+    """Moves the same bytes with the tier's library alone."""
 
     def store(self, blocks: list[memoryview]) -> None: ...
 
     def load(self) -> None:
-        """Load what was stored last."""
+        """Load the blocks of the last `store`."""
 
     def delete(self) -> None:
-        """Delete what was stored last, where the tier's next store too would be of new blocks."""
+        """Delete these blocks, unless the tier too overwrites deleted blocks."""
 
     def close(self) -> None: ...
 
 
 class Node(TierCopier):
-    """The copies that a node store makes: the source is one slab of an arena, the other takes what is loaded."""
+    """A node store's copies: from one slab of an arena to the tier, and from the tier to the other slab."""
 
     def __init__(self, url: str) -> None:
         path = f"{SHM}/raykv-bench-tiers-{os.getpid()}"
@@ -92,7 +92,7 @@ class Node(TierCopier):
 
 
 class DirectIo:
-    """One preallocated file, with as many requests in flight as the tier has."""
+    """Direct I/O on one preallocated file, with as many requests in flight as the tier has."""
 
     def __init__(self, folder: str) -> None:
         self._fd = os.open(os.path.join(folder, "floor"), os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
@@ -111,7 +111,7 @@ class DirectIo:
         assert done == BLOCKS * BLOCK_BYTES
 
     def delete(self) -> None:
-        """Nothing to do: the tier too overwrites what was deleted."""
+        """Nothing to do: the tier too overwrites deleted blocks."""
 
     def close(self) -> None:
         self._threads.shutdown()
@@ -151,7 +151,7 @@ class RedisPy:
 
 
 def run(directory: str) -> dict[str, Any]:
-    """GB/s (1e9 bytes) and ratios of a floor, medians. directory: on the disk that is measured."""
+    """Median GB/s (1e9 bytes) and ratios to a floor. directory: on the disk to measure."""
     with _folder(directory) as folder:
         figures: dict[str, Any] = _figures("file", f"file://{folder}/tier?capacity={CAPACITY}", DirectIo(folder))
     missing = _missing()
@@ -207,7 +207,7 @@ def _locations(slab: int, turn: int) -> NDArray[np.void]:
 
 @contextmanager
 def _folder(directory: str) -> Iterator[str]:
-    """ValueError where the file system there does no direct I/O."""
+    """A temporary folder. ValueError if its file system does no direct I/O."""
     with tempfile.TemporaryDirectory(dir=directory, prefix="raykv-bench-") as folder:
         try:
             os.close(os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_DIRECT))
@@ -217,7 +217,7 @@ def _folder(directory: str) -> Iterator[str]:
 
 
 def _missing() -> str | None:
-    """What is missing here to measure redis."""
+    """The part that redis's bench lacks here."""
     try:
         import redis  # noqa: F401
     except ModuleNotFoundError:
@@ -227,7 +227,7 @@ def _missing() -> str | None:
 
 @contextmanager
 def _redis_server() -> Iterator[int]:
-    """A server that keeps nothing on disk, on the port that this yields."""
+    """A server that keeps nothing on disk. Yields its port."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port: int = probe.getsockname()[1]
     with tempfile.TemporaryDirectory() as folder:

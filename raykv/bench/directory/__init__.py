@@ -1,1 +1,1 @@
-"""How much a directory carries."""
+"""Benches of a directory's load."""

@@ -1,7 +1,6 @@
-"""What the directory costs at size: bytes an entry, match, release, store with eviction, loss of a node.
+"""The directory's costs at size: bytes per entry, match, release, store with eviction, loss of a node.
 
-Everything goes through the public methods of `raykv.directory.directory.Directory`. Its floor is the same state in
-plain dicts.
+The bench calls public methods of `raykv.directory.directory.Directory`. The floor is the same state in plain dicts.
 """
 
 import itertools
@@ -24,27 +23,26 @@ from raykv.protocol.stores import ArenaDescription, Inventory
 KeyArray = NDArray[np.uint64]  # (n, 2)
 
 LENGTHS = (64, 512, 8192)  # keys of a match
-SHORT, LONG = 512, 8192  # blocks of a chain; half of the entries lie in either
+SHORT, LONG = 512, 8192  # blocks of a chain; each kind has half of the entries
 MIN_ENTRIES = 200_000
-FLOOR_ENTRIES = 1_000_000  # the plain model takes minutes and gigabytes beyond that
+FLOOR_ENTRIES = 1_000_000  # at most: the plain model would take minutes and gigabytes for more
 MIN_NODES, NODE_BLOCKS = 8, 1_000_000
 SLAB_SLOTS = 16_384
 BLOCK_BYTES = 4096
 PER_CALL = 4096  # keys of a call while filling
 STORE = 1024  # blocks of a timed store: a prompt of 16,384 tokens
 TURNS = 12
-IN_A_TURN = 5  # calls on one side; the first is left out, since it finds the other side's data in the caches
+IN_A_TURN = 5  # calls on one side; the first does not count, since the caches hold the other side's data
 WRITERS = 16 * LONG  # blocks of the chains that grow at the same time, interleaved at random
-CHURN = 0.4  # of all blocks are replaced before anything is timed
+CHURN = 0.4  # share of blocks that are replaced before the first timing
 
 
 def run(entries: int) -> dict[str, Any]:
-    """Figures of a directory of `entries` blocks; under `floor`, of the plain model with a million of them at most.
+    """Figures of a directory of `entries` blocks. floor: figures of the plain model with at most a million blocks.
 
-    bytes_per_entry; match_us and release_us, by keys of a match of a chain that was not used lately; insert_per_s, by
-    stores of `store_blocks` new blocks that evict as many; remove_node_ms, for a node of `remove_node_blocks`; under
-    `metrics` what they cost, see `metrics_cost.cost`. Times are medians; the two sides take turns.
-    Raises ValueError below 200,000 entries.
+    match_us, release_us: by number of keys, of chains that were not used lately. insert_per_s: blocks, by stores of
+    `store_blocks` new blocks that evict as many. remove_node_ms: for a node of `remove_node_blocks`. metrics: see
+    `metrics_cost.cost`. Times are medians; the two sides take turns. Raises ValueError below 200,000 entries.
     """
     if entries < MIN_ENTRIES:
         raise ValueError(f"entries={entries}: give at least {MIN_ENTRIES}, so that every node holds long chains")
@@ -70,11 +68,11 @@ def run(entries: int) -> dict[str, Any]:
 
 
 def _metrics_cost(pool: "_Pool", load: "_Load") -> dict[str, Any]:
-    """Of matches of the fewest keys, which take the least time."""
+    """Cost of metrics for matches of the fewest keys, where it weighs most."""
     few = min(LENGTHS)
     prompts = [(node, load._prepared(chain, few)) for node, chain in load.chains[SHORT]]
 
-    def request(number: int) -> tuple[Any, ...]:  # it releases what the call before leased
+    def request(number: int) -> tuple[Any, ...]:  # it releases the lease of the call before
         node, keys = prompts[number % len(prompts)]
         return tuple(pool._call()), (1, str(node), keys, BLOCK_BYTES, KEYS_PER_CALL)
 
@@ -82,13 +80,13 @@ def _metrics_cost(pool: "_Pool", load: "_Load") -> dict[str, Any]:
 
 
 class _Side(Protocol):
-    """What is timed. `prepare` turns keys into what its other methods take."""
+    """A side to time. `prepare` turns keys into the argument of its other methods."""
 
     def prepare(self, keys: KeyArray) -> Any: ...
-    def match(self, node: int, keys: Any) -> int: ...  # and lease; blocks that are on `node`
+    def match(self, node: int, keys: Any) -> int: ...  # leases too; number of found blocks on `node`
     def release(self) -> None: ...
     def store(self, node: int, keys: Any) -> None: ...
-    def remove(self, node: int) -> int: ...  # slots it had
+    def remove(self, node: int) -> int: ...  # number of slots that the node had
     def bytes_per_entry(self) -> float: ...
 
 
@@ -98,7 +96,7 @@ class _Pool:
     def __init__(self, entries: int, nodes: int) -> None:
         self.directory = Directory()
         self.calls = itertools.count(1)
-        window = entries // nodes // 50  # the staging that a node store of 2 MiB blocks adds to its capacity
+        window = entries // nodes // 50  # staging slots: 2% of a node's capacity
         slots = entries // nodes + window
         slabs = -(-slots // SLAB_SLOTS)
         slab_bytes = -(-slots // slabs) * BLOCK_BYTES
@@ -146,7 +144,7 @@ class _Block:
 
 
 class _Plain:
-    """The floor: one dict by key, and an OrderedDict a node as its LRU."""
+    """The floor: one dict by key, and for each node an OrderedDict as its LRU."""
 
     def __init__(self, entries: int, nodes: int) -> None:
         self.capacity = entries // nodes
@@ -207,7 +205,7 @@ class _Plain:
 
 
 class _Load:
-    """Fills a side with chains, and times what it does with them."""
+    """Fills a side with chains, and times its calls."""
 
     def __init__(self, side: _Side, entries: int, nodes: int) -> None:
         self.side, self.entries, self.nodes = side, entries, nodes
@@ -222,7 +220,7 @@ class _Load:
         self.bytes = 0.0
 
     def fill(self) -> None:
-        """All room, used in random order; then part of it anew, in rows that are recycled in the order of use."""
+        """Fill all room, use the chains in random order, replace CHURN of the blocks, and use the chains again."""
         per_node = self.entries // self.nodes
         self._grow(per_node)
         self._use()
@@ -249,7 +247,7 @@ class _Load:
             self.side.store(node, self.side.prepare(_keys(ids[writer[call]], block[call])))
 
     def _use(self) -> None:
-        """Match every chain once, in random order, and keep those that are whole."""
+        """Match every chain once, in random order, and keep the whole chains."""
         for length, chains in self.chains.items():
             kept = []
             for i in self.random.permutation(len(chains)):
@@ -263,7 +261,7 @@ class _Load:
         return self.side.prepare(_keys(np.full(length, chain), np.arange(length)))
 
     def match(self, length: int, timed: bool) -> None:
-        """Time a match and the release of a chain whose last use lies far back."""
+        """Time a match and a release of the chain whose last use is longest ago."""
         chains = self.chains[max(SHORT, length)]
         node, chain = chains.pop(0)
         chains.append((node, chain))
@@ -280,7 +278,7 @@ class _Load:
             raise RuntimeError(f"a chain of {length} blocks matched {n}: it should have been whole")
 
     def store(self, timed: bool) -> None:
-        """Time a store of new blocks, which evicts as many."""
+        """Time a store of new blocks that evicts as many blocks."""
         keys = self._prepared(next(self.ids), STORE)
         node = next(self.writer) % self.nodes
         start = time.perf_counter()
@@ -313,7 +311,7 @@ def _median(seconds: list[float]) -> float:
 
 
 def _keys(chain: NDArray[np.int64], block: NDArray[np.int64]) -> KeyArray:
-    """As good as hashes: splitmix64 of (chain, block), twice."""
+    """(n, 2) keys as random as hashes: splitmix64 of (chain, block), twice."""
     x = (chain.astype(np.uint64) << np.uint64(20)) + block.astype(np.uint64)
     keys = np.empty((len(x), 2), np.uint64)
     for i in range(2):

@@ -1,4 +1,4 @@
-"""What metrics cost the directory: of every call, and of every export to Ray's metrics agent."""
+"""Cost of metrics in the directory: for each call, and for each export to Ray's metrics agent."""
 
 import statistics
 import threading
@@ -18,7 +18,7 @@ from raykv.protocol.packing import packed, unpacked
 from raykv.system.hints import takers
 
 POOL = "bench-directory"
-TURNS, CALLS = 300, 100  # turns of each side, which alternate; calls of a turn
+TURNS, CALLS = 300, 100  # turns of each of the two alternating sides; calls of a turn
 EXPORTS = 6
 PATIENCE_S = 10.0
 
@@ -28,9 +28,9 @@ TAKES = takers(MATCH)
 
 
 class _Timed(DirectoryServer):
-    """A server, and a connection to it. Its thread's processor time at the first call, and at the last.
+    """A server with a connection to it. It notes its thread's processor time at the first and the last call.
 
-    One thread answers calls that are counted and calls that are not: two would differ by their processors.
+    One thread answers counted and uncounted calls, since two threads would differ by their processors.
     """
 
     def __init__(self, directory: Directory) -> None:
@@ -45,7 +45,7 @@ class _Timed(DirectoryServer):
         return super()._answer(connection, request)
 
     def seconds(self, requests: list[bytes]) -> float:
-        """Of the directory's thread, for one of these calls: with the socket."""
+        """Processor seconds of the directory's thread for one of these calls, including the socket."""
         self._began = 0.0
         for body in requests:
             request = Request()
@@ -59,7 +59,7 @@ class _Timed(DirectoryServer):
         super().close()
 
     def count(self, counts: bool) -> None:
-        """Whether matches are counted from now on."""
+        """Set whether matches are counted from now on."""
         vars(self).pop("match", None)
         if not counts:
             vars(self)["match"] = self._match
@@ -74,10 +74,10 @@ class _Timed(DirectoryServer):
 def cost(directory: Directory, request: Callable[[int], Message]) -> dict[str, Any]:
     """Figures of a directory that does nothing but match.
 
-    request: by number, the arguments of a match. plain_us: processor time of its thread for a call that comes over its
-    socket. with_metrics_us: the same where calls are counted. Both are first quartiles of turns. calls_percent: the
-    difference. export_ms: processor time of this process for an export, every 5 s, of which every other one looks at
-    every slot: the mean. percent: of the directory's time at full load, of both. Starts a Ray node.
+    request: arguments of a match, by number. plain_us: the thread's processor time for a call over the socket.
+    with_metrics_us: the same for counted calls. Both are first quartiles of turns. calls_percent: the difference.
+    export_ms: mean processor time of an export, which happens every 5 s; every other export looks at every slot.
+    percent: share of the directory's time at full load for counting and exports. Starts a Ray node.
     """
     server = _Timed(directory)
     sides: tuple[list[float], list[float]] = ([], [])
@@ -86,7 +86,7 @@ def cost(directory: Directory, request: Callable[[int], Message]) -> dict[str, A
         server.count(side == 1)
         sides[side].append(server.seconds([packed(("match", *request(turn * CALLS + i))) for i in range(CALLS)]))
     server.close()
-    plain, counted = (statistics.quantiles(times)[0] for times in sides)  # what else the machine does only adds
+    plain, counted = (statistics.quantiles(times)[0] for times in sides)  # other work on the machine only adds time
     calls = 100 * (counted / plain - 1)
     export = _export_s(directory, server._metrics)
     return {
@@ -99,7 +99,7 @@ def cost(directory: Directory, request: Callable[[int], Message]) -> dict[str, A
 
 
 def _export_s(directory: Directory, metrics: DirectoryMetrics) -> float:
-    """Mean of EXPORTS, after two that make Ray's metrics."""
+    """Mean seconds of EXPORTS exports. Two exports before them make Ray's metrics."""
     with local_cluster(1):
         internal_kv.put_in_charge(POOL, "", None)
         metrics.saved()

@@ -1,15 +1,15 @@
-"""Request traces in Mooncake's format: an object a line, with an id for each block of a prompt."""
+"""Request traces in Mooncake's format: each line is an object with an id for each block of a prompt."""
 
 import json
 from collections.abc import Iterator
 from os import PathLike
 from typing import NamedTuple
 
-BLOCK_TOKENS = 512  # of the format
+BLOCK_TOKENS = 512  # tokens of a block in this format
 
 
 class Line(NamedTuple):
-    """A request: the ids of its prompt's blocks, its tokens, and the other numbers that were asked for."""
+    """A request: ids of its prompt's blocks, its number of tokens, and the numbers that the caller named."""
 
     ids: list[int]
     tokens: int
@@ -17,7 +17,7 @@ class Line(NamedTuple):
 
 
 def lines(path: str | PathLike[str], *others: str) -> Iterator[Line]:
-    """The requests of a trace. others: names of more numbers. Raises ValueError naming the line that is not one."""
+    """The requests of a trace. others: names of more numbers. Raises ValueError that names a malformed line."""
     with open(path, encoding="utf-8") as file:
         for number, line in enumerate(file, 1):
             try:

@@ -1,6 +1,6 @@
 """`raykv bench scale`: how many nodes one directory carries, and how it takes over after a SIGKILL.
 
-The directory is its server without Ray: its socket, its kernels, a process of its own. A few processes simulate the
+The directory's server runs without Ray, in its own process, with its socket and kernels. A few processes simulate the
 nodes (scale_load.py). Each number of nodes gets a new directory and new nodes.
 """
 
@@ -28,17 +28,17 @@ from raykv.protocol.location import Address
 
 LOADS = 2  # processes that simulate nodes
 WARM_S = 3.0
-P99_MS = 20.0  # of a match, at most, where a directory carries its nodes
-CARRIED = 0.95  # of the calls that are offered, at least
+P99_MS = 20.0  # of a match, at most, if the directory carries its nodes
+CARRIED = 0.95  # share of the offered calls that it answers, at least, if it carries its nodes
 SPAWN = multiprocessing.get_context("spawn")
 
 
 def serve(epoch: int, orders: Connection) -> None:
-    """In a process of its own: a directory, once it is ordered to take charge."""
-    Directory()  # as a successor that stands by: its kernels are loaded
+    """The main function of a directory's process. The directory takes charge when it is ordered to."""
+    Directory()  # loads the kernels, as a successor that stands by has
     orders.send("ready")
     orders.recv()
-    server = DirectoryServer("bench-scale", DirectoryMetrics("bench-scale", ""))  # counts are told to nobody
+    server = DirectoryServer("bench-scale", DirectoryMetrics("bench-scale", ""))  # exports no counts
     server.serve(Directory(epoch))
     gc.freeze()
     address = server.listen("127.0.0.1")
@@ -70,7 +70,7 @@ class Process(NamedTuple):
 
 
 class Server(NamedTuple):
-    """A directory that is in charge."""
+    """A directory in charge."""
 
     process: Process
     address: Address
@@ -82,7 +82,7 @@ class Server(NamedTuple):
         return cls(process, *process.orders.recv())
 
     def cpu_s(self) -> float:
-        """CPU time of the thread that answers."""
+        """CPU seconds of the thread that answers."""
         task = Path(f"/proc/{self.process.process.pid}/task/{self.thread}/schedstat")
         return int(task.read_text(encoding="utf-8").split()[0]) / 1e9
 
@@ -92,10 +92,10 @@ class Server(NamedTuple):
 
 
 def run(nodes: list[int], entries: int, seconds: float, take_over: int = 0) -> dict[str, Any]:
-    """Figures by number of nodes, under `results`; `largest_nodes`, 0 where none is carried; and of a take-over.
+    """results: figures by number of nodes. largest_nodes: that it carries; 0: none. take_over: figures of one.
 
-    entries: blocks in the directory, of all nodes together. seconds: that each number of nodes is measured. take_over:
-    nodes at which the directory is killed; 0: none.
+    entries: blocks in the directory, of all nodes together. seconds: how long to measure each number of nodes.
+    take_over: number of nodes of a pool whose directory is killed; 0: no such pool.
     """
     results = [_measured(count, entries, seconds) for count in nodes]
     carried = [row["nodes"] for row in results if row["carried"]]
@@ -111,7 +111,7 @@ def _measured(nodes: int, entries: int, seconds: float) -> dict[str, Any]:
 
 
 def _watched(server: Server, loads: list[Process], seconds: float) -> tuple[list[Figures], float, float]:
-    """(what each process saw, CPU seconds of the directory's thread, seconds) once engines have asked for a while."""
+    """(figures of each process, CPU seconds of the directory's thread, seconds), after WARM_S of load."""
     _order(loads, "ask", True)
     time.sleep(WARM_S)
     _order(loads, "reset")
@@ -140,7 +140,7 @@ def _figures(figures: list[Figures], nodes: int, busy: float, seconds: float) ->
 
 
 def _killed(nodes: int, entries: int, seconds: float) -> dict[str, Any]:
-    """Seconds from when a successor takes charge: to the first match, to the last inventory, until p99 is low again."""
+    """Seconds from a successor's order to take charge to the first match, the last inventory, and a low p99 again."""
     with _pool(nodes, entries) as (server, loads, _), _running(serve, 3) as successor:
         successor.orders.recv()
         _watched(server, loads, seconds)
@@ -162,7 +162,7 @@ def _killed(nodes: int, entries: int, seconds: float) -> dict[str, Any]:
 
 
 def _until_joined(loads: list[Process], nodes: int, seconds: float) -> list[Figures]:
-    """What was seen until all stores had joined, and for `seconds` after that."""
+    """Figures until all stores have joined, and for `seconds` after that."""
     while len(_array(figures := _collect(loads), "joined")) < nodes:
         time.sleep(0.2)
     time.sleep(seconds)
@@ -170,7 +170,7 @@ def _until_joined(loads: list[Process], nodes: int, seconds: float) -> list[Figu
 
 
 def _low_from(at: NDArray[np.float64], waited_ms: NDArray[np.float64], step: float = 0.25) -> float:
-    """The end of the last quarter of a second in which the p99 of matches was too high."""
+    """End of the last quarter of a second whose p99 of matches was too high."""
     quarters = (at / step).astype(np.int64)
     high = [i for i in range(quarters.max() + 1) if _p99(waited_ms[quarters == i]) >= P99_MS]
     return (max(high, default=-1) + 1) * step
@@ -182,7 +182,7 @@ def _p99(values: NDArray[np.float64]) -> float:
 
 @contextlib.contextmanager
 def _pool(nodes: int, entries: int) -> Iterator[tuple[Server, list[Process], int]]:
-    """(a directory, the processes of the nodes that have joined it, its bytes before they did)."""
+    """(a directory, the processes of its nodes, its bytes before the nodes joined)."""
     count = min(LOADS, nodes)
     firsts = [nodes * i // count for i in range(count + 1)]
     shares = [Share(a, b - a, entries // nodes, 1) for a, b in itertools.pairwise(firsts)]

@@ -1,8 +1,9 @@
-"""The load that nodes put on a directory, from a process that speaks its protocol: for `raykv bench scale`.
+"""A process that simulates nodes for `raykv bench scale`, and puts their load on a directory by its protocol.
 
-A node is a store, with a connection for its inventory and heartbeats, and ENGINES clients, each with a connection of
-its own, as in production. An engine asks RATE times a second, whether it was answered or not: a match of KEYS keys, the
-first half of which its earlier requests stored, a reserve of the others, and a commit whose answer nobody awaits.
+A node is a store, with a connection for its inventory and heartbeats, and ENGINES clients. Each client has its own
+connection, as in production. RATE requests of an engine fall due each second, whether or not earlier requests were
+answered. A request matches KEYS keys, whose first half earlier requests stored. Then it reserves the second half, and
+commits without waiting for the answer.
 """
 
 import heapq
@@ -30,40 +31,40 @@ from raykv.protocol.stores import ArenaDescription, Inventory, Joined, SlabRepor
 
 ENGINES, RATE = 8, 5.0  # of a node; requests a second of an engine
 KEYS = 200  # of a request; the engine has stored the first half
-PROMPTS = 32  # that an engine has stored and asks for again in turn, or fewer where a node has no room for them
+PROMPTS = 32  # at most, that an engine has stored and asks for again in turn; fewer if the node has less room
 BLOCK_BYTES, SLAB_SLOTS = 2 << 20, 512
-MIN_WINDOW, WINDOW_SHARE = 128, 50  # slots that a node keeps free for staging: so many, or that part of all
-HEARTBEAT_S = 1.0
-CONNECTS = 4  # at a time, between two rounds of answers
-CONNECT_AGAIN_S = 0.25  # after the directory refused one
+MIN_WINDOW, WINDOW_SHARE = 128, 50  # free slots for staging: one for each WINDOW_SHARE blocks, at least MIN_WINDOW
+HEARTBEAT_S = 1.0  # between two heartbeats of a store
+CONNECTS = 4  # new connections between two rounds of answers
+CONNECT_AGAIN_S = 0.25  # to wait after the directory refused a connection
 RECEIVE_BYTES = 1 << 20
-SEND_S = 30.0  # until a directory that takes no bytes is given up
-NICENESS = 10  # these processes stand for other machines, which would leave the directory its core
+SEND_S = 30.0  # for a directory to take bytes again
+NICENESS = 10  # these processes stand for other machines, so they leave the directory its core
 OLD_BYTES = KEYS // 2 * KEY_BYTES
 
 Deliver = Callable[[Any], None]
 
 
 class Share(NamedTuple):
-    """What one process simulates."""
+    """The nodes that one process simulates."""
 
     first: int  # number of its first node
     nodes: int
     blocks: int  # of each node
-    epoch: int  # that the arenas have heard of
+    epoch: int  # newest epoch that the arenas know
 
 
 class Figures(NamedTuple):
-    """What was seen since `reset`. The last three are arrays of float64."""
+    """Counts and times since `reset`. The last three are arrays of float64."""
 
-    calls: int  # answered
-    requests: int  # of them, commits that were sent
+    calls: int  # answered calls
+    requests: int  # requests whose commit was sent
     keys: int  # of matches
     hits: int
-    errors: int  # calls that were refused, and connections that ended
+    errors: int  # refused calls, and connections that failed or ended
     matched: bytes  # when each match was answered (time.monotonic())
-    waited: bytes  # seconds since it was due
-    joined: bytes  # when each inventory was taken up whole
+    waited: bytes  # seconds from when each match was due to its answer
+    joined: bytes  # when the directory had taken up each inventory
 
 
 class Line:
@@ -76,7 +77,7 @@ class Line:
         self.load = load
         self.socket: Stream | None = None
         self.inbox = bytearray()
-        self.due: deque[Deliver | None] = deque()  # what each answer is delivered to
+        self.due: deque[Deliver | None] = deque()  # receivers of the pending answers, in order
 
     def connect(self, address: Address) -> None:
         self.socket = wire.connect(address, self.side)
@@ -86,7 +87,7 @@ class Line:
         self.on_connected()
 
     def ask(self, deliver: Deliver | None, method: str, *arguments: Any) -> None:
-        """deliver: called with the answer. None: nobody reads it; that of a commit comes with the next one."""
+        """Send a call. deliver: called with the answer. None: nobody reads the answer."""
         assert self.socket is not None
         call = (method, *arguments) if deliver or method == "heartbeat" else (None, method, *arguments)
         data = memoryview(wire.frame(packed(call)))
@@ -94,11 +95,11 @@ class Line:
         while data:
             try:
                 data = data[self.socket.send(data) :]
-            except BlockingIOError:  # an inventory is longer than the socket's buffer
+            except BlockingIOError:  # an inventory may be longer than the socket's buffer
                 select.select([], [self.socket], [], SEND_S)
 
     def read(self) -> None:
-        """Deliver what came. Raises OSError where the directory is gone."""
+        """Deliver the answers that came. Raises OSError if the directory is gone."""
         assert self.socket is not None
         data = self.socket.recv(RECEIVE_BYTES)
         if not data:
@@ -131,7 +132,7 @@ class Store(Line):
         super().__init__(load)
         self.name, self.nonce, self.epoch = f"{number:056x}", b"%016d" % number, epoch
         self.index, self.beats = -1, False
-        self.written: list[tuple[bytes, bytes]] = []  # locations and keys, noted when they are listed
+        self.written: list[tuple[bytes, bytes]] = []  # (locations, keys) that `inventory` has not noted yet
         self.slabs = -(-(blocks + max(MIN_WINDOW, blocks // WINDOW_SHARE)) // SLAB_SLOTS)
         self.report = tuple(SlabReport(self.slabs, self.slabs, b""))
         self.keys = np.random.default_rng(number).integers(0, 1 << 63, (self.slabs * SLAB_SLOTS, 2), np.uint64)
@@ -140,7 +141,7 @@ class Store(Line):
         self.slab_gens = (epoch << 40) + np.arange(1, self.slabs + 1)
 
     def prompt(self, number: int) -> bytes:
-        """Keys that an engine may ask for: of the node's youngest blocks."""
+        """Keys of a stored prompt that an engine asks for, among the node's youngest blocks."""
         stop = np.count_nonzero(self.gens) - number * KEYS // 2
         return self.keys[stop - KEYS // 2 : stop].tobytes()
 
@@ -168,15 +169,15 @@ class Store(Line):
             self.ask(None, "heartbeat", self.name, self.report)
 
     def _note(self, locations: NDArray[np.void], keys: bytes) -> None:
-        """Blocks lie in these slots now."""
-        if (locations["node"] != self.index).any():  # some went to another node
+        """Note that blocks lie in these slots now."""
+        if (locations["node"] != self.index).any():  # another node has some of the blocks
             return
         slots = locations["slab"].astype(np.int64) * SLAB_SLOTS + locations["slot"]
         self.keys[slots], self.gens[slots] = np.frombuffer(keys, np.uint64).reshape(-1, 2), locations["gen"]
         self.slab_gens[locations["slab"]] = locations["slab_gen"]
 
     def inventory(self) -> Inventory:
-        """All blocks; those that were stored last were read last."""
+        """An inventory of all blocks. Blocks that were stored later have later stamps."""
         for written, keys in self.written:
             self._note(np.frombuffer(written, LOCATION), keys)
         self.written.clear()
@@ -193,7 +194,7 @@ class Store(Line):
 
 
 class Engine(Line):
-    """A client: one request at a time. Those that are due meanwhile wait for their turn."""
+    """A client with one request at a time. Requests that fall due meanwhile wait."""
 
     period = 1 / RATE
 
@@ -202,7 +203,7 @@ class Engine(Line):
         self.store, self.prompts = store, deque(prompts)
         self.client, self.seq, self.hold = random.getrandbits(63), 0, 0
         self.waiting: deque[float] = deque()  # when requests were due
-        self.since = 0.0  # when the request in hand was due; 0: there is none
+        self.since = 0.0  # when the present request was due; 0: there is none
 
     def on_connected(self) -> None:
         self.since = 0.0
@@ -224,7 +225,7 @@ class Engine(Line):
         self.ask(self._on_matched, "match", self._call(), tuple(request))
 
     def _call(self) -> tuple[Any, ...]:
-        """Holds what was asked for last, and nothing else."""
+        """A Call that lists the latest hold only."""
         self.seq += 1
         return self.client, self.seq, self.hold.to_bytes(8, "little"), b"", b""  # a Call
 
@@ -246,14 +247,14 @@ class Engine(Line):
             self._match(self.waiting.popleft())
 
     def _keys_at(self, indices: bytes) -> bytes:
-        """Keys that were granted a slot: mostly all that are new."""
+        """Keys that were granted a slot: mostly all new keys."""
         if len(indices) == len(self.new) // KEY_BYTES * 4:
             return self.new
         return np.frombuffer(self.wanted, np.uint64).reshape(-1, 2)[np.frombuffer(indices, np.int32)].tobytes()
 
 
 class Load:
-    """All lines of a process, and when each is due."""
+    """All lines of a process, and when each line's next tick is due."""
 
     def __init__(self, share: Share) -> None:
         numbers = range(share.first, share.first + share.nodes)
@@ -299,7 +300,7 @@ class Load:
     def on_written(self, locations: bytes, keys: bytes) -> None:
         self.requests += 1
         store = self.by_index.get(int.from_bytes(locations[:4], "little"))
-        if store is not None:  # else another process keeps them
+        if store is not None:  # the node may be another process's
             store.written.append((locations, keys))
 
     # ------------------------------------------------------------------ the loop
@@ -307,13 +308,13 @@ class Load:
     def connect(self, address: Address) -> None:
         """Have all lines connect, in a random order."""
         for line in self.lines:
-            if line.socket is not None:  # to the directory before
+            if line.socket is not None:  # it leads to the directory before
                 self._lose(line)
         self.address, self.connect_at = address, 0.0
         self.to_connect = deque(random.sample(self.lines, len(self.lines)))
 
     def round(self) -> None:
-        """Connect some lines, ask what is due, and read what came."""
+        """Connect some lines, send the calls that are due, and read answers."""
         for _ in range(min(CONNECTS, len(self.to_connect))):
             if self.connect_at <= time.monotonic():
                 self._connect(self.to_connect.popleft())
@@ -360,9 +361,9 @@ class Load:
 
 
 def simulate(share: Share, orders: Connection) -> None:
-    """In a process of its own: do what is ordered, and put load on a directory meanwhile.
+    """The main function of a load process: follow orders, and put load on a directory meanwhile.
 
-    Orders: ("connect", Address); ("ask", whether engines ask); ("reset",); ("figures",), which are sent; ("end",).
+    Orders: ("connect", Address); ("ask", whether engines ask); ("reset",); ("figures",), to send Figures; ("end",).
     """
     os.nice(NICENESS)
     load = Load(share)

@@ -1,6 +1,6 @@
-"""How many prompt tokens of a Mooncake-format trace a pool serves, by capacity. No cluster: the directory decides all.
+"""Share of a Mooncake-format trace's prompt tokens that a pool serves, by capacity. It needs no cluster.
 
-Beside it what an exact LRU over all nodes would serve, and what each node would alone.
+The floors are an exact LRU over all nodes, and isolated LRUs of the nodes.
 """
 
 import itertools
@@ -21,15 +21,15 @@ from raykv.protocol.location import ALIGN, KEY_BYTES, LOCATION
 from raykv.protocol.stores import ArenaDescription, Inventory
 from raykv.protocol.tiers import DemotionReport, ExistingBlocks, TierReport
 
-BLOCK_BYTES = 4 * MIB - ALIGN  # any: no bytes move. With a header a power of two, so that tiers have few slots more
+BLOCK_BYTES = 4 * MIB - ALIGN  # no bytes move. With a header, a power of two: so tiers have few spare slots
 CLIENT = 1
-MIN_WINDOW = 64  # blocks of staging a node
+MIN_WINDOW = 64  # staging slots of a node, at least
 
 KeyArray = NDArray[np.uint64]  # (n, 2)
 
 
 class Request(NamedTuple):
-    """A prompt: the ids of its blocks, and how many tokens each of them has."""
+    """A prompt: ids of its blocks, and tokens of each block."""
 
     ids: list[int]
     tokens: list[int]
@@ -42,13 +42,15 @@ def run(
     external: int = 0,
     advance: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
-    """Token-weighted hit percent of a trace that is sent to `nodes` nodes in turn, by capacity in blocks of all nodes.
+    """Token-weighted hit percent of a trace whose requests go to `nodes` nodes in turn, by capacity.
 
-    Capacities leave out staging. results: one row a capacity: exact_lru, isolated, pool_strict (locality 1), pool, and
-    with all requests from one node pool_one_writer and pool_one_writer_strict; local_stores: percent of the pool's
-    stores that stayed on the writer's node. With `external` tiers of so many blocks: exact_lru_external of as
-    many, pool_shared_tier of one that all nodes share, and pool_own_tiers of one a node. advance: called after each
-    figure. Raises ValueError on a malformed trace, nodes < 1, or less than a block a node.
+    capacities: blocks of all nodes, without staging. external: blocks of all external tiers; 0: no tiers. advance:
+    called after each figure.
+    results: one row for each capacity: exact_lru, isolated, pool_strict (locality 1), pool; pool_one_writer and
+    pool_one_writer_strict, with all requests on one node; local_stores: percent of the pool's stores that stayed on the
+    writer's node. With `external` also exact_lru_external (an LRU of as many blocks), pool_shared_tier (all nodes share
+    a tier) and pool_own_tiers (each node has a tier).
+    Raises ValueError for a malformed trace, nodes < 1, or less than one block for each node.
     """
     if nodes < 1 or any(blocks < nodes for blocks in [*capacities, external or nodes]):
         raise ValueError(f"nodes={nodes}, capacity={capacities}, external={external}: every node needs a block")
@@ -86,7 +88,7 @@ def run(
 
 
 def read(path: str | PathLike[str]) -> list[Request]:
-    """The requests of a trace. Raises ValueError naming the line that is not one."""
+    """The requests of a trace. Raises ValueError that names a malformed line."""
     return [
         Request(line.ids, [min(BLOCK_TOKENS, line.tokens - i * BLOCK_TOKENS) for i in range(len(line.ids))])
         for line in mooncake.lines(path)
@@ -94,18 +96,18 @@ def read(path: str | PathLike[str]) -> list[Request]:
 
 
 def divided(capacity: int, parts: int) -> list[int]:
-    """A capacity in parts that differ by one at most."""
+    """A capacity, divided into shares that differ by at most one."""
     return [capacity // parts + (i < capacity % parts) for i in range(parts)]
 
 
 def percent(requests: list[Request], hits: list[int]) -> float:
-    """Hit percent by tokens. hits: leading blocks of each request that were served."""
+    """Token-weighted hit percent. hits: number of served leading blocks, by request."""
     served = sum(sum(request.tokens[:n]) for request, n in zip(requests, hits, strict=True))
     return 100 * served / max(1, sum(sum(request.tokens) for request in requests))
 
 
 def _isolated(requests: list[Request], capacities: list[int]) -> float:
-    """Exact LRU caches of these capacities that serve requests in turn, each block touched, last to first."""
+    """Hit percent of exact LRUs that serve requests in turn. A request touches its blocks last to first."""
     caches: list[OrderedDict[int, None]] = [OrderedDict() for _ in capacities]
     hits = []
     for number, request in enumerate(requests):
@@ -121,10 +123,10 @@ def _isolated(requests: list[Request], capacities: list[int]) -> float:
 
 
 class Pool:
-    """The real directory, and a client on every node that does what `KVCache` does."""
+    """The real directory, and a simulated `KVCache` on every node."""
 
     def __init__(self, shares: list[int], locality: float, tiers: Sequence[int] = ()) -> None:
-        """shares: blocks of the nodes. tiers: of their own external tiers, or of the one that they share."""
+        """shares: blocks of each node. tiers: blocks of each node's external tier, or of the single shared tier."""
         self.directory = Directory(locality=locality)
         self.window = max(MIN_WINDOW, sum(shares) // len(shares) // 50)
         self.calls = itertools.count(1)
@@ -142,12 +144,12 @@ class Pool:
                 self.directory.report_existing(str(node), ExistingBlocks(b"", b"", True), 0.0)
 
     def serve(self, requests: list[Request], writers: int) -> float:
-        """Send the requests to the first `writers` nodes in turn; hit percent."""
+        """Send the requests to the first `writers` nodes in turn. Returns the hit percent."""
         hits = [self.ask(number % writers, request.ids) for number, request in enumerate(requests)]
         return percent(requests, hits)
 
     def ask(self, node: int, ids: list[int]) -> int:
-        """A prompt on a node: read what there is, store the rest. Returns how many leading blocks were served."""
+        """Serve a prompt on a node: read its stored blocks, store the rest. Returns the number of blocks read."""
         keys = _keys(ids)
         served = self._read(node, keys)
         self._store(node, keys, served)
@@ -155,7 +157,7 @@ class Pool:
         return served
 
     def _read(self, node: int, keys: KeyArray) -> int:
-        """Match and read. Remote blocks come through staging, a window at a time. Returns blocks read."""
+        """Match and read. Remote blocks come through staging, a window at a time. Returns the number of blocks read."""
         lease = next(self.calls)
         held = np.uint64(lease).tobytes()
         request = MatchRequest(lease, str(node), keys.tobytes(), BLOCK_BYTES, len(keys))
@@ -179,11 +181,11 @@ class Pool:
             pulled = b""
             if missing[read]:
                 break
-        self.directory.client_heartbeat(self._call(pulled=pulled), 0.0)  # without the lease: it is released
+        self.directory.client_heartbeat(self._call(pulled=pulled), 0.0)  # it does not list the lease, so releases it
         return read
 
     def _store(self, node: int, keys: KeyArray, start: int) -> None:
-        """Store what was not read; again while the window is what limits stores on other nodes."""
+        """Store the blocks that were not read: in several calls, since staging limits stores on other nodes."""
         index = self.directory.nodes[str(node)].index
         while start < len(keys):
             reservation = next(self.calls)
@@ -201,7 +203,7 @@ class Pool:
             start = granted.covered
 
     def _demote(self) -> None:
-        """Demote what is due, as node stores do, in no time."""
+        """Demote all due blocks at once, as node stores do over time."""
         for node in self.directory.nodes:
             demoted = self.directory.demote(node, DemotionReport(b"", b"", b"", 0, False), 0.0)
             while demoted.source:

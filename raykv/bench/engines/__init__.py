@@ -1,1 +1,1 @@
-"""How soon an engine answers."""
+"""Benches of engines' answers."""

@@ -1,4 +1,4 @@
-"""`raykv bench flight`: one prompt, asked of two engines many times at once. How often is it computed?"""
+"""`raykv bench flight`: asks two engines for one prompt many times at once. How often is the prompt computed?"""
 
 import statistics
 import tempfile
@@ -16,11 +16,11 @@ POOL = "bench-flight"
 PROMPT_TOKENS, REQUESTS = 3000, 8
 ARENA_BYTES = 2048 * MIB
 WARM, ROUNDS = 2, 8
-SETTLE_S = 0.2  # until what was computed before is stored
+SETTLE_S = 0.2  # for earlier prompts' blocks to be stored
 
 
 class Answers(NamedTuple):
-    """Of equal prompts. computed: tokens of them all. last_ms: until the last one's first token."""
+    """Answers to equal prompts. computed: tokens of all prompts. last_ms: until the last first token."""
 
     computed: int
     last_ms: float
@@ -28,7 +28,7 @@ class Answers(NamedTuple):
 
 
 class Engine(ttft.Engine):
-    """vLLM with random weights, asked several times at once."""
+    """vLLM with random weights, which gets several requests at once."""
 
     def ask(self, turn: int, count: int) -> Answers:
         from vllm import SamplingParams
@@ -44,9 +44,9 @@ class Engine(ttft.Engine):
 
 
 def run() -> dict[str, Any]:
-    """Prompts computed of those that were asked, and milliseconds until the last one's first token; medians.
+    """Median number of computed prompts of REQUESTS, and median milliseconds until the last first token.
 
-    alone: one of them, asked of one engine.
+    alone_ms: of a single request to one engine.
     """
     import ray
 
@@ -82,7 +82,7 @@ def run() -> dict[str, Any]:
 
 
 def _round(turn: int, pool: Any, engines: dict[str, list[Any]]) -> dict[str, float]:
-    """An engine computes a prompt alone first; all do before the first round: it says how long they wait for others."""
+    """One engine first computes a prompt alone. Before the first round all do so, to learn how fast they compute."""
     import ray
 
     figures: dict[str, float] = {}

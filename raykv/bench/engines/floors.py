@@ -1,4 +1,4 @@
-"""What bringing a prompt's KV takes without an engine: by Ray, by the pool's lane, by memcpy."""
+"""Floors: time to bring a prompt's KV without an engine, by Ray, by the pool, and by memcpy."""
 
 import time
 from typing import Any
@@ -14,7 +14,7 @@ BLOCK_BYTES = 2 * MIB  # 64 KiB a token: 16 layers of 4 heads of 128, keys and v
 
 
 class Bytes:
-    """As many bytes as a prompt's KV, on one node: how long does Ray take to bring them to another?"""
+    """An actor with as many bytes as a prompt's KV, to time how Ray brings them to another node."""
 
     def __init__(self, size: int) -> None:
         self.bytes = np.random.default_rng(0).integers(0, 255, size, np.uint8)
@@ -31,12 +31,12 @@ class Bytes:
         return time.perf_counter() - begin
 
     def memcpy_seconds(self) -> float:
-        """One thread's, into memory that was written before."""
+        """Seconds of one thread's memcpy into memory that was written before."""
         return Memcpy(1).seconds([np.zeros_like(self.bytes)], [self.bytes])
 
 
 class Lane:
-    """As many bytes in blocks of a pool: how long does that take to bring them to another node?"""
+    """An actor with as many bytes in blocks of a pool, to time how the pool brings them to another node."""
 
     def __init__(self, pool: str, size: int) -> None:
         import raykv
@@ -45,14 +45,14 @@ class Lane:
             model="floor", dtype="uint8", layout="rows", block_tokens=1, block_bytes=BLOCK_BYTES
         )
         self.blocks = np.zeros((-(-size // BLOCK_BYTES), BLOCK_BYTES), np.uint8)
-        self.share = size / self.blocks.nbytes  # of the blocks, which the last byte need not fill
+        self.share = size / self.blocks.nbytes  # used share of the blocks: the last block may be partly unused
 
     def store(self, turn: int) -> None:
         count = self.cache.store(self._keys(turn), self.blocks, wait=True)
         assert count == len(self.blocks), f"{count} of {len(self.blocks)} blocks stored"
 
     def seconds(self, turn: int) -> float:
-        """Of blocks that another node stored."""
+        """Seconds to fetch another node's blocks."""
         begin = time.perf_counter()
         with self.cache.match(self._keys(turn)) as match:
             count = match.fetch()

@@ -1,7 +1,7 @@
-"""vLLM with its scheduler and its worker in the process that asks, as are the two on one GPU.
+"""Runs vLLM's scheduler and worker in the calling process, as vLLM itself does with one GPU.
 
-On CPUs vLLM's default is a process each, which poll for each other's messages: on few cores they take those that a
-transfer needs. With a GPU and one rank it has no such processes.
+On CPUs vLLM by default has a process for each. These poll for each other's messages, and on few cores they take time
+from a transfer. With a GPU and one rank vLLM has no such processes.
 """
 
 import gc
@@ -10,9 +10,9 @@ ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 
 
 def prepare() -> None:
-    """Make vLLM start, and quickly, in a process that has imported raykv. To be called before `LLM`."""
+    """Let vLLM start, and start quickly, in a process that has imported raykv. Call it before `LLM`."""
     import llvmlite.binding.ffi
 
-    # vLLM looks for kernels in all that this process has imported, also where whatever it asks for is a function
+    # vLLM searches all imported modules for kernels, and fails on llvmlite's: any attribute there is a function
     llvmlite.binding.ffi.lib._fntab["__dict__"] = {}
-    gc.freeze()  # vLLM collects garbage five times as it starts, and all that was imported is looked at: a second
+    gc.freeze()  # vLLM collects garbage five times as it starts; without freeze that looks at all imports: a second

@@ -1,4 +1,4 @@
-"""`raykv bench pd`: one engine prefills a prompt, another decodes it. How soon is the first token of the second?"""
+"""`raykv bench pd`: one engine prefills a prompt, another decodes it. How soon does the second have its first token?"""
 
 import statistics
 import tempfile
@@ -17,14 +17,14 @@ POOL = "bench-pd"
 PROMPT_TOKENS = 1537
 BYTES = PROMPT_TOKENS * BLOCK_BYTES // ttft.BLOCK_TOKENS
 ARENA_BYTES = 2048 * MIB
-DELAYS_MS = (0, 10, 30, 100, 500)  # from the prefill's answer to the request of its decode
+DELAYS_MS = (0, 10, 30, 100, 500)  # from the prefill's answer to the decode request
 TOKENS = 8
 FLOOR_FACTOR = 1.3
 WARM, ROUNDS = 1, 8
 
 
 class Said(NamedTuple):
-    """ms: until the first token. computed: tokens of the prompt. tokens: what was generated."""
+    """ms: until the first token. computed: computed tokens of the prompt. tokens: the generated tokens."""
 
     ms: float
     computed: int
@@ -32,7 +32,7 @@ class Said(NamedTuple):
 
 
 class Engine(ttft.Engine):
-    """vLLM with random weights, in one of the two roles."""
+    """vLLM with random weights, as prefill or decode engine."""
 
     def ask(self, seed: int, tokens: int = TOKENS) -> Said:
         from vllm import SamplingParams
@@ -48,9 +48,9 @@ class Engine(ttft.Engine):
 
 
 def run() -> dict[str, Any]:
-    """Milliseconds until the decode engine's first token, medians, by the delay of its request.
+    """Median milliseconds until the decode engine's first token, by the delay of its request.
 
-    The floor is its own prefix hit, and 1.3 times what Ray takes to bring as many bytes from the other node.
+    The floor is its own prefix hit plus FLOOR_FACTOR times Ray's time to bring as many bytes from the other node.
     """
     import ray
 

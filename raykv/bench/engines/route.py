@@ -1,4 +1,4 @@
-"""`raykv bench route`: what PrefixRouter adds to a request's way to a replica, beside an empty actor call."""
+"""`raykv bench route`: time that PrefixRouter adds to a request's way to a replica, beside an empty actor call."""
 
 import asyncio
 import statistics
@@ -30,7 +30,7 @@ WARM, ROUNDS = 50, 400
 
 @serve.deployment(num_replicas=2, max_replicas_per_node=1, ray_actor_options={"num_cpus": 0})
 class Replica:
-    """Answers at once. It stores the prompt on its node, unless another replica has."""
+    """Answers at once. It stores the prompt on its node, unless another replica has stored it."""
 
     def __init__(self) -> None:
         cache = raykv.attach(POOL).cache(
@@ -44,14 +44,14 @@ class Replica:
 
 
 class Echo:
-    """Answers what the directory answers to a router, without looking anything up."""
+    """Answers as the directory answers a router, without looking anything up."""
 
     def call(self, keys: bytes) -> dict[str, int]:
         return {"0" * 56: len(keys)}
 
 
 class Loop:
-    """An event loop in a thread, as routers run in."""
+    """An event loop in a thread, as a router's."""
 
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
@@ -67,7 +67,7 @@ class Loop:
 
 
 def run() -> dict[str, Any]:
-    """Milliseconds and counts: medians over rounds in which every kind of request is sent once, one after another."""
+    """Median milliseconds and counts over rounds. A round sends each kind of request once, one after another."""
     with local_cluster(2) as (here, _), local_pool(POOL, 64 * MIB):
         serve.start(proxy_location="Disabled", logging_config={"log_level": "ERROR"})
         try:
@@ -111,7 +111,7 @@ def _figures(times: dict[str, list[float]]) -> dict[str, Any]:
         return statistics.median(a - b for a, b in zip(times[name], times[without], strict=True))
 
     return {
-        "empty_call_ms": empty * 1e3,  # of the same bytes, awaited on an event loop as routers do
+        "empty_call_ms": empty * 1e3,  # with as many bytes, awaited on an event loop as routers do
         "request_ms": statistics.median(times["plain"]) * 1e3,
         "added_ms": added("known", "plain") * 1e3,
         "added_calls": added("known", "plain") / empty,

@@ -1,4 +1,4 @@
-"""Small models of random weights by their real configuration classes: each kind of KV that layers keep."""
+"""Small models of random weights by their real configuration classes, for each kind of KV that layers keep."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ VOCABULARY = 500
 SIZES: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512, "vocab_size": VOCABULARY, "num_hidden_layers": 4}
 HEADS: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
 OTHERS: dict[str, Any] = {"max_position_embeddings": 4096, "tie_word_embeddings": False}
-OTHERS["initializer_range"] = 0.1  # else all prompts have nearly the same answer
+OTHERS["initializer_range"] = 0.1  # with smaller weights all prompts have nearly the same answer
 MANY = ["sliding_attention"] * 5 + ["full_attention"]
 IN_TURN = ["sliding_attention", "full_attention"] * 2
 EXPERTS: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2}
@@ -23,9 +23,9 @@ DELTA |= {"linear_key_head_dim": 128, "linear_value_head_dim": 128}  # the kerne
 
 
 class Shape(NamedTuple):
-    """kind: of the model's class in transformers. more: of its configuration. dtype: for vLLM.
+    """kind: how the model's class in transformers begins. more: fields of its configuration. dtype: for vLLM.
 
-    config: the configuration's class, where its name begins otherwise.
+    config: how the configuration's class begins, if not with `kind`.
     """
 
     kind: str
@@ -58,7 +58,7 @@ SHAPES = {
 
 
 def save(name: str, folder: Path) -> dict[str, Any]:
-    """Write a model's configuration and weights into a folder. Returns vLLM's options of it."""
+    """Write a model's configuration and weights into a folder. Returns vLLM's options for it."""
     import torch
     import transformers
 
@@ -68,7 +68,7 @@ def save(name: str, folder: Path) -> dict[str, Any]:
 
 
 def configuration(name: str, **fields: Any) -> Any:
-    """Of a model, of transformers. fields: of it, others than above; kinds of layers are repeated for all layers."""
+    """A model's transformers configuration. fields: replace the fields above. `layer_types` repeats for all layers."""
     import transformers
 
     shape = SHAPES[name]

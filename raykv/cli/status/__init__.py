@@ -1,1 +1,1 @@
-"""What a pool is doing, as text: once, or again and again."""
+"""A pool's status as text: once, or again and again."""

@@ -1,4 +1,4 @@
-"""What Ray knows of a pool's actors. It costs them nothing."""
+"""Ray's knowledge of a pool's actors. Asking Ray costs the actors nothing."""
 
 import time
 from typing import Any, NamedTuple
@@ -11,8 +11,8 @@ from raykv.cluster import named_actors
 class Actor(NamedTuple):
     """An actor as Ray sees it.
 
-    handle: to call it. state: Ray's word. node_id: the Ray node it is on. restarts: by Ray, since it was created.
-    uptime_s: since its process was ready; None where it is not.
+    handle: to call it. state: Ray's word. node_id: of its Ray node. restarts: by Ray, since it was created.
+    uptime_s: seconds since its process was ready; None while the process is not ready.
     """
 
     handle: Any
@@ -27,7 +27,7 @@ class Actor(NamedTuple):
 
 
 def look_up(name: str) -> Actor | None:
-    """The actor of that name (see `named_actors`). None where Ray knows of none, or of none that may come back."""
+    """The actor of that name (see `named_actors`). None if Ray knows no such actor, or it is dead for good."""
     try:
         handle = named_actors.find(name)
     except ValueError:
@@ -35,6 +35,6 @@ def look_up(name: str) -> Actor | None:
     found = actors(handle._actor_id.hex())
     if not found or found["State"] == "DEAD":
         return None
-    alive = found["State"] == "ALIVE"  # `Timestamp` is when that began, by the clock of Ray's head
+    alive = found["State"] == "ALIVE"  # then `Timestamp` is when the state began, by the clock of Ray's head
     uptime = max(0.0, time.time() - found["Timestamp"] / 1000) if alive else None
     return Actor(handle, found["State"], found["Address"]["NodeID"], found["NumRestarts"], uptime)

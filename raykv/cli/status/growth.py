@@ -1,4 +1,4 @@
-"""A pool's memory as it is prepared, slab by slab, after a start."""
+"""Progress of a started pool, whose nodes prepare their memory slab by slab."""
 
 import contextlib
 import time
@@ -9,14 +9,14 @@ from raykv.cli.status.status import growth, size_text
 from raykv.client.administration import directory_stats
 
 LOOK_S = 0.2  # between looks whether the size is reached
-STANDSTILL_S = 30.0  # without a new slab a growth has failed: ten times what a slab of 1 GiB takes
+STANDSTILL_S = 30.0  # without a new slab, growth has failed: ten times as long as a slab of 1 GiB takes
 
 
 def grow(pool: str) -> None:
-    """Wait on a terminal until all nodes offer their memory, or have offered no more of it for a while."""
+    """Show progress until all nodes offer all their memory, or offer no more for STANDSTILL_S."""
     before, since = -1, time.monotonic()
     text = f"preparing the memory of pool {pool}"
-    with contextlib.suppress(KeyboardInterrupt), spinner(text) as progress:  # its nodes go on with it
+    with contextlib.suppress(KeyboardInterrupt), spinner(text) as progress:  # the nodes go on without this command
         while time.monotonic() < since + STANDSTILL_S:
             if counts := directory_stats(pool, ANSWER_S):
                 offered, planned = growth(counts)

@@ -1,19 +1,19 @@
-"""What happened in a pool in the last minute: rates between one look and the next."""
+"""A pool's rates in the last minute, from the differences between looks."""
 
 from collections import deque
 from collections.abc import Sequence
 
 from raykv.cli.status.overview import Overview
 
-LOOKS = 60  # that are kept: of a minute
+LOOKS = 60  # looks to keep, of one a second
 BARS = "▁▂▃▄▅▆▇█"
 Rates = deque[float | None]  # oldest first; None: not known
 
 
 class History:
-    """Of the latest LOOKS looks: the share of blocks asked for that were found, and blocks pulled and evicted a second.
+    """Rates between the latest LOOKS looks. hit_rate: found share of the blocks asked for.
 
-    pulled_by: the last pulled a second, by node id, of nodes whose store answered twice.
+    pulled, evicted: blocks per second. pulled_by: the latest `pulled` by node id, of nodes whose store answered twice.
     """
 
     def __init__(self) -> None:
@@ -24,7 +24,7 @@ class History:
         self._last: tuple[Overview, float] | None = None
 
     def add(self, overview: Overview, now: float) -> None:
-        """now: seconds, of any monotonic clock."""
+        """Add a look. now: seconds, of any monotonic clock."""
         if self._last is not None:
             before, then = self._last
             self._add_counts(before, overview, now - then)
@@ -33,7 +33,7 @@ class History:
         self._last = overview, now
 
     def _add_counts(self, before: Overview, after: Overview, seconds: float) -> None:
-        """Nothing is known of counts across two directories: each begins at 0."""
+        """Add None if a new directory took charge: it counts from 0."""
         old, new = before.counts, after.counts
         same = bool(old and new) and old["epoch"] == new["epoch"]
         asked = new["lookups"] - old["lookups"] if same else 0
@@ -42,7 +42,7 @@ class History:
 
 
 def _pulled(before: Overview, after: Overview, seconds: float) -> dict[str, float]:
-    """Blocks a second, by node id. A store that restarted counts from 0."""
+    """Pulled blocks per second, by node id. A restarted store counts from 0."""
     rates = {}
     for node_id, member in after.members.items():
         old = before.members[node_id].pulled if node_id in before.members else None
@@ -54,7 +54,7 @@ def _pulled(before: Overview, after: Overview, seconds: float) -> dict[str, floa
 def sparkline(values: Sequence[float | None], width: int, top: float = 0.0) -> str:
     """The latest `width` values as bars, the newest on the right; a blank for None.
 
-    top: the least value that has the highest bar.
+    top: smallest value of the highest bar, so that small values stay low.
     """
     shown = list(values)[-width:]
     highest = max([top, *(value for value in shown if value is not None)])

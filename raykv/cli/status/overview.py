@@ -1,4 +1,4 @@
-"""A pool at one moment: what the directory counts, and every living Ray node with its part in the pool."""
+"""A pool at one moment: the directory's counts, and every living Ray node's part in the pool."""
 
 import contextlib
 from collections import Counter
@@ -21,11 +21,11 @@ UPKEEP = ("directory", "successor", "supervisor")  # a pool has one of each, on 
 class Member:
     """A living Ray node, and its part in the pool.
 
-    roles: of "head" (Ray's), UPKEEP and "store". state: see `state_of`. why: it is not alive; "" where it is.
-    uptime_s: of its store; None where that does not run. restarts: of its store by Ray; None where it has none.
-    pulled: blocks that its store copied from other nodes or a tier since it started; None where it does not answer.
-    faults: counted by its store since it started, by kind. refusal: why its external tier can't be written; "" where it
-    can, or there is none.
+    roles: of "head" (Ray's), UPKEEP and "store". state: see `state_of`. why: why it is not alive; "" if it is.
+    uptime_s: of its store; None while the store does not run. restarts: of its store by Ray; None without a store.
+    pulled: blocks that its store has copied from other nodes or a tier since it started; None if it does not answer.
+    faults: counts of its store since it started, by kind. refusal: why its external tier can't be written; "" if it
+    can, or if there is no tier.
     """
 
     host: str
@@ -42,9 +42,9 @@ class Member:
 
 @dataclass(frozen=True)
 class Overview:
-    """counts: as Directory.stats; empty while the directory does not answer. failed: why nodes have no store.
+    """counts: of Directory.stats; empty while the directory does not answer. failed: why nodes have no store.
 
-    members: by Ray node id. upkeep: what is wrong with each of UPKEEP; "" where it is well.
+    members: by Ray node id. upkeep: the fault of each actor of UPKEEP; "" if it is well.
     """
 
     pool: str
@@ -57,7 +57,7 @@ class Overview:
 
     @property
     def faults(self) -> dict[str, int]:
-        """Of the whole pool, by kind, as far as directory and stores know them."""
+        """Faults of the whole pool by kind, as the directory and the stores count them."""
         total = Counter({"corrupt": int(self.counts.get("corrupt", 0))})
         for member in self.members.values():
             total.update(member.faults)
@@ -66,7 +66,7 @@ class Overview:
         return {kind: count for kind, count in total.items() if count}
 
     def as_json(self) -> dict[str, Any]:
-        """What `raykv status --json` prints; see docs/cli-json.md."""
+        """The object that `raykv status --json` prints; see docs/cli-json.md."""
         return {
             **self.counts,
             "failed": self.failed,
@@ -79,7 +79,7 @@ class Overview:
 
 
 def look(pool: str) -> Overview:
-    """Ask Ray, the directory and the stores. Whoever does not answer in time is shown as such."""
+    """Ask Ray, the directory and the stores. The result also says which of them did not answer in time."""
     nodes = living_nodes()
     upkeep = _upkeep_actors(pool)
     wrong = _what_is_wrong(upkeep)
@@ -102,9 +102,9 @@ def look(pool: str) -> Overview:
 
 @dataclass(frozen=True)
 class Seen:
-    """A node's store. actor: as Ray knows it. counts: the directory's of the node's memory, if it has any.
+    """A node's store. actor: as Ray knows it. counts: the directory's counts of the node's memory, if it has any.
 
-    directory_answers: else nothing is known by it.
+    directory_answers: whether a missing `counts` means that the directory does not know the node.
     """
 
     actor: Actor | None
@@ -114,12 +114,13 @@ class Seen:
 
 
 def state_of(store: Seen, failed: str | None, supervisor: str, idle: bool = False) -> tuple[str, str]:
-    """(state of a node, why it is not alive). failed: why its store could not start. supervisor: what is wrong with it.
-    idle: nothing but the pool ran there; see PoolConfig.idle_node_s.
+    """(state of a node, why it is not alive).
 
-    alive; joining: it is being taken up; leaving: it is drained; starting: its first process is; restarting: it died,
-    and another is starting; silent: it does not answer; idle: the store ended, since nothing else runs there; no store:
-    nothing runs there, and `why` says what to expect.
+    failed: why its store could not start. supervisor: the supervisor's fault; "" if it is well. idle: nothing but the
+    pool ran there; see PoolConfig.idle_node_s.
+    States: alive; joining: the directory takes up its blocks; leaving: it is being drained; starting: the store's first
+    process starts; restarting: the store died, and Ray starts another; silent: the store does not answer; idle: the
+    store ended, since nothing else runs there; no store: `why` says what to expect.
     """
     actor, counts = store.actor, store.counts
     if failed is not None:
@@ -167,7 +168,7 @@ def _member(
 
 
 def _upkeep_actors(pool: str) -> dict[str, Actor | None]:
-    """Those of UPKEEP, as Ray knows them."""
+    """The actors of UPKEEP, as Ray knows them."""
     names = [named_actors.directory_name(pool, number) for number in (1, 2)]
     with contextlib.suppress(ValueError):  # no directory is in charge
         names.sort(key=lambda name: name != internal_kv.in_charge(pool).name)
@@ -175,7 +176,7 @@ def _upkeep_actors(pool: str) -> dict[str, Actor | None]:
 
 
 def _what_is_wrong(upkeep: dict[str, Actor | None]) -> dict[str, str]:
-    """By role, "" where all is well."""
+    """Faults by role; "" for none."""
     asked = {role: actor.handle.ping.remote() for role, actor in upkeep.items() if actor and actor.is_alive}
     answers = list(asked.values())
     done = set(ray.wait(answers, num_returns=len(answers), timeout=ANSWER_S)[0]) if answers else set()

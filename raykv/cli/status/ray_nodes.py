@@ -1,4 +1,4 @@
-"""Ray nodes as a user names them: by a prefix of the id, by host name, by address."""
+"""Ray nodes by the names that users give them: a prefix of the id, a host name, an address."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -7,11 +7,11 @@ import ray
 
 from raykv import cluster
 
-SHORT = 8  # characters of a node id that are shown, where they are enough to tell nodes apart
+SHORT = 8  # characters of a node id to show, if they tell the nodes apart
 
 
 class RayNode(NamedTuple):
-    """A living node. host: as its machine calls itself. name: of `ray start --node-name`, else its address."""
+    """A living node. host: its machine's host name. name: of `ray start --node-name`, else its address."""
 
     node_id: str
     host: str
@@ -21,7 +21,7 @@ class RayNode(NamedTuple):
 
 
 def living_nodes() -> list[RayNode]:
-    """All living nodes of the Ray cluster that this process is in, the head first, then by host name."""
+    """All living nodes of this process's Ray cluster: first the head, then the others by host name."""
     nodes = [
         RayNode(
             str(node["NodeID"]),
@@ -37,7 +37,7 @@ def living_nodes() -> list[RayNode]:
 
 
 def short_ids(nodes: Sequence[RayNode]) -> dict[str, str]:
-    """By node id, how it is shown: so many of its first characters that no other of these nodes has them."""
+    """Shown names by node id: a prefix of each id that no other id has."""
     ids = sorted(node.node_id for node in nodes)
     shown = {}
     for before, node_id, after in zip(["", *ids], ids, [*ids[1:], ""], strict=False):
@@ -47,9 +47,9 @@ def short_ids(nodes: Sequence[RayNode]) -> dict[str, str]:
 
 
 def find_node(asked: str, nodes: Sequence[RayNode]) -> RayNode:
-    """The node that a user means: by its id or the first characters of it, its host name, address or name.
+    """The node that a user names by its id or a prefix of it, its host name, address or name.
 
-    ValueError where none is meant, or several, with all that there are.
+    ValueError if no node or several nodes fit; the text lists the candidates.
     """
     exact = [node for node in nodes if asked in (node.node_id, node.host, node.address, node.name)]
     meant = exact or [node for node in nodes if asked and node.node_id.startswith(asked.lower())]
@@ -63,5 +63,5 @@ def find_node(asked: str, nodes: Sequence[RayNode]) -> RayNode:
 
 
 def _common(one: str, other: str) -> int:
-    """How many characters both begin with."""
+    """Length of the common prefix."""
     return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))

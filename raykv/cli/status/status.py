@@ -1,4 +1,4 @@
-"""`raykv status`: a pool as text. Nothing is cut off: what is too wide for a terminal is written below each other."""
+"""`raykv status`: a pool as text. It cuts nothing off: a table that is too wide becomes paragraphs."""
 
 import shutil
 import sys
@@ -29,7 +29,7 @@ Row = dict[str, str]  # cells by column
 
 
 def show(overview: Overview) -> None:
-    """Print it. Raises ClickException afterwards where the directory does not answer."""
+    """Print a status. Then raises ClickException if the directory does not answer."""
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
     click.echo("\n".join(lines(overview, width)))
     if not overview.counts:
@@ -55,7 +55,7 @@ def lines(overview: Overview, width: int | None) -> list[str]:
 
 
 def node_rows(overview: Overview) -> dict[str, Row]:
-    """A row of cells for every living Ray node, by its id."""
+    """A row of cells for each living Ray node, by its id."""
     shown = short_ids(overview.nodes)
     return {
         node_id: {
@@ -72,7 +72,7 @@ def node_rows(overview: Overview) -> dict[str, Row]:
 
 
 def tier_bytes(counts: dict[str, Any], node_id: str) -> dict[str, tuple[int, int]]:
-    """(bytes used, bytes) by tier of a node, of those that some node has; (0, 0) of one that it has not itself."""
+    """(bytes used, bytes) of a node by tier, for all tiers that some node has; (0, 0) if this node lacks the tier."""
     sizes: dict[str, tuple[int, int]] = {"memory": (0, 0)}
 
     def add(tier: str, used: int, size: int, mine: bool) -> None:
@@ -89,12 +89,12 @@ def tier_bytes(counts: dict[str, Any], node_id: str) -> dict[str, tuple[int, int
 
 
 def fills(counts: dict[str, Any], node_id: str) -> Row:
-    """How full each tier of a node is: "61% of 20.00 GiB" by the tier, of those that some node has."""
+    """How full each tier of a node is, such as "61% of 20.00 GiB". By tier, for all tiers that some node has."""
     return {tier: fill(*of) for tier, of in tier_bytes(counts, node_id).items()}
 
 
 def node_lines(overview: Overview, rows: dict[str, Row], width: int | None) -> list[str]:
-    """As a table if that fits, else as paragraphs; below it why nodes are not alive."""
+    """The nodes as a table, and below it why nodes are not alive. Paragraphs if the table is too wide."""
     found = table(list(rows.values()))
     if width is not None and max(map(len, found)) > width:
         return [line for node_id, row in rows.items() for line in _paragraph(row, overview.members[node_id], width)]
@@ -106,7 +106,7 @@ def node_lines(overview: Overview, rows: dict[str, Row], width: int | None) -> l
 
 
 def _paragraph(row: Row, member: Member, width: int) -> Iterator[str]:
-    """A node in a narrow terminal."""
+    """Lines of a node for a narrow terminal."""
     up = f" for {row['up']}" if member.uptime_s is not None else ""
     yield from (colored(line, member) for line in wrapped(f"{row['node']}  {row['host']}  {row['state']}{up}", width))
     known = set(row) - {"node", "host", "state", "up", "restarts", "roles"}
@@ -118,7 +118,7 @@ def _paragraph(row: Row, member: Member, width: int) -> Iterator[str]:
 
 
 def colored(line: str, member: Member) -> str:
-    """With its state in a colour. click leaves that out where the output is no terminal."""
+    """The line with its state in a colour. click drops the colour where the output is no terminal."""
     before, state, after = line.partition(f"  {member.state}")
     return before + click.style(state, fg=COLORS.get(member.state, "yellow")) + after
 
@@ -127,14 +127,14 @@ def colored(line: str, member: Member) -> str:
 
 
 def _growing(counts: dict[str, Any]) -> Iterator[str]:
-    """What is still to come of the memory, which nodes prepare slab by slab."""
+    """How much memory is there, while nodes still prepare slabs."""
     offered, planned = growth(counts)
     if offered < planned:
         yield f"{size_text(offered)} of {size_text(planned)} of memory are there: the nodes are preparing the rest"
 
 
 def _upkeep(overview: Overview) -> Iterator[str]:
-    """Where the directory, its successor and the supervisor are, or what is wrong with them."""
+    """Where the directory, its successor and the supervisor are, and their faults."""
     shown = short_ids(overview.nodes)
     for role, wrong in overview.upkeep.items():
         there = [node_id for node_id, member in overview.members.items() if role in member.roles]
@@ -151,7 +151,7 @@ def _listens(counts: dict[str, Any]) -> str:
 
 
 def _tiers(overview: Overview) -> Iterator[str]:
-    """External tiers: what the table has no column for."""
+    """External tiers: the facts that the table has no column for."""
     shown = short_ids(overview.nodes)
     for name, tier in overview.counts.get("tiers", {}).items():
         whose = f"of {shown.get(name, name)}" if name else "of all nodes"
@@ -173,7 +173,7 @@ def _routes(overview: Overview) -> Iterator[str]:
 
 
 def node_memory(name: str, shown: dict[str, str]) -> str:
-    """A node's memory, or a GPU's by the end of its UUID, which tells a node's GPUs apart."""
+    """The shown name of a node's memory. A GPU's has the end of its UUID, too."""
     node_id, _, gpu = name.partition("/")
     return shown.get(node_id, node_id) + (f" (gpu {gpu[-8:]})" if gpu else "")
 
@@ -189,7 +189,7 @@ def _blocks(counts: dict[str, Any]) -> str:
 
 
 def hit_sources(counts: dict[str, Any]) -> dict[str, int]:
-    """Blocks found, by where they were, seen from who asked."""
+    """Found blocks by where they were, seen from the reader's node."""
     elsewhere = counts["remote_hits"] + counts["external_hits"] + counts["gpu_hits"]
     return {
         "this node": counts["hits"] - elsewhere,
@@ -200,7 +200,7 @@ def hit_sources(counts: dict[str, Any]) -> dict[str, int]:
 
 
 def hit_rate(counts: dict[str, Any]) -> str:
-    """In all, and by source."""
+    """The hit rate in all, and by source."""
     asked = counts["lookups"]
     if not asked:
         return "hit rate: no block was asked for yet"
@@ -209,7 +209,7 @@ def hit_rate(counts: dict[str, Any]) -> str:
 
 
 def _tenants(counts: dict[str, Any]) -> Iterator[str]:
-    """What each has, where any has a quota."""
+    """A line for each tenant, if any tenant has a quota."""
     for row in quota_rows(counts["tenants"]) if len(counts.get("tenants", ())) > 1 else ():
         yield (
             f"tenant {row['tenant']}: {row['used']} used, minimum {row['minimum']}, maximum {row['maximum']}, "
@@ -218,7 +218,7 @@ def _tenants(counts: dict[str, Any]) -> Iterator[str]:
 
 
 def quota_rows(tenants: dict[str, dict[str, Any]]) -> list[Row]:
-    """A row of cells for every tenant, those without a quota last."""
+    """A row for each tenant with a quota, then a row of all other tenants."""
     return [
         {
             "tenant": tenant or "(others)",
@@ -247,7 +247,7 @@ def _fault(kind: str) -> str:
 
 
 def table(rows: Sequence[Row]) -> list[str]:
-    """Rows of equal columns as lines, the header first. Cells are as wide as the widest of their column."""
+    """Rows of equal columns as lines, the header first. A column is as wide as its widest cell."""
     header = {name: name.upper() for name in rows[0]}
     widths = {name: max(len(row[name]) for row in (header, *rows)) for name in header}
     return ["  ".join(f"{row[name]:<{width}}" for name, width in widths.items()).rstrip() for row in (header, *rows)]
@@ -262,7 +262,7 @@ def wrapped(text: str, width: int | None) -> list[str]:
 
 
 def fill(used: int, size: int) -> str:
-    """As "61% of 20.00 GiB"; "-" of nothing."""
+    """As "61% of 20.00 GiB"; "-" for size 0."""
     return f"{used / size:.0%} of {size_text(size)}" if size else "-"
 
 
@@ -272,7 +272,7 @@ def size_text(size: int) -> str:
 
 
 def resized(asked: str, got: int) -> str:
-    """What `raykv resize` says. asked: as it was given. got: bytes that the node offers now."""
+    """The text that `raykv resize` prints. asked: the user's argument. got: bytes that the node offers now."""
     wanted, now = parse_size("cpu_memory", asked), f"the node has {size_text(got)} now"
     if isinstance(wanted, float) or wanted == got:
         return now
@@ -282,7 +282,7 @@ def resized(asked: str, got: int) -> str:
 
 
 def held_by(pool: str) -> str:
-    """What a pool has, in words; "" where its directory does not answer."""
+    """A pool's blocks, memory and nodes in words; "" if its directory does not answer."""
     counts = directory_stats(pool, ANSWER_S)
     if not counts:
         return ""
@@ -292,7 +292,7 @@ def held_by(pool: str) -> str:
 
 
 def growth(counts: dict[str, Any]) -> tuple[int, int]:
-    """Bytes of memory that all nodes offer by now, and that they are to offer."""
+    """(bytes of memory that all nodes offer by now, bytes that they will offer)."""
     nodes = counts["nodes"].values()
     offered = sum((node["slabs"] + node["spare_slabs"]) * node["slab_bytes"] for node in nodes)
     return offered, sum(node["limit"] * node["slab_bytes"] for node in nodes)

@@ -1,4 +1,4 @@
-"""`raykv top`: what `raykv status` shows, live."""
+"""`raykv top`: `raykv status`, live."""
 
 import os
 import select
@@ -24,15 +24,15 @@ from raykv.errors import PoolNotFound, RayKVError
 
 LOOK_S = 1.0  # between two looks
 STALE_S = 3.0  # without news: the terminal says so
-GIVE_UP_S = 20.0  # without news: it ends, before Ray ends it (60 s) and leaves the terminal as it is
-STOP_S = 2.0  # to wait for a look that is under way
+GIVE_UP_S = 20.0  # without news: the command ends; Ray would end it after 60 s and not restore the terminal
+STOP_S = 2.0  # for a look under way to end
 SORTS = ("node", "state", "memory", "pulled")
-DROPPED = ("roles", "restarts", "up", "host")  # columns, in this order, where the terminal is too narrow for all
+DROPPED = ("roles", "restarts", "up", "host")  # columns to leave out, in this order, in a narrow terminal
 LABEL = 21  # characters before a sparkline
 
 
 class Watch:
-    """A thread that looks at a pool once a second, so that keys are not held up by what does not answer."""
+    """A thread that looks at a pool once a second. So a key press never waits for an actor that does not answer."""
 
     def __init__(self, pool: str) -> None:
         self.history = History()
@@ -53,9 +53,9 @@ class Watch:
         self._thread.join(STOP_S)
 
     def latest(self) -> tuple[Overview, str]:
-        """(what was seen last, what is wrong if that is long ago).
+        """(latest look, warning if the look is older than STALE_S, else "").
 
-        Raises RayKVError where the pool has ended, or nothing was seen for GIVE_UP_S.
+        Raises RayKVError if the pool has ended, or if the latest look is older than GIVE_UP_S.
         """
         if isinstance(self._error, RayKVError):
             raise self._error
@@ -73,7 +73,7 @@ class Watch:
             try:
                 self._look_once()
                 self._error = None
-            except Exception as error:  # Ray's, of a cluster that changes or is gone: shown until a look succeeds
+            except Exception as error:  # Ray raises while a cluster changes: shown until a look succeeds
                 self._error = error
 
     def _look_once(self) -> None:
@@ -92,7 +92,8 @@ class Watch:
 def run(pool: str) -> None:
     """Show a pool until the user presses q or Ctrl-C.
 
-    Raises ClickException where there is no terminal, and PoolNotFound when the pool has ended.
+    Raises ClickException without a terminal, PoolNotFound when the pool has ended, and RayKVError after GIVE_UP_S
+    without news.
     """
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise click.ClickException("raykv top needs a terminal; `raykv status` writes into pipes and files")
@@ -114,7 +115,7 @@ def run(pool: str) -> None:
 
 @contextmanager
 def _keys_at_once() -> Iterator[None]:
-    """The terminal hands out keys as they are pressed, and does not show them."""
+    """Have the terminal hand out each key press at once, without showing it."""
     before = termios.tcgetattr(sys.stdin)
     tty.setcbreak(sys.stdin)
     try:
@@ -124,7 +125,7 @@ def _keys_at_once() -> Iterator[None]:
 
 
 def _key(seconds: float) -> str:
-    """A key that is pressed in so many seconds. "" where none is; "q" where the terminal is gone."""
+    """The key that a user presses in so many seconds; "" for none, "q" if the terminal is gone."""
     if not select.select([sys.stdin], [], [], seconds)[0]:
         return ""
     return os.read(sys.stdin.fileno(), 1).decode(errors="replace") or "q"
@@ -134,7 +135,7 @@ def _key(seconds: float) -> str:
 
 
 def screen(overview: Overview, history: History, sort: str, trouble: str, width: int, height: int) -> list[str]:
-    """At most `height` lines of `width` characters. trouble: what is wrong with the news, if anything is."""
+    """At most `height` lines of `width` characters. trouble: the warning of `Watch.latest`."""
     head = [*wrapped(_title(overview), width), *wrapped(trouble, width), *_rates(history, width)]
     if overview.counts:
         head += wrapped(hit_rate(overview.counts), width)
@@ -168,7 +169,7 @@ def _latest(what: str, rates: Rates) -> str:
 
 
 def _nodes(overview: Overview, history: History, sort: str, width: int, room: int) -> list[str]:
-    """The table of nodes, in so many lines; below it, where there is room, why some are not alive."""
+    """The table of nodes, in at most `room` lines. Below it, if there is room, why nodes are not alive."""
     order = sorted(overview.members, key=lambda node_id: _rank(overview, history, sort, node_id))  # stable
     cells = node_rows(overview)
     rows = [{**cells[node_id], "pulled/s": _per_second(history, node_id)} for node_id in order]
@@ -184,7 +185,7 @@ def _nodes(overview: Overview, history: History, sort: str, width: int, room: in
 
 
 def _fitting(rows: list[dict[str, str]], width: int) -> list[str]:
-    """As `table`, without the columns that there is no room for."""
+    """As `table`, without columns of DROPPED that do not fit."""
     for count in range(len(DROPPED) + 1):
         kept = [{name: row[name] for name in row if name not in DROPPED[:count]} for row in rows]
         lines = table(kept)
@@ -194,7 +195,7 @@ def _fitting(rows: list[dict[str, str]], width: int) -> list[str]:
 
 
 def _rank(overview: Overview, history: History, sort: str, node_id: str) -> Any:
-    """Smaller is further up."""
+    """The node's sort key: smaller is further up."""
     if sort == "state":
         return overview.members[node_id].state == "alive"
     if sort == "memory":

@@ -1,4 +1,4 @@
-"""What matches found, and what that spared their engines, for the metrics."""
+"""Metrics of matches: tokens that were found, and tokens and seconds that engines saved."""
 
 from collections.abc import Iterable
 
@@ -8,7 +8,7 @@ from raykv.keys import CacheId
 
 
 def found_tokens(leases: Iterable[Lease], cache: CacheId) -> dict[str, int]:
-    """Tokens that were found, by where they were."""
+    """Found tokens, by source: "memory", "node" or "external"."""
     found = dict.fromkeys(("memory", "node", "external"), 0)
     for lease in leases:
         for source, blocks in lease.found.items():
@@ -17,7 +17,7 @@ def found_tokens(leases: Iterable[Lease], cache: CacheId) -> dict[str, int]:
 
 
 def count_found(session: Session, cache: CacheId, asked: int, found: dict[str, int]) -> None:
-    """Count a look-up, and the tokens that it asked for and found, by where they were."""
+    """Count a look-up. asked: tokens. found: tokens by source."""
     metrics, tags = session.directory.metrics, _tags(session, cache)
     hits = {("hit_tokens_total", (*tags, ("source", source))): tokens for source, tokens in found.items()}
     metrics.add_each({("lookups_total", tags): 1, ("asked_tokens_total", tags): asked, **hits})

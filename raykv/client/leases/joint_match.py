@@ -1,4 +1,4 @@
-"""Leases on blocks that have several parts, or several readers, which other processes read, each on its own node."""
+"""Leases on blocks of several parts, or for several readers. Other processes read the blocks, each on its own node."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -18,8 +18,8 @@ from raykv.protocol.clients import Intent, MatchedPart
 class Part(NamedTuple):
     """One part of a prompt's blocks, for one reader.
 
-    memory: what the directory calls the memory that it is read into (`Session.memory_name` there). window: how many
-    last blocks it reads; 0: all. A layer that attends to a sliding window needs no more, a state needs one.
+    memory: the directory's name of the memory to read it into (the reader's `Session.memory_name`). window: how many
+    last blocks the reader needs; 0: all. A sliding-window layer needs the blocks of its window, a state needs one.
     """
 
     memory: str
@@ -28,7 +28,7 @@ class Part(NamedTuple):
 
 
 class LeasedCall(NamedTuple):
-    """What one call leased, up to `tokens`. firsts, leases: by part, the number of its first block, and its lease."""
+    """The leases of one call, by part. tokens: that it found. firsts: number of each part's first leased block."""
 
     tokens: int
     firsts: list[int]
@@ -36,19 +36,19 @@ class LeasedCall(NamedTuple):
 
 
 class JointMatch:
-    """What readers need of the longest prefix that all parts have, leased: none of it is evicted before `release`.
+    """Leases on the blocks that readers need of the longest prefix that all parts have. `release` ends them.
 
-    Other processes read it (`leased`), each in the memory of its own node, which this process need not map.
+    Other processes read the blocks (`leased`), each in the memory of its own node. This process need not map it.
 
-    pending: blocks of the first part that others write or are about to compute, after those that are ready. While the
-    caller waits for them, nothing is leased.
+    pending: blocks of the first part, after the ready blocks, that others write or are about to compute. While the
+    caller waits for these blocks, nothing is leased.
     """
 
     def __init__(self, session: Session, parts: Sequence[Part], tokens_per_s: float, request: str = "") -> None:
-        """Nothing is leased before `ask`. parts: at least one; equally many blocks where they have as many tokens.
+        """Leases nothing before `ask`. parts: at least one; parts with blocks of one size have equally many blocks.
 
         tokens_per_s: how fast the engine computes, which limits the wait for an external tier. request: the engine's
-        name of what this is for.
+        name of the request.
         """
         self._calls, self._released, self._intends = list[LeasedCall](), True, False
         self._session, self._parts, self._request = session, parts, request
@@ -59,14 +59,14 @@ class JointMatch:
         self.pending = 0
 
     def ask(self, computes: bool = False, wait: bool = False) -> Self:
-        """Lease the blocks: one call for all parts, unless they are more keys than one call may ask for.
+        """Lease the blocks. One call asks for all parts, unless they have more keys than a call may ask for.
 
-        computes: the caller computes what is not found (of the last call's keys) and stores it, and others may wait for
-        that until `end_intent`. wait: where others do so, lease nothing: see `pending`.
+        computes: the caller computes and stores the last call's missing blocks. Other clients may wait for these until
+        `end_intent`. wait: where other clients compute or write the next blocks, lease nothing: see `pending`.
         """
         try:
             self._ask_all(Intent(self._intent if computes else 0, wait) if computes or wait else None)
-        except BaseException:  # a signal's, or of who exports the span: nobody would release what was leased before it
+        except BaseException:  # a signal handler or the span's exporter raised: nobody else would release the leases
             self.release()
             raise
         return self
@@ -79,7 +79,7 @@ class JointMatch:
                     break
             hits = found_tokens((call.leases[0] for call in self._calls), self._cache)
             tell(it, hit_tokens=self.tokens, **hits)
-        if self.pending:  # it will be asked again
+        if self.pending:  # the caller will ask again
             self._record = None
             self.release()
             self.end_intent()
@@ -90,9 +90,10 @@ class JointMatch:
             self._record.found, self._record.lookup_s = hits, time.monotonic() - begin
 
     def _pieces(self) -> Iterator[list[Keys]]:
-        """The keys of all parts, as one call asks for them: what ends at different tokens can't be cut in pieces.
+        """The keys of all parts, call by call.
 
-        Of that, what is beyond KEYS_PER_JOINT_CALL is not asked for.
+        Parts with windows, or whose blocks end at different tokens, go in one call. Their keys beyond
+        KEYS_PER_JOINT_CALL are not asked for.
         """
         if self._has_windows or len({part.keys.cache.block_tokens for part in self._parts}) > 1:
             yield self._leading(KEYS_PER_JOINT_CALL)
@@ -102,7 +103,7 @@ class JointMatch:
             yield [part.keys[first : first + blocks] for part in self._parts]
 
     def _leading(self, most: int) -> list[Keys]:
-        """The keys of all parts, up to a token at which blocks of all parts end where these are more than `most`."""
+        """At most about `most` leading keys of all parts together, cut at a token where blocks of all parts end."""
         keys, tokens = [part.keys for part in self._parts], [part.keys.cache.block_tokens for part in self._parts]
         if (count := sum(map(len, keys))) <= most:
             return keys
@@ -115,7 +116,7 @@ class JointMatch:
         return any(part.window for part in self._parts)
 
     def _ask(self, keys: list[Keys], intent: Intent | None) -> int:
-        """Lease what all parts have of these keys. Returns how many tokens."""
+        """Lease the prefix of these keys that all parts have. Returns its tokens."""
         directory = self._session.directory
         self._intends |= bool(intent and intent.intent)
         ids, answer = directory.match_parts(
@@ -153,7 +154,7 @@ class JointMatch:
 
     @property
     def tokens(self) -> int:
-        """Of the prefix that was found."""
+        """Length of the found prefix."""
         return sum(call.tokens for call in self._calls)
 
     def count_saved(self, tokens: int) -> None:
@@ -161,9 +162,9 @@ class JointMatch:
         count_saved(self._session, self._cache, tokens, self._tokens_per_s)
 
     def fetch_external(self) -> int:
-        """Have the readers' stores bring blocks of an external tier, as many as the windows hold and come in time.
+        """Have the readers' stores fetch blocks of an external tier: as many as staging windows hold and come in time.
 
-        Returns of how many leading tokens all blocks that are needed are in memory then, of any node.
+        Returns the number of leading tokens whose needed blocks are all in nodes' memory then.
         """
         tokens = 0
         for call in self._calls:
@@ -171,17 +172,17 @@ class JointMatch:
             if counts == list(map(len, call.leases)):
                 tokens += call.tokens
                 continue
-            if not self._has_windows:  # else others would be needed of those that end before
+            if not self._has_windows:  # a shorter prefix would need other blocks of a window
                 tokens += min(counts) * self._cache.block_tokens
             break
         return tokens
 
     def first(self, part: int) -> int:
-        """Number of the first block of a part that is leased."""
+        """Number of a part's first leased block; 0 if nothing is leased."""
         return self._calls[0].firsts[part] if self._calls else 0
 
     def leased(self, part: int, first: int, stop: int) -> list[Leased]:
-        """Blocks [first, stop) of a part, for a process of its reader's node to read while this holds them."""
+        """Blocks [first, stop) of a part. Any process of the reader's node may read them until `release`."""
         found = []
         for call in self._calls:
             at, lease = call.firsts[part], call.leases[part]
@@ -206,6 +207,6 @@ class JointMatch:
             self._session.directory.drop(held)
 
     def end_intent(self) -> None:
-        """What was to be computed is stored, or will not be. The directory learns of it with the next call."""
+        """The caller has stored the blocks, or will not compute them. The directory learns of it with the next call."""
         self._intends = False
         self._session.directory.release(self._intent)

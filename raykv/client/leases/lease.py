@@ -1,4 +1,4 @@
-"""One call's worth of a match: leased blocks, read where they lie on this node and pulled where they do not."""
+"""The leased blocks of one call of a match. Blocks of this node are read in place, other blocks are pulled first."""
 
 import time
 from typing import NamedTuple, Self
@@ -20,9 +20,9 @@ from raykv.protocol.location import KEY_BYTES, LOCATION, is_tier
 
 
 class Leased(NamedTuple):
-    """Blocks that any process of a node may read by a lease of a client, until that is released.
+    """Blocks that any process of a node may read by another client's lease, until that client releases the lease.
 
-    source: LOCATIONs. keys: of 16 bytes. followed: whoever reads them is to report that (see RequestRecord).
+    source: LOCATIONs. keys: 16 bytes each. followed: the reader reports its read (see RequestRecord).
     """
 
     name: LeaseName
@@ -34,9 +34,9 @@ class Leased(NamedTuple):
 class Lease:
     """Leased blocks of one call.
 
-    blocks: where they are. found: how many blocks lay in this process's memory, on another node, and in an external
-    tier when they were leased. cut: why it has fewer than the directory leased, and the index of the node that this is
-    about.
+    blocks: where the blocks are. found: numbers of blocks that lay in this process's memory, on other nodes and in an
+    external tier when they were leased. cut: why it has fewer blocks than the directory leased, and the index of the
+    node to blame (-1: none).
     """
 
     def __init__(
@@ -60,9 +60,9 @@ class Lease:
     def granted(
         cls, session: Session, keys: Keys, block_s: float, prefetch: bool, lease: int, answer: Matched | None
     ) -> Self:
-        """keys: that were asked for. block_s: seconds that the engine takes to compute a block. prefetch: see Match.
+        """keys: the keys of the call. block_s: seconds that the engine takes to compute a block. prefetch: see Match.
 
-        lease, answer: what the directory client's `match` of these keys returned.
+        lease, answer: the result of `DirectoryClient.match` for these keys.
         """
         source = np.frombuffer(answer.source if answer else b"", LOCATION)
         staged = np.frombuffer(answer.staged, LOCATION) if answer and answer.staged else None
@@ -91,7 +91,7 @@ class Lease:
     def granted_part(
         cls, session: Session, memory: str, keys: Keys, block_s: float, lease: int, part: MatchedPart
     ) -> Self:
-        """Of `match_parts`, for another process to read on its node. memory: what the directory calls that one's."""
+        """A lease of `match_parts`, for another process. memory: the directory's name of the reader's memory."""
         source = np.frombuffer(part.source, LOCATION)
         name = LeaseName(part.nonce, part.node, session.directory.client, lease, 0)
         store = session.store_of(memory) if is_tier(source["node"]).any() else None
@@ -103,13 +103,13 @@ class Lease:
 
     @classmethod
     def borrowed(cls, session: Session, block_bytes: int, leased: Leased) -> Self:
-        """To read by another process's lease, which it has for this node's memory."""
+        """A Lease to read by another process's lease, which was made for this node's memory."""
         source = np.frombuffer(leased.source, LOCATION)
         keys = np.frombuffer(leased.keys, np.uint8).reshape(-1, KEY_BYTES)
         return cls(session, session.local, block_bytes, leased.name, source, keys)
 
     def _limit_wait(self, block_s: float) -> int:
-        """Have reads wait for an external tier as long as computing its blocks takes. Returns how many those are."""
+        """Have reads wait for a tier as long as computing its blocks would take. Returns the number of its blocks."""
         external = self.found["external"]
         self._stream.wait_budget_s = block_s * external if external else None
         return external
@@ -123,7 +123,7 @@ class Lease:
 
     @property
     def record(self) -> RequestRecord | None:
-        """Of the request that it is for, while somebody follows requests."""
+        """Record of the lease's request, while somebody follows requests."""
         return self.blocks.record
 
     @record.setter
@@ -143,7 +143,7 @@ class Lease:
         self._session.directory.release(self.id)
 
     def read(self, rows: Rows, verify: bool) -> int:
-        """Copy the blocks out, rows[i] of block i. Returns how many leading rows hold their block."""
+        """Copy block i to rows[i]. Returns how many leading rows hold their block."""
         begin, metrics = time.monotonic(), self._session.directory.metrics
         with span("read", pool=self._session.name, blocks=len(self), **self.found) as it:
             count = self._read(rows, verify)
@@ -159,14 +159,14 @@ class Lease:
         valid = np.zeros(len(self), np.bool_)
         for blocks, where in self._stream.arrivals(len(self), passes=True):
             valid[blocks] = self._copy(where, keys[blocks], rows[blocks], verify)
-        if self.blocks.name.owner != self._session.directory.client:  # who may release it as soon as this returns
+        if self.blocks.name.owner != self._session.directory.client:  # the owner may release it after this returns
             self._session.directory.heartbeat()
         return leading(valid)
 
     def fetch(self, whole: bool) -> int:
-        """Bring blocks to this node: as many as the staging window holds, or the whole lease through it.
+        """Bring blocks to this node: as many as the staging window holds, or all of them (`whole`).
 
-        Returns how many leading blocks are on this node now.
+        Returns how many leading blocks came, or were there already.
         """
         there, stop = self.blocks.here(), len(self)
         if there.all():
@@ -180,21 +180,21 @@ class Lease:
                 stop = int(away[0 if staged is None else len(staged)])
         for blocks, where in self._stream.arrivals(stop, passes=whole):
             there[blocks] = True
-            if not whole:  # else the slots are given back meanwhile, and must not be read later
+            if not whole:  # `whole` gives the slots back, so a later read must not use them
                 self.blocks.move(blocks, where)
         return leading(there[:stop])
 
     def fetch_external(self) -> int:
         """Bring blocks of an external tier to this node, as many as the staging window holds.
 
-        Returns how many leading blocks are in memory then, of this node or another.
+        Returns how many leading blocks are then in memory, of this node or of another node.
         """
         if self.blocks.external.any():
             self.fetch(whole=False)
         return leading(~is_tier(self.blocks.source["node"]))
 
     def _copy(self, locations: Locations, keys: NDArray[np.uint8], rows: Rows, verify: bool) -> NDArray[np.bool_]:
-        """Read blocks out of slots of this node; which of them are valid."""
+        """Read blocks out of slots of this node. (n,) bool: which rows are valid."""
         local, directory = self._session.local, self._session.directory
         if local is None or local is not self._store or not len(locations):  # replaced meanwhile
             if len(locations):
@@ -203,7 +203,7 @@ class Lease:
         begin = time.monotonic()
         try:
             ok = local.arena.read(locations, keys, rows, verify)
-        except DeviceError as error:  # the blocks are good: they are not reported as corrupt
+        except DeviceError as error:  # the blocks are good, so do not report them as corrupt
             self.blocks.fall_short("the GPU could not copy")
             directory.fault("gpu", error)
             return np.zeros(len(locations), np.bool_)

@@ -1,4 +1,4 @@
-"""Where the blocks of a lease are, and the slots on this node that they are pulled into."""
+"""Where the blocks of a lease are, and the slots on this node to pull them into."""
 
 from typing import NamedTuple
 
@@ -15,10 +15,10 @@ Blocks = NDArray[np.intp]  # numbers of blocks in a lease, rising
 
 
 class LeaseName(NamedTuple):
-    """What any process of a node calls leased blocks, until their lease is released."""
+    """Names leased blocks to any process of the reader's node, until their lease is released."""
 
     nonce: bytes  # of the arena of the reader's node
-    node: int  # what locations call that node
+    node: int  # index of that node's memory in locations
     owner: int  # the client that has the lease
     lease: int
     first: int  # number of the first block in the lease
@@ -27,9 +27,9 @@ class LeaseName(NamedTuple):
 class LeasedBlocks:
     """Blocks of one lease.
 
-    source, staged: (n,) LOCATION of where each block lies, and of the slot on this node that it is pulled into
+    source: (n,) LOCATION of each block. staged: (n,) LOCATION of the staging slot on this node to pull it into
     (slab_gen 0: none). keys: (n, 16). external: (n,) bool: whether a block lay in an external tier when it was leased.
-    record: of the request that they are for, while somebody follows requests.
+    record: of the blocks' request, while somebody follows requests.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class LeasedBlocks:
         self.external = is_tier(source["node"])
         self.record: RequestRecord | None = None
         self._directory = directory
-        self._window_lost = False  # the last question for staging slots was not answered: see NextWindowRequest.again
+        self._window_lost = False  # no answer to the last NextWindowRequest: see its `again`
 
     def __len__(self) -> int:
         return len(self.source)
@@ -56,19 +56,19 @@ class LeasedBlocks:
         return here
 
     def move(self, blocks: Blocks | slice, source: Locations) -> None:
-        """Blocks are elsewhere now."""
-        if not self.source.flags.writeable:  # it is the directory's answer, which most leases never alter
+        """Note where blocks are now."""
+        if not self.source.flags.writeable:  # it is a view of the directory's answer; most leases never change it
             self.source = self.source.copy()
         self.source[blocks] = source
 
     def with_slots(self, away: Blocks) -> Blocks:
-        """The leading blocks that have staging slots."""
+        """The leading blocks of `away` that have staging slots."""
         return away[: leading(self.staged["slab_gen"][away] > 0)]
 
     def take_slots(self, piece: Blocks, start: int) -> Blocks | None:
-        """The leading blocks of a piece that have staging slots, after asking for some. None: the lease is gone.
+        """The leading blocks of a piece that have staging slots, after asking for missing slots.
 
-        start: slots of blocks before it, and of blocks behind the piece, are given back.
+        start: slots of blocks before it, and behind the piece, are given back. None: no answer, or the lease is gone.
         """
         if len(self.with_slots(piece)) == len(piece):
             return piece
@@ -82,13 +82,13 @@ class LeasedBlocks:
         return self.with_slots(piece)
 
     def give_back_slots(self) -> None:
-        """The blocks were read: let other leases have the staging slots. A later read asks for slots anew."""
+        """The blocks were read: give the staging slots to other leases. A later read asks for slots again."""
         if (self.staged["slab_gen"] > 0).any():
             self._next_window(len(self), len(self))
             self.staged["slab_gen"] = 0
 
     def _next_window(self, start: int, stop: int) -> Locations | None:
-        """Slots for blocks [start, stop); others are given back. None: no directory, or it does not know the lease."""
+        """Slots for blocks [start, stop). Gives back other blocks' slots. None: the directory did not answer."""
         first = self.name.first
         request = NextWindowRequest(
             self.name.owner, self.name.lease, first + start, first + stop, self.block_bytes, self._window_lost
@@ -103,11 +103,11 @@ class LeasedBlocks:
         return slots
 
     def fall_short(self, why: str, about: int = -1) -> None:
-        """Fewer blocks are read than were leased. about: index of the node that this is about."""
+        """Note why fewer blocks are read than were leased. about: index of the node that the reason names."""
         if self.record is not None:
             self.record.fall_short(why, about)
 
 
 def leading(ok: NDArray[np.bool_]) -> int:
-    """How many leading ones are True."""
+    """How many leading elements are True."""
     return len(ok) if ok.all() else int(np.argmin(ok))

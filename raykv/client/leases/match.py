@@ -21,20 +21,21 @@ from raykv.system.fork import refuse_forked
 
 
 class Match:
-    """The leading blocks that are ready, leased: none of them is evicted before `release`. A context manager.
+    """Leases on the leading ready blocks: no such block is evicted before `release`. A context manager.
 
-    Where nothing is asked by it for ten minutes, the directory lets the blocks go: a later read may be a miss.
-    num_blocks: how many. num_tokens: of them. After `release` every read raises ValueError: others may have the slots.
+    If its reader asks the directory for nothing for ten minutes, the lease ends, and a later read may be a miss.
+    num_blocks, num_tokens: the leased blocks, and their tokens. After `release` every read raises ValueError: other
+    blocks may have the slots.
     """
 
     def __init__(
         self, session: Session, keys: Keys, tokens_per_s: float, prefetch: bool = False, counted: bool = False
     ) -> None:
-        """Nothing is leased before `ask`.
+        """Leases nothing before `ask`.
 
         tokens_per_s: how fast the engine computes, which limits the wait for an external tier. prefetch: begin to pull
-        blocks of other nodes with the match, not with the first read. counted: it is an engine's look-up, which metrics
-        count and followers are told of; else blocks are moved.
+        blocks of other nodes with the match, not with the first read. counted: an engine looks blocks up, so metrics
+        and request reports count it; False: the client moves blocks.
         """
         self._leases, self._released = list[Lease](), False
         self._session, self._keys, self._cache = session, keys, keys.cache
@@ -54,7 +55,7 @@ class Match:
                 hits = found_tokens(self._leases, self._cache)
                 tell(it, hit_tokens=self.num_tokens, **hits)
             self._count(hits, time.monotonic() - begin)
-        except BaseException:  # a signal's, or of who exports the span: nobody would release what was leased before it
+        except BaseException:  # a signal handler or the span's exporter raised: nobody else would release the leases
             self.release()
             raise
         return self
@@ -64,7 +65,7 @@ class Match:
         return span("match", pool=pool, model=model, asked_tokens=len(self._keys) * self._cache.block_tokens)
 
     def _count(self, hits: dict[str, int], seconds: float) -> None:
-        """Count what was asked for and found, by where it was. seconds: that it took to ask."""
+        """Count a look-up. hits: found tokens by source. seconds: that the look-up took."""
         if not self._counted:
             return
         count_found(self._session, self._cache, len(self._keys) * self._cache.block_tokens, hits)
@@ -72,13 +73,13 @@ class Match:
             self._record.found, self._record.lookup_s = hits, seconds
 
     def _parts(self) -> Iterator[Keys]:
-        """As many keys as one call may ask for, again and again."""
+        """The keys in pieces of at most KEYS_PER_CALL."""
         keys, count = self._keys, len(self._keys)
         for first in range(0, count, KEYS_PER_CALL):
             yield keys[first : first + KEYS_PER_CALL] if count > KEYS_PER_CALL else keys
 
     def _take(self, part: Keys, lease: int, answer: Matched | None) -> bool:
-        """Keep what was leased. Returns whether it is all that was asked for."""
+        """Keep the lease of an answer. Returns whether it has all keys of the call."""
         if self._counted and self._session.directory.requests.followed and self._record is None:
             self._record = self._begin_record(lease)
         try:
@@ -111,20 +112,20 @@ class Match:
     def nodes(self) -> list[str]:
         """Ray node ids of the nodes that the blocks lie on, in the blocks' order, each once.
 
-        Asks the directory for a node that it has not named yet; empty if that does not answer.
+        Asks the directory for unknown names. Without nodes that it does not name.
         """
         return self._session.node_names(self._indices())
 
     def _indices(self) -> list[int]:
-        """Of the nodes, each once, in the blocks' order."""
+        """Indices of the nodes, each once, in the blocks' order."""
         return list(dict.fromkeys(index for lease in self._leases for index in lease.blocks.source["node"].tolist()))
 
     def read(self, out: Any, *, verify: bool = False) -> int:
-        """Copy the blocks out. Where many are on other nodes, they stream through this node's staging window.
+        """Copy the blocks out. Blocks of other nodes stream through this node's staging window.
 
         out: at least (num_blocks, block_bytes) uint8, contiguous and writable, numpy or torch; block i goes to out[i].
-        verify: also compare the bytes of this node's blocks with their checksums (those of other nodes always are).
-        Returns how many leading rows hold their block: num_blocks, or fewer where a node failed, or other readers used
+        verify: also check the checksums of this node's blocks (other nodes' blocks are always checked).
+        Returns how many leading rows hold their block: num_blocks, or fewer if a node failed, or if other readers used
         up the staging window for seconds.
         Raises ValueError for an array of another shape or dtype.
         """
@@ -133,17 +134,17 @@ class Match:
     def read_into(self, paged: Any, block_ids: Sequence[int], *, verify: bool = False) -> int:
         """As `read`, into paged memory: block i becomes row block_ids[i] of every array of `paged`.
 
-        paged: one (pages, bytes) uint8 array, or several whose row bytes add up to block_bytes (one a layer, say).
-        block_ids: (num_blocks,) int. Raises ValueError where they do not fit.
+        paged: a (pages, bytes) uint8 array, or several (say, one for each layer) whose row bytes add up to block_bytes.
+        block_ids: (num_blocks,) int. Raises ValueError if `paged` or `block_ids` does not fit.
         """
         return self.read_rows(self._paged(paged, block_ids), verify)
 
     async def aread(self, out: Any, *, verify: bool = False) -> int:
-        """As `read`, without blocking the event loop. Cancelled, the copy ends before the cancellation is raised."""
+        """As `read`, without blocking the event loop. A cancelled call finishes its copy before it raises."""
         return await self._session.in_thread(self.read_rows, self._dense(out), verify)
 
     async def aread_into(self, paged: Any, block_ids: Sequence[int], *, verify: bool = False) -> int:
-        """As `read_into`, without blocking the event loop. Cancelled, the copy ends before that is raised."""
+        """As `read_into`, without blocking the event loop. A cancelled call finishes its copy before it raises."""
         return await self._session.in_thread(self.read_rows, self._paged(paged, block_ids), verify)
 
     def _dense(self, out: Any) -> Rows:
@@ -161,7 +162,7 @@ class Match:
             )
 
     def read_rows(self, rows: Rows, verify: bool = False) -> int:
-        """As `read`, into rows that were checked."""
+        """As `read`, into checked rows."""
         refuse_forked()
         done = 0
         for lease in self._leases:
@@ -179,10 +180,10 @@ class Match:
         return done
 
     def fetch(self, *, whole: bool = False) -> int:
-        """Bring blocks of other nodes and of an external tier to this node, without copying any out.
+        """Bring blocks of other nodes and of an external tier to this node, without copying blocks out.
 
-        whole: bring all of them, through the staging window, however long a tier takes; else only as many as the
-        window holds. Returns how many leading blocks are on this node now, which a `read` copies at memory speed.
+        whole: bring all blocks through the staging window, however long a tier takes; False: as many as the window
+        holds, which a later `read` copies at memory speed. Returns how many leading blocks came, or were here already.
         """
         refuse_forked()
         self._check_held()
@@ -217,10 +218,10 @@ class Match:
 
 
 class AsyncMatch:
-    """`async with cache.amatch(keys) as match`: a Match that is made and released without blocking the event loop."""
+    """`async with cache.amatch(keys) as match`: makes and releases a Match without blocking the event loop."""
 
     def __init__(self, session: Session, keys: Keys, tokens_per_s: float, prefetch: bool) -> None:
-        """Arguments as of Match. Nothing is asked before the `async with`."""
+        """Arguments as of Match. Asks the directory nothing before the `async with`."""
         self._session = session
         self._match = Match(session, keys, tokens_per_s, prefetch, counted=True)
 
@@ -233,7 +234,7 @@ class AsyncMatch:
         return self._match
 
     def _ask(self) -> None:
-        """Asks for the nodes' names, too: `nodes` need not wait for them."""
+        """Ask for the nodes' names too, so that `nodes` does not block the event loop later."""
         self._match.ask()
         _ = self._match.nodes
 

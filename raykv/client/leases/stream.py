@@ -1,4 +1,4 @@
-"""How the blocks of a lease come to this node: piece by piece, some pulls ahead of the reader."""
+"""Streaming of leased blocks to this node: piece by piece, with a few pulls ahead of the reader."""
 
 import time
 from collections.abc import Iterator
@@ -17,13 +17,13 @@ from raykv.protocol.transfers import ALTERED, PULLED, data_deadline
 
 PIECE_BYTES = 64 * MIB  # pulled at a time: the copy out of one piece overlaps the pull of the next
 PIECES_AHEAD = 2
-LATE_S = 0.5  # a pull that has failed after so long was late, not refused
-WAIT_BUDGET_S = 0.05  # at least for so long a read waits for a tier, however fast its tokens could be computed
-WINDOW_DEADLINES = 8  # of the pool: that a read waits for staging slots, while other readers have them all
+LATE_S = 0.5  # a pull that failed after so long was late, not refused
+WAIT_BUDGET_S = 0.05  # shortest wait of a read for a tier, however fast the engine could compute the tokens
+WINDOW_DEADLINES = 8  # pool deadlines that a read waits for staging slots while other readers have them all
 WINDOW_POLL_S = 0.005  # between a read's first questions for staging slots
 WINDOW_REST_S = 0.02  # between a read's later questions for staging slots
 
-SILENT = "its node does not answer"  # these are said of requests that somebody follows; the node is said beside
+SILENT = "its node does not answer"  # the next reasons appear in request lines, which also name the node
 LATE = "the pull was late", "the external tier was slower than computing would be"  # of another node, of a tier
 FAILED_TO = "the pull failed", "the external tier did not give it"
 
@@ -34,22 +34,22 @@ def piece_blocks(block_bytes: int) -> int:
 
 
 class Stream:
-    """Pulls of leased blocks.
+    """Pulls leased blocks to this node.
 
-    wait_budget_s: how long a read waits for an external tier; None: as long as it takes. piece_blocks: how many blocks
-    are pulled at a time.
+    wait_budget_s: how long a read waits for an external tier; None: as long as for other pulls. piece_blocks: how many
+    blocks it pulls at a time.
     """
 
     def __init__(self, session: Session, store: StoreClient | None, blocks: LeasedBlocks) -> None:
         """store: of the reader's node."""
         self._session, self._store, self.blocks = session, store, blocks
         self.piece_blocks = piece_blocks(blocks.block_bytes)
-        self._begun: dict[int, tuple[int, Any]] = {}  # by first block: blocks of a pull that was begun, and its answer
+        self._begun: dict[int, tuple[int, Any]] = {}  # by first block: (blocks of an early pull, its answer)
         self.wait_budget_s: float | None = None
         self._since = time.monotonic()
 
     def begin(self) -> None:
-        """Begin the first pulls now: what they bring is there when it is read."""
+        """Begin the first pulls before the first read."""
         away = np.flatnonzero(~self.blocks.here())[: PIECES_AHEAD * self.piece_blocks]
         if self._store is not None:
             for piece in pieces(self.blocks.with_slots(away), self.piece_blocks):
@@ -59,8 +59,8 @@ class Stream:
     def arrivals(self, stop: int, passes: bool) -> Iterator[tuple[Blocks, Locations]]:
         """Bring blocks before `stop` to this node, piece by piece. Yields (blocks, where they are now), as they arrive.
 
-        Blocks that are here already come first, while the first pieces are on their way. passes: what was yielded has
-        passed by the next step: its staging slots are taken for others. Ends with the first piece that does not arrive.
+        Blocks that are here already come first, while the first pieces are on their way. passes: after each step, reuse
+        the staging slots of the yielded blocks. Ends with the first piece that does not arrive.
         """
         blocks, store, here = self.blocks, self._store, self.blocks.here()[:stop]
         if store is None:
@@ -91,12 +91,12 @@ class Stream:
             pulls.pass_by(part)
 
     def by_source(self, piece: Blocks) -> list[Blocks]:
-        """A piece by where it is pulled from: other nodes' memory is not to wait for a tier."""
+        """A piece's blocks in other nodes' memory, and its blocks in a tier: the first must not wait for the tier."""
         external = self.blocks.external[piece]
         return [part for part in (piece[~external], piece[external]) if len(part)]
 
     def pull(self, store: StoreClient, part: Blocks) -> Any:
-        """The answer to the pull of blocks from one source, which may have begun with the match."""
+        """The pending answer to a pull of blocks from one source. `begin` may have begun the pull."""
         begun, answer = self._begun.pop(int(part[0]), (0, None))
         if begun == len(part):
             return answer
@@ -104,7 +104,7 @@ class Stream:
         return store.pull(blocks.source[part], blocks.keys[part], blocks.staged[part], bool(blocks.external[part[0]]))
 
     def _before_silence(self, store: StoreClient, stop: int) -> int:
-        """How many blocks, of those before `stop`, come before the first block of a silent node. Reports that node."""
+        """How many blocks come before `stop` and before the first block of a silent node. Reports that node."""
         source = self.blocks.source[:stop]
         reached = reachable(store, source, self.blocks.name.node)
         if reached < stop:
@@ -115,7 +115,7 @@ class Stream:
         return reached
 
     def _first_of(self, store: StoreClient, pulls: dict[Any, Blocks]) -> tuple[Blocks, Blocks] | None:
-        """Wait for one of these pulls. Returns (its blocks, those that arrived); None: all are late, and given up."""
+        """Wait for one of the pulls. Returns (its blocks, its arrived blocks). None: all pulls were late: given up."""
         since, source = time.monotonic(), self.blocks.source
         with span("pull", pool=self._session.name, pieces=len(pulls)):
             answer = store.first(list(pulls), self._deadline(list(pulls.values())))
@@ -136,7 +136,7 @@ class Stream:
         return part, part[arrived]
 
     def _arrived(self, store: StoreClient, answer: Any, part: Blocks) -> NDArray[np.bool_]:
-        """Which blocks of a pull are in their staging slots now."""
+        """(n,) bool: which blocks of a pull are in their staging slots now."""
         directory, target = self._session.directory, self.blocks.staged[part]
         verdicts = store.verdicts(answer, target, directory)
         directory.pulled(target[verdicts == PULLED])
@@ -145,17 +145,17 @@ class Stream:
         return arrived
 
     def _wait_for_window(self, end: float, pause: float) -> bool:
-        """Give other readers time to go on, which use up the staging window. False past `end`, unless that is 0."""
+        """Wait while other readers use up the staging window. False past `end`, unless `end` is 0."""
         if end and time.monotonic() > end:
             self.blocks.fall_short("other readers use up this node's staging window")
             self._session.directory.fault("window", "other readers use up this node's staging window")
             return False
-        with giving_way():  # to readers that have slots, and must report what came there
+        with giving_way():  # readers with slots need a thread to report that their blocks came
             time.sleep(pause)
         return True
 
     def _deadline(self, parts: list[Blocks]) -> float:
-        """Seconds to wait for pulls: less than their tokens would take to compute, where only a tier has them."""
+        """Seconds to wait for pulls. If all come from a tier: no longer than computing the tokens would take."""
         size = self.blocks.block_bytes * sum(map(len, parts))
         if self.wait_budget_s is None or not all(self.blocks.external[part[0]] for part in parts):
             return data_deadline(size)
@@ -163,28 +163,28 @@ class Stream:
         return max(0.0, min(data_deadline(size), left))
 
     def _fall_short_of(self, what: tuple[str, str], blocks: Blocks) -> None:
-        """what: LATE or FAILED_TO. blocks: that did not come."""
+        """what: LATE or FAILED_TO. blocks: the blocks that did not come."""
         external = bool(self.blocks.external[blocks[0]])
         self.blocks.fall_short(what[external], -1 if external else int(self.blocks.source["node"][blocks[0]]))
 
 
 class _Pulls:
-    """The pulls of one pass through a lease. under_way: their blocks, by their answers. broken: no more are begun."""
+    """The pulls of one pass through a lease. under_way: blocks by pending answer. broken: begin no more pulls."""
 
     def __init__(self, stream: Stream, store: StoreClient, away: Blocks, passed: NDArray[np.bool_] | None) -> None:
-        """away: the blocks to pull. passed: (n,) bool, of blocks whose slots may be taken; None: all slots are kept."""
+        """away: the blocks to pull. passed: (n,) bool, blocks whose slots may be reused; None: keep all slots."""
         self._stream, self._store, self._away, self._passed = stream, store, away, passed
-        self._next = 0  # of `away`
+        self._next = 0  # index in `away` of the next block to pull
         self.under_way: dict[Any, Blocks] = {}
         self.broken = False
 
     @property
     def done(self) -> bool:
-        """Whether no pull is to be begun any more."""
+        """Whether no further pull will begin."""
         return self.broken or self._next == len(self._away)
 
     def begin(self) -> None:
-        """Begin pulls until enough are under way, as far as there are staging slots."""
+        """Begin pulls until PIECES_AHEAD are under way, as far as there are staging slots."""
         stream, blocks = self._stream, self._stream.blocks
         while not self.done and len(self.under_way) < PIECES_AHEAD:
             start = 0 if self._passed is None else leading(self._passed)
@@ -199,13 +199,13 @@ class _Pulls:
             self._next += len(piece)
 
     def pass_by(self, blocks: Blocks | NDArray[np.bool_]) -> None:
-        """The reader is done with blocks."""
+        """The reader needs these blocks no more."""
         if self._passed is not None:
             self._passed[blocks] = True
 
 
 def reachable(store: StoreClient, source: Locations, node: int) -> int:
-    """How many leading blocks come neither from nor through a silent node. node: what locations call this node."""
+    """How many blocks come before the first block of a silent node. node: this node's index in locations."""
     away = np.flatnonzero(source["node"] != node)
     silent = away[~store.reaches(source["node"][away])] if len(away) else away
     return int(silent[0]) if len(silent) else len(source)

@@ -17,17 +17,16 @@ DESCRIBE_DEADLINE_S = 60.0  # a store that has just started waits for the direct
 
 
 class LocalStore(StoreClient):
-    """The store of this process's node. While it is down its memory still serves; only other nodes' blocks are missed.
+    """The store of this process's node. While the store is down, its memory serves, and other nodes' blocks are misses.
 
-    name: what the directory calls the memory. index: what locations call it.
-    arena: the memory, mapped.
+    name: the directory's name of the memory. index: of the memory, in locations. arena: the memory, mapped.
     """
 
     def __init__(self, pool: str, node_id: str, gpu: str | None, on_failure: Callable[[], None]) -> None:
-        """gpu: UUID of the GPU whose memory is meant, where that has a tier; None: the node's memory.
+        """gpu: UUID of a GPU, to map the memory of its tier if it has one; None: the node's memory.
 
         on_failure: see StoreClient.
-        Raises ValueError where the node has no store, RayError where it does not answer, and ArenaMismatch where this
+        Raises ValueError if the node has no store, RayError if the store does not answer, and ArenaMismatch if this
         process sees other shared memory than the store.
         """
         super().__init__(named_actors.find(named_actors.node_store_name(pool, node_id)), on_failure)
@@ -41,15 +40,15 @@ class LocalStore(StoreClient):
         weakref.finalize(self, self.arena.close).atexit = False
 
     def has(self, nodes: NDArray[np.uint32], epoch: int) -> bool:
-        """Whether what a directory of this epoch gave is in this memory: else the store has another one by now.
+        """Whether locations that a directory of this epoch gave are in this memory. If not, the store was replaced.
 
-        nodes: of LOCATIONs. A store raises the epoch of its memory before that directory places anything there.
+        nodes: of the LOCATIONs. A store raises its memory's epoch before a new directory places blocks there.
         """
         return bool((nodes == self.index).all()) and epoch <= self.arena.epoch
 
     def wrong(self, locations: Locations, keys: NDArray[np.uint8]) -> Locations:
-        """Of blocks that could not be read, those to report as corrupt.
+        """The locations, of blocks that could not be read, to report as corrupt.
 
-        Left out are good blocks whose length differs from what this reader expects: there the reader is wrong.
+        Leaves out good blocks whose length differs from the reader's block size: there the reader is wrong.
         """
         return locations[~self.arena.holds_other_length(locations, keys)]

@@ -1,4 +1,4 @@
-"""Who does not answer: the store of this node, or other nodes, whose blocks come late. Such are not asked again."""
+"""Silent stores and nodes: this node's store if it does not answer, and other nodes whose blocks come late."""
 
 import threading
 import time
@@ -16,20 +16,20 @@ PING_S = 0.25  # for a store to say that it is there
 
 
 class Silence:
-    """What one process knows of those that it pulls from, and of the store that pulls for it. Thread-safe.
+    """Which nodes were late for one process, and whether its own node's store is silent. Thread-safe.
 
-    A store that does not answer a ping is silent until it does. Another node that is late is left alone for
-    SUSPECT_AFTER_S: if it is silent, the directory knows by then, and sends nobody there.
+    A store that does not answer a ping is silent until it answers. The process asks a late node for nothing for
+    SUSPECT_AFTER_S: if the node is down, the directory knows by then, and sends no reader there.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()  # guards that there is one ping at a time, and changes of _until
-        self._ping: Any = None  # of a store that was late; None once it was answered
-        self._asked = 0.0  # when
+        self._ping: Any = None  # of a store that was late; None once the store has answered
+        self._asked = 0.0  # when the ping was sent
         self._until: dict[int, float] = {}  # by a late node's index: when it may be asked again. Never changed in place
 
     def ask(self, store: Any) -> None:
-        """A store is about to be late: ask whether it is there."""
+        """Ping a store whose answer is about to be late."""
         with self._lock:
             if self._ping is None:
                 self._ping, self._asked = store.ping.remote(), time.monotonic()
@@ -44,19 +44,19 @@ class Silence:
                     ray.get(self._ping)
                     self._ping = None
                     return False
-                except RayError:  # it is being restarted, or has been replaced
+                except RayError:  # the store is being restarted, or was replaced
                     self._ping = store.ping.remote()
             return time.monotonic() - self._asked > PING_S
 
     def note_late(self, nodes: NDArray[np.integer[Any]]) -> None:
-        """Blocks of other nodes, by their indices, are late. A tier's are not its node's fault."""
+        """Note nodes, by index, whose blocks are late. A late external tier is no fault of its node."""
         now = time.monotonic()
         late = dict.fromkeys(nodes[~is_tier(nodes)].tolist(), now + SUSPECT_AFTER_S)
         with self._lock:
             self._until = {index: until for index, until in self._until.items() if until > now} | late
 
     def of_nodes(self, nodes: NDArray[np.integer[Any]]) -> NDArray[np.bool_]:
-        """(n,) bool: whether each node, by its index, was late a short while ago."""
+        """(n,) bool: whether each node, by its index, was late in the last SUSPECT_AFTER_S."""
         now = time.monotonic()
         late = [index for index, until in self._until.items() if until > now]
         return np.isin(nodes, np.array(late, nodes.dtype)) if late else np.zeros(len(nodes), np.bool_)

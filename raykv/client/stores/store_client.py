@@ -1,4 +1,4 @@
-"""The store of a node, which pulls blocks there for whoever reads them on that node."""
+"""The store of a node, which pulls blocks to that node for the node's readers."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -23,20 +23,20 @@ def pieces(indices: NDArray[np.intp], blocks: int) -> Iterator[NDArray[np.intp]]
 
 
 class StoreClient:
-    """The store of this process's node, or of another.
+    """The store of this process's node, or of another node.
 
     store: handle of the actor.
     """
 
     def __init__(self, store: Any, on_failure: Callable[[], None]) -> None:
-        """on_failure: called where blocks are late or do not arrive: the store may be another actor now."""
+        """on_failure: called when blocks are late or do not arrive: another actor may be the store now."""
         self.store, self._on_failure = store, on_failure
         self._silence = Silence()
 
     def reaches(self, nodes: NDArray[np.integer[Any]]) -> NDArray[np.bool_]:
-        """(n,) bool: whether blocks can come there from, or go to, other nodes or tiers, by the index in locations.
+        """(n,) bool: whether this store can pull from and push to each node or tier, by index in locations.
 
-        False for those that did not answer a short while ago, and for all while this store does not answer.
+        False for nodes that were late in the last SUSPECT_AFTER_S, and for all while this store does not answer.
         """
         silent = self._silence.of_store(self.store)
         return np.zeros(len(nodes), np.bool_) if silent else ~self._silence.of_nodes(nodes)
@@ -50,18 +50,18 @@ class StoreClient:
         return pull.remote(_transfer(source, keys, target))
 
     def first(self, answers: list[Any], seconds: float) -> Any | None:
-        """The first of several pulls to be done. None if none is done in time: see `gave_up`."""
+        """The first finished pull of several. None if no pull ends in time: see `gave_up`."""
         with giving_way():
             patience = max(0.0, seconds - PING_S)
             ready, _ = ray.wait(answers, timeout=patience)
-            if not ready and patience > 0.0:  # else it is a tier that is late
+            if not ready and patience > 0.0:  # with a shorter wait, a tier is late rather than the store
                 self._silence.ask(self.store)
             if not ready:
                 ready, _ = ray.wait(answers, timeout=seconds - patience)
         return ready[0] if ready else None
 
     def gave_up(self, nodes: NDArray[np.integer[Any]]) -> None:
-        """What was to come from nodes, or go there, is late. If this store answers, it is they who do not."""
+        """Transfers from or to these nodes are late. If this store answers, note the nodes as late."""
         self._on_failure()
         if not self._silence.of_store(self.store):
             self._silence.note_late(nodes)
@@ -69,16 +69,19 @@ class StoreClient:
     def push(
         self, source: Locations, keys: NDArray[np.uint8], target: Locations, directory: DirectoryClient
     ) -> NDArray[np.uint8]:
-        """Have other nodes fetch blocks from staging slots of its node; (n,) verdicts. Arguments as of `pull`."""
+        """Have other nodes fetch blocks from staging slots of this store's node. Returns `verdicts`.
+
+        Arguments as of `pull`.
+        """
         answer = self.store.push.remote(_transfer(source, keys, target))
         if self.first([answer], data_deadline(int(target["bytes"].sum()))) is None:
             self.gave_up(target["node"])
         return self.verdicts(answer, target, directory)
 
     def verdicts(self, answer: Any, target: Locations, directory: DirectoryClient) -> NDArray[np.uint8]:
-        """(n,) uint8 FAILED, PULLED or ALTERED: what became of a pull or a push into `target`, after `first`.
+        """(n,) uint8 FAILED, PULLED or ALTERED: the result for each block of a pull or push, after `first`.
 
-        A store that has not answered has fetched nothing. What did not arrive is counted as a fault.
+        All FAILED if the store has not answered. Blocks that did not arrive count as a fault.
         """
         try:
             data = ray.get(answer, timeout=0)

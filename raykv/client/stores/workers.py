@@ -10,13 +10,13 @@ from typing import Any, ParamSpec, TypeVar
 P = ParamSpec("P")
 T = TypeVar("T")
 
-SEATS = 16  # that work at a time: copies share the memory's bandwidth
-THREADS = 256  # with those that wait for another process
-_thread = threading.local()  # seats: those that the work of this thread has one of
+SEATS = 16  # threads that work at a time: copies share the memory's bandwidth
+THREADS = 256  # including threads that wait for another process
+_thread = threading.local()  # seats: the Workers' semaphore that this thread's work has acquired
 
 
 class Workers:
-    """So many work at a time. Whoever waits for another process lets others work: see `giving_way`."""
+    """Threads; SEATS of them work at a time. A thread that waits for another process frees its seat: `giving_way`."""
 
     def __init__(self, name: str) -> None:
         """name: of the threads."""
@@ -35,7 +35,7 @@ class Workers:
 
 @contextlib.contextmanager
 def giving_way() -> Iterator[None]:
-    """While this thread waits for another process it takes up no seat of its Workers, if it is one of theirs."""
+    """Free this thread's seat while it waits for another process. Does nothing outside Workers' threads."""
     seats: threading.Semaphore | None = getattr(_thread, "seats", None)
     if seats is None:
         yield

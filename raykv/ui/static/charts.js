@@ -57,7 +57,7 @@ const CHARTS = [
   },
 ];
 
-/** Words for a kind of fault. */
+/** Text for a kind of fault. */
 export function faultName(kind) {
   const known = {
     corrupt: "dropped: not what was stored",
@@ -73,12 +73,12 @@ export function faultName(kind) {
 
 const plots = new Map();
 
-/** Draws all. marks: times of events, with their kinds. */
+/** Draws all charts. marks: times of events, with their kinds. */
 export function draw(samples, seconds, marks) {
   for (const chart of CHARTS) drawOne(chart, samples, seconds, marks);
 }
 
-/** Draws all anew at the next `draw`: the colours or the width have changed. */
+/** The colours or the width have changed: the next `draw` makes all charts again. */
 export function forget() {
   for (const { plot } of plots.values()) plot.destroy();
   plots.clear();
@@ -112,7 +112,7 @@ function drawOne(chart, samples, seconds, marks) {
   plots.set(chart.id, state);
 }
 
-/** Each on top of those after it, so that what is drawn first reaches highest. */
+/** Each series on top of the series after it, so that the first drawn series reaches highest. */
 function stack(raw) {
   const sums = raw[0].map(() => 0);
   return raw
@@ -149,7 +149,7 @@ function options(chart, state, place) {
         stroke: color(name, i),
         fill: chart.stacked ? color(name, i) + "66" : undefined,
         width: 1.5,
-        spanGaps: true, // while nobody asked there is no hit rate
+        spanGaps: true, // there is no hit rate while nobody asks
         points: { show: false },
         value: shownAt(i),
       })),

@@ -15,7 +15,7 @@ export function h(tag, properties = {}, ...children) {
 
 /** Makes a table of columns {title, number, cell: row => text} and rows; `none` is said where there is no row. */
 export function fillTable(table, columns, rows, none) {
-  if (isSelectedIn(table)) return; // somebody is about to copy it
+  if (isSelectedIn(table)) return; // the user is about to copy the text
   const head = columns.map((c) => h("th", { scope: "col", class: c.number ? "number" : "" }, c.title));
   const cells = (row) => columns.map((c) => h("td", { class: c.number ? "number" : "", "data-title": c.title }, c.cell(row)));
   const body = rows.length

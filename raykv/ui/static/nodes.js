@@ -7,7 +7,7 @@ const FEW = 24; // nodes that get large tiles
 const TIERS = ["gpu", "memory", "external"];
 let open = ""; // id of the node whose facts are shown
 
-/** Tiles stay while their node does, so that a click is not lost on one that is replaced meanwhile. */
+/** A tile stays as long as its node, so that no click is lost on a replaced tile. */
 export function drawNodes(nodes) {
   const list = at("nodes");
   list.classList.toggle("many", nodes.length > FEW);

@@ -1,4 +1,4 @@
-// Asks the server every two seconds what is new, and draws it.
+// Asks the server for news every two seconds, and draws it.
 
 import { draw, faultName, forget } from "./charts.js";
 import { at, bytes, count, duration, fillTable, h, percent, rate } from "./dom.js";
@@ -7,13 +7,13 @@ import { drawNodes } from "./nodes.js";
 import { Samples } from "./samples.js";
 
 const ASK_MS = 2000;
-const OLD_S = 15; // after so long what is shown is said to be old
+const OLD_S = 15; // without news for so long, the page says that it is old
 const LATELY_S = 60;
 
-let server = null; // the run of the server that all this is from
+let server = null; // the run of the server that sent the data
 let samples = new Samples();
 let events = [];
-let now = null; // what was seen last
+let now = null; // the latest look
 let range = 3600;
 
 async function ask() {
@@ -23,7 +23,7 @@ async function ask() {
   if (!answer.ok) throw new Error(`the page's server answers ${answer.status}`);
   const found = await answer.json();
   if (!after || found.run !== server) [samples, events] = [new Samples(), []];
-  if (after && found.run !== server) return; // it has begun again: all is asked for next
+  if (after && found.run !== server) return; // the server was restarted: the next question asks for everything
   server = found.run;
   samples.add(found.samples);
   events.push(...found.events);

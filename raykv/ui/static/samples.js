@@ -1,4 +1,4 @@
-// What was counted, over time: sums that never fall, and the rates between them.
+// Counts over time: sums that never fall, and the rates between them.
 
 const POINTS = 150; // of a chart
 const LONGEST = 3000; // samples; the server keeps fewer, the older the further apart
@@ -9,7 +9,7 @@ export class Samples {
     this.sums = {};
   }
 
-  /** The time of the newest: what is to be asked for is later. 0: all. */
+  /** Time of the newest sample: the next question asks for later samples. 0: for all. */
   get newest() {
     return this.t.length < LONGEST ? this.t.at(-1) ?? 0 : 0;
   }
@@ -31,7 +31,7 @@ export class Samples {
     return this.sums[name]?.at(-1) ?? 0;
   }
 
-  /** Which samples a chart of the last `seconds` (0: of all) is drawn from: at most about POINTS, evenly apart. */
+  /** The samples to draw a chart of the last `seconds` (0: of all) from: at most about POINTS, evenly apart. */
   pick(seconds) {
     const from = this.since(seconds);
     const step = Math.max(1, (this.t.at(-1) - from) / POINTS);
@@ -40,25 +40,25 @@ export class Samples {
     return chosen.slice(Math.max(0, chosen.findIndex((i) => this.t[i] >= from) - 1));
   }
 
-  /** How much more of it there was at each of these samples, but the first, than at the one before. */
+  /** Growth of a sum from each picked sample to the next. */
   increments(name, picked) {
     const sums = this.sums[name] ?? [];
     return picked.slice(1).map((i, k) => (sums[i] ?? 0) - (sums[picked[k]] ?? 0));
   }
 
-  /** The same a second. */
+  /** The same growth per second. */
   rates(name, picked) {
     return this.increments(name, picked).map((n, k) => n / (this.t[picked[k + 1]] - this.t[picked[k]]));
   }
 
-  /** In the last `seconds` of what was seen. */
+  /** Growth of a sum in the last `seconds`. */
   lately(name, seconds) {
     const sums = this.sums[name] ?? [];
     const first = this.t.findIndex((t) => t >= this.t.at(-1) - seconds);
     return first < 0 ? 0 : (sums.at(-1) ?? 0) - (sums[first] ?? 0);
   }
 
-  /** When what is shown of the last `seconds` begins; 0: of all. */
+  /** Time at which the last `seconds` begin; 0: at which the samples begin. */
   since(seconds) {
     return seconds ? Math.max(this.t[0], this.t.at(-1) - seconds) : this.t[0];
   }
