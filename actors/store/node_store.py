@@ -332,6 +332,8 @@ class NodeStore:
             gpu_demoter.stop()
         for memory in self._memories:
             memory.transports.close()
+            if isinstance(memory.arena, GpuArena):
+                memory.arena.disown()  # of all GPUs before any is waited for
         if self._demoter is not None:
             self._demoter.stop()
         for memory in self._memories:

@@ -41,6 +41,7 @@ class GpuArena(Arena):
     gpu: str  # UUID
     _open: Callable[[], Region]
     _ours: bool = False  # whether this process allocated the memory
+    _let_go_by = 0.0  # time.monotonic(); 0: it was not disowned
     _region: Region | None  # None: not opened yet. Guarded by `_mutex`
 
     @classmethod
@@ -117,8 +118,12 @@ class GpuArena(Arena):
 
     def _open_region(self, data: Bytes) -> Region:
         """The memory, until `data` is gone: once the last copy is done."""
-        let_go = _nothing if self._ours else self._locks.share()  # its owner frees it after that
         try:
+            let_go = _nothing if self._ours else self._locks.share()  # its owner frees it after that
+        except OSError as error:
+            raise DeviceError(f"{self.path}: the memory can't be shared: {error}") from error
+        try:
+            self._check_store()  # again: its owner may have looked before `share`
             region = self._open()
         except BaseException:
             let_go()
@@ -126,16 +131,20 @@ class GpuArena(Arena):
         cuda.when_gone(data, _close, region, let_go)
         return region
 
+    def disown(self) -> None:
+        """For the owner: others see that the memory is lost. They have LET_GO_S from the first call to let go of it."""
+        if self._ours and not self._let_go_by:
+            self._let_go_by = time.monotonic() + LET_GO_S
+            self._locks.disown(ALIGN)
+
     def close(self, unlink: bool = False) -> None:
-        """As Arena. The memory that this process allocated is freed once others have let go of it, LET_GO_S at most.
+        """Like Arena.close. Memory of this process is freed once others have let go of it: see `disown`.
 
         To free memory that another process has open is undefined in CUDA: see cudaIpcOpenMemHandle.
         """
-        if self._ours:
-            self._locks.disown(ALIGN)  # others see that the memory is lost
-            end = time.monotonic() + LET_GO_S
-            while self._locks.shared_elsewhere() and time.monotonic() < end:
-                time.sleep(LET_GO_LOOK_S)
+        self.disown()
+        while self._locks.shared_elsewhere() and time.monotonic() < self._let_go_by:
+            time.sleep(LET_GO_LOOK_S)
         super().close(unlink)
 
     @property

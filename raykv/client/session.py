@@ -68,6 +68,7 @@ class Session:
         self._renewal: threading.Thread | None = None  # the thread that looks for the node store
         self._renewing = threading.Lock()  # guards that there is at most one such thread
         self._workers = Workers("raykv")
+        self._asking = Workers("raykv-match")  # a match must not queue behind copies
         self._background = Workers("raykv-background")
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -83,16 +84,11 @@ class Session:
 
         The function runs in the caller's context, so the caller's span is current there.
         """
-        fork.refuse_forked()
-        work = partial(contextvars.copy_context().run, partial(function, *args, **kwargs))
-        running = asyncio.wrap_future(self._workers.submit(work))
-        try:
-            return await asyncio.shield(running)
-        except asyncio.CancelledError:
-            while not running.done():  # a second cancellation must not end the wait either
-                with contextlib.suppress(asyncio.CancelledError):
-                    await asyncio.wait([running])
-            raise
+        return await _in(self._workers, partial(function, *args, **kwargs))
+
+    async def ask_in_thread(self, function: Callable[[], T]) -> T:
+        """As `in_thread`, for questions to the directory."""
+        return await _in(self._asking, function)
 
     def background(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         """Run a function that may wait for an external tier. Calls that need only memory do not queue behind it."""
@@ -135,8 +131,9 @@ class Session:
 
     def _let_go_of_lost_memory(self) -> None:
         """Unmap the arena if its store has died or waits to free it. The next store needs that memory."""
-        if self.local is not None and self.local.arena.lost:
-            self.local.arena.close()
+        local = self.local  # `_take` may set another meanwhile
+        if local is not None and local.arena.lost:
+            local.arena.close()
             self.refresh()
 
     def store_of(self, memory: str) -> StoreClient | None:
@@ -205,6 +202,19 @@ class Session:
             self.local.store, self.local.index = found.store, found.index
             return
         self.local = found  # the old arena is unmapped when its last reader is done
+
+
+async def _in(workers: Workers, function: Callable[[], T]) -> T:
+    """See `Session.in_thread`."""
+    fork.refuse_forked()
+    running = asyncio.wrap_future(workers.submit(contextvars.copy_context().run, function))
+    try:
+        return await asyncio.shield(running)
+    except asyncio.CancelledError:
+        while not running.done():  # cancelled twice, too
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.wait([running])
+        raise
 
 
 def settings_of(name: str) -> dict[str, Any]:

@@ -56,6 +56,7 @@ class SlotLocks:
         self._held: set[int] = set()  # slots that a thread of this process has locked
         self._mutex = threading.Lock()  # guards `_held`, `_closed` and closing `fd`
         self._closed = False
+        self._shares: set[int] = set()  # open files of `share`
         _all.add(self)
 
     @contextmanager
@@ -126,17 +127,25 @@ class SlotLocks:
             return self.fd >= 0 and held_elsewhere(self.fd, 0, length)
 
     def share(self) -> Callable[[], None]:
-        """Have `shared_elsewhere` be true for other open files, until the function that is returned is called."""
+        """Have `shared_elsewhere` be true for other open files, until the returned function is called. OSError."""
         with self._mutex:
             if self.fd < 0:
                 return lambda: None
-            fd = os.dup(self.fd)  # of the same description: the lock stays when `close` closes the other one
-        _set(fd, fcntl.F_RDLCK, SHARED, 1)
+            # a description of its own: `close` does not end it, and a forked child keeps no slot lock by it
+            fd = os.open(f"/proc/self/fd/{self.fd}", os.O_RDWR | os.O_CLOEXEC)
+            self._shares.add(fd)
 
         def end() -> None:
-            _set(fd, fcntl.F_UNLCK, SHARED, 1)
-            os.close(fd)
+            with self._mutex:
+                if fd in self._shares:
+                    self._shares.remove(fd)
+                    os.close(fd)
 
+        try:
+            _set(fd, fcntl.F_RDLCK, SHARED, 1)
+        except OSError:
+            end()
+            raise
         return end
 
     def shared_elsewhere(self) -> bool:
@@ -195,6 +204,9 @@ class SlotLocks:
         """In a forked child: open the file again. The parent's locks must not outlive it in a child."""
         inherited, self.fd = self.fd, -1
         self._mutex, self._held = threading.Lock(), set()
+        for fd in self._shares:  # else the lock would outlive the parent
+            os.close(fd)
+        self._shares = set()
         try:
             if not self._closed:
                 self.fd = os.open(f"/proc/self/fd/{inherited}", os.O_RDWR | os.O_CLOEXEC)

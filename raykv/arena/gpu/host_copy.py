@@ -43,7 +43,10 @@ def copy(gpu: str, table: Copies, registered: bool, to_gpu: bool, after: Sequenc
             begin(into)
             if emptied:
                 emptied.pop().result()
-            emptied.append(thread.submit(end, out))
+            try:
+                emptied.append(thread.submit(end, out))
+            except RuntimeError:  # no thread can be started
+                end(out)
         for last in emptied:
             last.result()
 

@@ -227,7 +227,7 @@ class AsyncMatch:
 
     async def __aenter__(self) -> Match:
         try:
-            await self._session.in_thread(self._ask)
+            await self._session.ask_in_thread(self._ask)
         except BaseException:
             self._match.release()
             raise

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -37,6 +38,7 @@ from raykv.client.stores.local_store import LocalStore
 from raykv.errors import CapacityError, DeviceError
 from raykv.protocol.transfers import ALTERED, FAILED, PULLED
 from raykv.system import file_locks
+from raykv.system.file_locks import SlotLocks
 from raykv.transports import selector
 from raykv.transports.object_store import ObjectStore
 from raykv.transports.tcp import Tcp
@@ -784,6 +786,28 @@ def test_a_store_that_stops_frees_its_memory_when_others_have_let_go(
     assert not select.select([process.stdout], [], [], 0.5)[0], "it waits for this process"
     arena.close()
     assert process.stdout.readline() == "freed\n"
+
+
+def test_a_forked_child_keeps_no_memory_shared(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    ours, other = (SlotLocks(os.open(tmp_path / "file", os.O_RDWR), 0, 8) for _ in range(2))
+    end = ours.share()
+    assert other.shared_elsewhere()
+    started, ends = os.pipe(), os.pipe()
+    if not (child := os.fork()):
+        os.write(started[1], b"x")
+        os.close(ends[1])
+        os.read(ends[0], 1)
+        os._exit(0)
+    try:
+        os.read(started[0], 1)
+        end()
+        assert not other.shared_elsewhere()
+    finally:
+        os.close(ends[1])
+        os.waitpid(child, 0)
+    for locks in (ours, other):
+        locks.close()
 
 
 def test_a_store_that_stops_waits_for_nobody_for_ever(store: tuple["subprocess.Popen[str]", GpuArena]) -> None:
