@@ -46,6 +46,7 @@ def one_at_a_time(method: Callable[..., T]) -> Callable[..., T]:
     """
     name, clock, take = method.__name__, time.perf_counter, takers(method)
     every, least = timed_every(name), len(take) - len(method.__defaults__ or ())
+    answer = _bounded(method) if CALLS[name].few else method
 
     @functools.wraps(method)
     def locked(self: "DirectoryServer", *args: Any) -> T:
@@ -56,14 +57,26 @@ def one_at_a_time(method: Callable[..., T]) -> Callable[..., T]:
             calls = self._metrics.calls
             calls[name] = number = calls[name] + 1
             if number % every:
-                return method(self, *given)
+                return answer(self, *given)
             begin = clock()
             try:
-                return method(self, *given)
+                return answer(self, *given)
             finally:
                 self._metrics.called(name, clock() - begin)
 
     return locked
+
+
+def _bounded(method: Callable[..., T]) -> Callable[..., T]:
+    """The method, with a ValueError for too many keys, as all other callers wait meanwhile."""
+
+    def answer(self: "DirectoryServer", call: Call, request: Any, *rest: Any) -> T:
+        size = len(request if isinstance(request, bytes) else request.keys)
+        if size > KEYS_PER_CALL * KEY_BYTES:
+            raise ValueError(f"{size // KEY_BYTES} keys in a call: give at most {KEYS_PER_CALL}")
+        return method(self, call, request, *rest)
+
+    return answer
 
 
 _name, _arena = taker(str), taker(ArenaDescription)
@@ -140,7 +153,6 @@ class DirectoryServer:
 
     @one_at_a_time
     def match(self, call: Call, request: MatchRequest) -> Message:
-        _few(request.keys)
         now = self._clock()
         answer = self._directory.match(call, request, now)
         if self._followers.there(now):
@@ -169,7 +181,7 @@ class DirectoryServer:
 
     @one_at_a_time
     def pin(self, call: Call, keys: bytes, ttl: float | None = None, priority: int | None = None) -> Message:
-        return tuple(self._directory.pin(call, _few(keys), self._clock(), ttl, priority))
+        return tuple(self._directory.pin(call, keys, self._clock(), ttl, priority))
 
     @one_at_a_time
     def report_requests(self, lines: tuple[bytes, ...], left_out: int) -> None:
@@ -247,26 +259,17 @@ class DirectoryServer:
 
 def _served(name: str) -> Callable[..., Any]:
     """The method of that name, which answers as the directory's function does, by plain values."""
-    function, few = getattr(Directory, name), CALLS[name].few
+    function = getattr(Directory, name)
     hints = get_type_hints(function)
     takes_now = hints.pop("now", None) is not None
 
     def method(self: DirectoryServer, *args: Any) -> Any:
-        if few:
-            _few(args[1] if isinstance(args[1], bytes) else args[1].keys)
         answer = function(self._directory, *args, *((self._clock(),) if takes_now else ()))
         return tuple(answer) if isinstance(answer, tuple) else answer
 
     del hints["state"]
     method.__name__, method.__annotations__ = name, hints
     return one_at_a_time(method)
-
-
-def _few(keys: bytes) -> bytes:
-    """The keys of a call. ValueError for too many, as all other callers wait meanwhile."""
-    if len(keys) > KEYS_PER_CALL * KEY_BYTES:
-        raise ValueError(f"{len(keys) // KEY_BYTES} keys in a call: give at most {KEYS_PER_CALL}")
-    return keys
 
 
 for _call in CALLS.keys() - vars(DirectoryServer).keys():  # they need no more than the time

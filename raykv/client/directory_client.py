@@ -25,6 +25,7 @@ from raykv.line.bell import Bell
 from raykv.line.directory_line import ERRORS, DirectoryLine
 from raykv.line.wire import Stream
 from raykv.metrics.exporter import EXPORT_S, Exporter
+from raykv.protocol.calls import CALLS
 from raykv.protocol.clients import (
     WRITTEN,
     Call,
@@ -349,7 +350,7 @@ class DirectoryClient:
             with self._lock:  # calls must arrive in the order in which their lists of held ids were made
                 sent = self.line.send(method, self._call(hold), *plain_request)
             answer = self.line.wait(sent, self.deadline if seconds is None else seconds)
-            return self._believed(kind(*answer))
+            return self._believed(cast(A, CALLS[method].meant(answer)))
         except ERRORS as error:
             self._down("directory", f"no {kind.__name__} from it: {type(error).__name__}")
             return None

@@ -134,16 +134,15 @@ class JointMatch:
         if answer is None or not answer.parts:
             directory.release(*ids)
             return 0
-        found = [MatchedPart(*part) for part in answer.parts]
         try:
-            leases = [self._lease(*each) for each in zip(self._parts, keys, ids, found, strict=True)]
+            leases = [self._lease(*each) for each in zip(self._parts, keys, ids, answer.parts, strict=True)]
         except BaseException:
             directory.release(*ids)
             raise
-        tokens = (found[0].first + len(leases[0])) * self._cache.block_tokens
+        tokens = (answer.parts[0].first + len(leases[0])) * self._cache.block_tokens
         before = self.tokens // self._cache.block_tokens
         self._released = False
-        self._calls.append(LeasedCall(tokens, [before + part.first for part in found], leases))
+        self._calls.append(LeasedCall(tokens, [before + part.first for part in answer.parts], leases))
         return tokens
 
     def _lease(self, part: Part, keys: Keys, lease: int, found: MatchedPart) -> Lease:

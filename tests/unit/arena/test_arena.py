@@ -27,14 +27,6 @@ from raykv.protocol.location import ALIGN, LOCATION
 
 
 @pytest.fixture
-def path() -> Iterator[str]:
-    path = f"/dev/shm/raykv-test-{os.getpid()}"
-    yield path
-    if os.path.exists(path):
-        os.unlink(path)
-
-
-@pytest.fixture
 def arena(path: str) -> Iterator[Arena]:
     """The owner: two of three slabs offered, epoch 1."""
     arena = Arena.create(path, PRINT, SLAB, 3)
@@ -42,13 +34,6 @@ def arena(path: str) -> Iterator[Arena]:
     arena.raise_epoch(w.EPOCH)
     yield arena
     arena.close(unlink=True)
-
-
-@pytest.fixture
-def client(arena: Arena) -> Iterator[Arena]:
-    client = Arena.attach(arena.path, arena.nonce)
-    yield client
-    client.close()
 
 
 def words_of(arena: Arena, slot: int) -> header.Words:

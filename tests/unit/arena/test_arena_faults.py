@@ -17,27 +17,12 @@ from raykv.arena.buffers import rows_of
 
 
 @pytest.fixture
-def path() -> Iterator[str]:
-    path = f"/dev/shm/raykv-test-{os.getpid()}"
-    yield path
-    if os.path.exists(path):
-        os.unlink(path)
-
-
-@pytest.fixture
 def arena(path: str) -> Iterator[Arena]:
     arena = Arena.create(path, PRINT, SLAB, 2)
     arena.offer_next()
     arena.raise_epoch(w.EPOCH)
     yield arena
     arena.close(unlink=True)
-
-
-@pytest.fixture(autouse=True)
-def no_child_left() -> Iterator[None]:
-    yield
-    while Child.all:
-        Child.all.pop().end()  # a stopped one would keep pytest from ending
 
 
 def writer(step: str, act: Callable[[], None], slot: int, gen: int, **location: int) -> Callable[[Arena], bool]:

@@ -29,17 +29,6 @@ NEWER = GEN + 1000  # than all grants before
 
 
 @pytest.fixture
-def path() -> Iterator[str]:
-    path = f"/dev/shm/raykv-test-resize-{os.getpid()}"
-    yield path
-    for child in Child.all:
-        child.end()
-    Child.all.clear()
-    if os.path.exists(path):
-        os.unlink(path)
-
-
-@pytest.fixture
 def arena(path: str) -> Iterator[Arena]:
     """The owner: three of eight slabs offered, epoch 1."""
     arena = Arena.create(path, PRINT, SLAB, 8)
@@ -47,13 +36,6 @@ def arena(path: str) -> Iterator[Arena]:
     arena.raise_epoch(w.EPOCH)
     yield arena
     arena.close(unlink=True)
-
-
-@pytest.fixture
-def client(arena: Arena) -> Iterator[Arena]:
-    client = Arena.attach(arena.path, arena.nonce)
-    yield client
-    client.close()
 
 
 def shed(arena: Arena, slab: int, generation: int = NEWER) -> bool:
