@@ -1,0 +1,74 @@
+"""Programs that stand in strings, for another interpreter to run: mypy does not see them."""
+
+import ast
+from importlib import import_module
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+from helpers.pages import ROOT
+
+OURS = ("raykv", "actors", "helpers")
+
+
+def programs(path: Path) -> list[ast.Module]:
+    """Of the strings of a file, those that are Python and import something of ours."""
+    texts = [
+        node.value
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and "import " in node.value
+    ]
+    found = []
+    for text in texts:
+        try:
+            found.append(ast.parse(dedent(text)))
+        except SyntaxError:
+            continue  # prose
+    return found
+
+
+def imported(program: ast.Module) -> list[tuple[str, str]]:
+    """As (module, name in it): what a program imports of ours."""
+    return [
+        (node.module, alias.name)
+        for node in ast.walk(program)
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] in OURS
+        for alias in node.names
+    ] + [
+        (alias.name, "__name__")
+        for node in ast.walk(program)
+        if isinstance(node, ast.Import)
+        for alias in node.names
+        if alias.name.split(".")[0] in OURS
+    ]
+
+
+def has(module: str, name: str) -> bool:
+    try:
+        found = import_module(module)
+    except ModuleNotFoundError:
+        return False
+    if hasattr(found, name):
+        return True
+    try:
+        import_module(f"{module}.{name}")
+    except ModuleNotFoundError:
+        return False
+    return True
+
+
+FILES = [
+    path for folder in ("raykv", "actors", "tests", "benchmarks") for path in sorted((ROOT / folder).rglob("*.py"))
+]
+ASKED = sorted(
+    {(str(path.relative_to(ROOT)), *asked) for path in FILES for p in programs(path) for asked in imported(p)}
+)
+
+
+@pytest.mark.parametrize(("file", "module", "name"), ASKED)
+def test_a_program_imports_what_there_is(file: str, module: str, name: str) -> None:
+    assert has(module, name), f"a program in {file} imports {name} of {module}"
+
+
+def test_some_programs_are_found() -> None:
+    assert len(ASKED) > 20
