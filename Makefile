@@ -71,7 +71,7 @@ pythons:
 	@set -e; for python in $(PYTHONS); do \
 		if test $$python = lowest; then \
 			python=$(call found,3.11); made=.venv-pythons/lowest; mkdir -p $$made; constraints="--constraint $$made/lowest.txt"; \
-			$$python -m tests.helpers.lowest ui redis fsspec > $$made/lowest.txt; \
+			$$python -m tests.helpers.project.lowest ui redis fsspec > $$made/lowest.txt; \
 		else \
 			made=.venv-pythons/$$($$python -c 'import platform; print(platform.python_version())'); constraints=; \
 		fi; \

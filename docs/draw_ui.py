@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import ray
-from helpers.browser import Browser
+from helpers.faces.browser import Browser
 from helpers.pools import MIB, Worker, kill, other_node, read, store, tokens, worker
 from PIL import Image
 from ray.cluster_utils import Cluster

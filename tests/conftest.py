@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from helpers import durations
+from helpers.project import durations
 from hypothesis import HealthCheck, settings
 
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # else ray.init writes a token file into the home folder
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     import raykv
     from raykv.arena.gpu.device import Device
 
-pytest.register_assert_rewrite("helpers.nccl_nodes")  # a plugin of some tests, which import it first
+pytest.register_assert_rewrite("helpers.transports.nccl_nodes")  # a plugin of some tests, which import it first
 # a machine may be busy
 settings.register_profile("untimed", settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")
@@ -63,7 +63,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    from helpers.lanes import Lanes
+    from helpers.project.lanes import Lanes
 
     return Lanes(config, log) if config.getvalue("dist") == "loadfile" else None
 
@@ -160,8 +160,8 @@ def _add_node(cluster: Any) -> Iterator[Callable[..., Any]]:
 @pytest.fixture(params=["plain", "tls"])
 def plain_and_tls(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Sockets of this process, as they are, and where Ray uses TLS. Both sides are patient: a machine may be busy."""
-    from helpers import certificates
-    from helpers.echo_server import PATIENCE_S
+    from helpers.line import certificates
+    from helpers.line.echo_server import PATIENCE_S
 
     from raykv.line import wire
 
@@ -182,7 +182,7 @@ def switching() -> Iterator[None]:
 @pytest.fixture
 def on_host(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """The stand-in for CuPy, imported anew, with two GPUs of 64 MiB."""
-    from helpers.gpus import ON_HOST, forget
+    from helpers.arena.gpus import ON_HOST, forget
 
     before = {name: module for name, module in sys.modules.items() if name.split(".")[0] == "cupy"}
     monkeypatch.syspath_prepend(ON_HOST)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import ray
-from helpers.fake_cloud import autoscaled
+from helpers.cluster.fake_cloud import autoscaled
 from helpers.pools import BLOCK, MIB, PATIENCE_S, Worker, eventually, holds, kill, locations, served, shm_files, tokens
 
 import raykv

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers.command_line import command, last_json
-from helpers.terminal import in_terminal
+from helpers.faces.command_line import command, last_json
+from helpers.faces.terminal import in_terminal
 
 import raykv
 

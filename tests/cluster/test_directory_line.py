@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers.interrupts import Interrupted, interrupt
+from helpers.line.interrupts import Interrupted, interrupt
 from helpers.pools import (
     BLOCK,
     WAYS,

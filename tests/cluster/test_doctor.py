@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 import ray
-from helpers import certificates
-from helpers.command_line import command
-from helpers.poor_machine import poor_machine, why_not
-from helpers.without_raykv import WITHOUT_RAYKV
+from helpers.cluster.poor_machine import poor_machine, why_not
+from helpers.faces.command_line import command
+from helpers.line import certificates
+from helpers.project.without_raykv import WITHOUT_RAYKV
 from ray._private.state import actors
 from rich.text import Text
 

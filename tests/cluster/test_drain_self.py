@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import ray
-from helpers.command_line import command, last_json
+from helpers.faces.command_line import command, last_json
 from helpers.pools import BLOCK, MIB, Worker, eventually, load, read, served, tokens, worker
 
 import raykv

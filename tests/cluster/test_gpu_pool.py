@@ -10,7 +10,7 @@ import pytest
 from raykv.arena.gpu import device
 
 HERE = Path(__file__).parents[1]
-ON_HOST = str(HERE / "helpers" / "cupy_on_host")
+ON_HOST = str(HERE / "helpers" / "arena" / "cupy_on_host")
 
 
 @pytest.mark.parametrize(
@@ -29,7 +29,7 @@ def test_engines_memory_and_nodes(ahead: list[str]) -> None:
         "CUDA_VISIBLE_DEVICES": "0",
         "CUPY_ON_HOST_WORLD": f"world-{os.getpid()}",  # both nodes have the same GPU, as on a machine that has one
     }
-    command = [sys.executable, str(HERE / "helpers" / "gpu_pool.py"), f"gpu-{os.getpid()}"]
+    command = [sys.executable, str(HERE / "helpers" / "arena" / "gpu_pool.py"), f"gpu-{os.getpid()}"]
     ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
     assert ran.returncode == 0, ran.stdout[-4000:] + ran.stderr[-4000:]
     print(ran.stdout)

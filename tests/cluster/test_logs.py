@@ -9,7 +9,7 @@ from typing import Any
 
 import ray
 from helpers.pools import BLOCK, MIB, Worker, eventually, holds, kill, part, pid, read, stopped, store, tokens, worker
-from helpers.redis_server import redis_server
+from helpers.tiers.redis_server import redis_server
 
 import raykv
 from raykv.cluster import internal_kv, named_actors

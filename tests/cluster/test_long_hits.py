@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers.long_prompts import LONG, WINDOW, full
+from helpers.client.long_prompts import LONG, WINDOW, full
 from helpers.pools import (
     BLOCK,
     eventually,

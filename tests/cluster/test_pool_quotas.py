@@ -4,9 +4,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from helpers.command_line import command, last_json
+from helpers.client.quotas import MINIMUM, PROMPT, PROMPTS, cache_of, emptied, flood, stored
+from helpers.faces.command_line import command, last_json
 from helpers.pools import BLOCK, MIB, eventually, kill, read
-from helpers.quotas import MINIMUM, PROMPT, PROMPTS, cache_of, emptied, flood, stored
 
 import raykv
 

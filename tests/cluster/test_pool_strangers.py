@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import ray
 from helpers.pools import eventually, holds, keep, kill, node_store, tokens
-from helpers.redis_server import redis_server
+from helpers.tiers.redis_server import redis_server
 
 import raykv
 from raykv.tiers.base import path_of

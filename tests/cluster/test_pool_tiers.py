@@ -17,8 +17,8 @@ from helpers.pools import (
     settled,
     store,
 )
-from helpers.redis_server import RedisServer, redis_server
-from helpers.tiered_pool import (
+from helpers.tiers.redis_server import RedisServer, redis_server
+from helpers.tiers.tiered_pool import (
     MEMORY,
     Under,
     a_cache,

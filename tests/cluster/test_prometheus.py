@@ -10,7 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import ray
-from helpers.command_line import command
+from helpers.faces.command_line import command
+from helpers.faces.prometheus import Prometheus
 from helpers.pools import (
     BLOCK,
     MIB,
@@ -26,7 +27,6 @@ from helpers.pools import (
     totals,
     worker,
 )
-from helpers.prometheus import Prometheus
 
 import raykv
 from raykv.metrics.dashboard import ALERTS, DASHBOARD, PANELS, RULES, expression

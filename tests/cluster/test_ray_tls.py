@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from helpers import certificates
+from helpers.line import certificates
 
 RIGHT = {"stored": 30, "read": 30, "right": True}
 
 
 def run(settings: dict[str, str]) -> dict[str, Any]:
     done = subprocess.run(
-        [sys.executable, "-m", "helpers.ray_tls"], env={**os.environ, **settings}, capture_output=True, text=True
+        [sys.executable, "-m", "helpers.line.ray_tls"], env={**os.environ, **settings}, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
     said: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])

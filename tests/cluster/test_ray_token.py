@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from helpers.command_line import command
+from helpers.faces.command_line import command
 
 from raykv.doctor.finding import OK, WRONG
 

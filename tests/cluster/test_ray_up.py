@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import yaml
-from helpers.machines import DESK, Machines, address, why_not
-from helpers.machines import machines as up
+from helpers.cluster.machines import DESK, Machines, address, why_not
+from helpers.cluster.machines import machines as up
 from helpers.pools import eventually
 from ray.autoscaler._private.util import prepare_config, validate_config
 
@@ -101,4 +101,4 @@ def filled_in(machines: Machines) -> str:
 
 def asked(machines: Machines, times: int) -> Any:
     """Answers of the application to one prompt, asked so often at once."""
-    return machines.json(DESK, f"python3 {ROOT}/tests/helpers/serve_asker.py {address(1)} {times}")
+    return machines.json(DESK, f"python3 {ROOT}/tests/helpers/engines/serve/asker.py {address(1)} {times}")

@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 import ray
-from helpers.command_line import command, last_json
+from helpers.client.sizes import SIZE, as_started, has, taken
+from helpers.faces.command_line import command, last_json
 from helpers.pools import (
     MIB,
     a_cache,
@@ -21,7 +22,6 @@ from helpers.pools import (
     tokens,
     worker,
 )
-from helpers.sizes import SIZE, as_started, has, taken
 
 import raykv
 

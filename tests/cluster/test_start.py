@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 import pytest
 import ray
-from helpers.command_line import command
-from helpers.pages import ROOT
+from helpers.faces.command_line import command
 from helpers.pools import PATIENCE_S, ROUTED_S, Attached, actor_names, eventually, shm_files, worker
-from helpers.without_raykv import WITHOUT_RAYKV
+from helpers.project.pages import ROOT
+from helpers.project.without_raykv import WITHOUT_RAYKV
 
 import raykv
 from raykv.cluster import internal_kv, named_actors

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import ray
-from helpers.command_line import command, last_json
-from helpers.pages import ROOT
+from helpers.faces.command_line import command, last_json
+from helpers.faces.terminal import in_terminal
 from helpers.pools import MIB, eventually, keep, node_store, other_node, part, pid, stopped, tokens
-from helpers.terminal import in_terminal
+from helpers.project.pages import ROOT
 from ray._raylet import GcsClient  # type: ignore[attr-defined]
 from ray.dashboard.modules.job.utils import get_driver_jobs
 

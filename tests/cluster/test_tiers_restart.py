@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 from helpers.pools import PATIENCE_S, eventually, holds, shm_files, store, tokens
-from helpers.redis_server import redis_server
-from helpers.sqlite_tier import SqliteTier
+from helpers.tiers.redis_server import redis_server
+from helpers.tiers.sqlite import SqliteTier
 
 import raykv
 from raykv.bench.testbed import local_cluster

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.faces.terminal import Tmux
 from helpers.pools import eventually, keep, tokens
-from helpers.terminal import Tmux
 
 import raykv
 from raykv.cli.status.overview import look

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import ray
-from helpers.lines import Lines
+from helpers.faces.trace import Lines
 from helpers.pools import (
     BLOCK,
     MIB,

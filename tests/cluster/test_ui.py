@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import ray
-from helpers.command_line import command, last_json
+from helpers.faces.command_line import command, last_json
 from helpers.pools import BLOCK, eventually, free_port, keep, node_store, other_node, pid, read, tokens, worker
 
 import raykv
@@ -25,7 +25,7 @@ from raykv.cluster import named_actors
 from raykv.ui.actor import CONNECTIONS
 
 if Path("/usr/bin/chromedriver").exists() or "CI" in os.environ:
-    from helpers.browser import Browser
+    from helpers.faces.browser import Browser
 else:
     pytest.skip("Chromium is not installed: apt install chromium chromium-driver", allow_module_level=True)
 

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.gpus import ON_HOST
-from helpers.signatures import Package, Signature, signature
+from helpers.arena.gpus import ON_HOST
+from helpers.project.signatures import Package, Signature, signature
 
 from docs.draw_imports import sources
 from raykv.arena.gpu.device import visible

@@ -1,5 +1,5 @@
 import pytest
-from helpers.directory_tiers import SLAB
+from helpers.directory.tiers import SLAB
 
 from raykv.directory.state import tier_catalog
 

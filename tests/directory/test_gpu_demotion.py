@@ -1,10 +1,10 @@
 """GPUs as nodes of their own: whose blocks are stored there, and which are demoted to memory, by example."""
 
 import pytest
-from helpers.directory_checks import chain_of, check_invariants
-from helpers.directory_pool import KEYS, PAGE, Pool, primary
-from helpers.directory_tiers import heartbeat, list_existing
-from helpers.oracle.slots import LOCATION, split, unpack
+from helpers.directory.checks import chain_of, check_invariants
+from helpers.directory.oracle.slots import LOCATION, split, unpack
+from helpers.directory.pool import KEYS, PAGE, Pool, primary
+from helpers.directory.tiers import heartbeat, list_existing
 
 from raykv.directory.state import gpu_demotion, tier_catalog
 from raykv.protocol.stores import Inventory

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers.apart import apart
-from helpers.directory_checks import check_invariants
-from helpers.directory_pool import EMPTY, KEYS, PAGE, Pool, blocks
+from helpers.directory.checks import check_invariants
+from helpers.directory.pool import EMPTY, KEYS, PAGE, Pool, blocks
 
 from raykv.directory.calls.nodes import EPOCHS_AHEAD, GPUS
 from raykv.directory.kernels import columns

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from helpers.directory_pool import KEYS, PAGE, Pool, blocks
+from helpers.directory.pool import KEYS, PAGE, Pool, blocks
 
 from raykv.directory.state import intents
 from raykv.protocol.clients import Call, Intent, MatchedParts, MatchRequest

@@ -7,10 +7,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from helpers.directory_checks import check_invariants
-from helpers.directory_pool import KEYS, PAGE, Pool, primary
-from helpers.directory_tiers import heartbeat, tiered
-from helpers.oracle.slots import LOCATION, split, unpack
+from helpers.directory.checks import check_invariants
+from helpers.directory.oracle.slots import LOCATION, split, unpack
+from helpers.directory.pool import KEYS, PAGE, Pool, primary
+from helpers.directory.tiers import heartbeat, tiered
 from helpers.pools import eventually
 
 from raykv import cluster

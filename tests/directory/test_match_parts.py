@@ -3,9 +3,9 @@
 import os
 
 import pytest
-from helpers.directory_checks import check_invariants
-from helpers.directory_pool import KEYS, PAGE, Pool, blocks, staged
-from helpers.oracle.slots import unpack
+from helpers.directory.checks import check_invariants
+from helpers.directory.oracle.slots import unpack
+from helpers.directory.pool import KEYS, PAGE, Pool, blocks, staged
 
 from raykv.protocol.clients import Call, MatchRequest
 

@@ -2,9 +2,9 @@
 
 import struct
 
-from helpers.directory_checks import check_invariants
-from helpers.directory_pool import KEYS, PAGE, Pool, blocks
-from helpers.oracle.slots import LOCATION, unpack
+from helpers.directory.checks import check_invariants
+from helpers.directory.oracle.slots import LOCATION, unpack
+from helpers.directory.pool import KEYS, PAGE, Pool, blocks
 
 from raykv.protocol.stores import FINISHED, Inventory, SweepResult
 

@@ -1,6 +1,6 @@
 """Which block goes when a node is full."""
 
-from helpers.directory_pool import KEYS, Pool
+from helpers.directory.pool import KEYS, Pool
 
 
 def test_the_block_that_nobody_used_for_longest_goes_first() -> None:

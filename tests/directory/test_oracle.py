@@ -7,8 +7,8 @@ import itertools
 from typing import Any
 
 import pytest
-from helpers.world.served import ServedWorld, SocketWorld
-from helpers.world.world import World
+from helpers.directory.world.served import ServedWorld, SocketWorld
+from helpers.directory.world.world import World
 from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test

@@ -1,10 +1,10 @@
 """Blocks that a client pins, forgets or swaps out, by example."""
 
 import pytest
-from helpers.directory_checks import check_invariants
-from helpers.directory_pool import KEYS, Pool, blocks
-from helpers.directory_tiers import heartbeat, in_external_tier, list_existing, only_in_tier, tiered
-from helpers.oracle.slots import split
+from helpers.directory.checks import check_invariants
+from helpers.directory.oracle.slots import split
+from helpers.directory.pool import KEYS, Pool, blocks
+from helpers.directory.tiers import heartbeat, in_external_tier, list_existing, only_in_tier, tiered
 
 from raykv.directory.kernels import columns
 from raykv.protocol.stores import Inventory

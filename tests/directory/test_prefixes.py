@@ -3,7 +3,7 @@
 import itertools
 import os
 
-from helpers.directory_pool import KEYS, PAGE, Pool
+from helpers.directory.pool import KEYS, PAGE, Pool
 
 from raykv.directory.state.prefixes import KEPT, SEEN, Prefixes
 

@@ -1,9 +1,9 @@
 """Tenants' shares of memory, by example. Of 17 slots a node has one as a staging window: a share of 1 is 16 blocks."""
 
 import pytest
-from helpers.directory_checks import check_invariants
-from helpers.directory_pool import KEYS, PAGE, Pool
-from helpers.oracle.slots import split
+from helpers.directory.checks import check_invariants
+from helpers.directory.oracle.slots import split
+from helpers.directory.pool import KEYS, PAGE, Pool
 
 from raykv.config import Quota
 

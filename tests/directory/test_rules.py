@@ -6,10 +6,10 @@ from random import Random
 
 import numpy as np
 import pytest
-from helpers.directory_checks import check_invariants
-from helpers.directory_pool import KEYS, PAGE, Pool, blocks, staged
-from helpers.oracle.slots import LOCATION, unpack
-from helpers.world.documents import DOCUMENTS
+from helpers.directory.checks import check_invariants
+from helpers.directory.oracle.slots import LOCATION, unpack
+from helpers.directory.pool import KEYS, PAGE, Pool, blocks, staged
+from helpers.directory.world.documents import DOCUMENTS
 
 from raykv.directory.calls.readers import HELD_UP_S
 from raykv.directory.kernels import columns

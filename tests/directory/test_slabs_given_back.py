@@ -2,9 +2,9 @@
 
 import numpy as np
 import pytest
-from helpers.directory_checks import check_invariants
-from helpers.directory_pool import KEYS, PAGE, Pool, blocks
-from helpers.oracle.slots import LOCATION, unpack
+from helpers.directory.checks import check_invariants
+from helpers.directory.oracle.slots import LOCATION, unpack
+from helpers.directory.pool import KEYS, PAGE, Pool, blocks
 
 from raykv.directory.kernels import columns
 from raykv.directory.state.allocator import staging_window

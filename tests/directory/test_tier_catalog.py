@@ -3,11 +3,11 @@
 from random import Random
 
 import pytest
-from helpers.directory_checks import check_invariants
-from helpers.directory_pool import KEYS, Pool, blocks
-from helpers.directory_tiers import SLAB, heartbeat, in_external_tier, list_existing, only_in_tier, tier, tiered
-from helpers.oracle.slots import split, unpack
-from helpers.world.documents import DOCUMENTS
+from helpers.directory.checks import check_invariants
+from helpers.directory.oracle.slots import split, unpack
+from helpers.directory.pool import KEYS, Pool, blocks
+from helpers.directory.tiers import SLAB, heartbeat, in_external_tier, list_existing, only_in_tier, tier, tiered
+from helpers.directory.world.documents import DOCUMENTS
 
 from raykv.directory.kernels import columns
 from raykv.protocol.clients import Call

@@ -1,10 +1,10 @@
 """Which keys are deleted in external tiers, by example."""
 
 import pytest
-from helpers.directory_checks import check_invariants
-from helpers.directory_pool import KEYS, PAGE, Pool
-from helpers.directory_tiers import SLAB, heartbeat, in_external_tier, list_existing, only_in_tier, tier, tiered
-from helpers.oracle.slots import split
+from helpers.directory.checks import check_invariants
+from helpers.directory.oracle.slots import split
+from helpers.directory.pool import KEYS, PAGE, Pool
+from helpers.directory.tiers import SLAB, heartbeat, in_external_tier, list_existing, only_in_tier, tier, tiered
 
 from raykv.directory.state import demotion_batch, tier_catalog
 

@@ -1,10 +1,10 @@
 """Which blocks are demoted to external tiers, and what nodes report of that, by example."""
 
 import pytest
-from helpers.directory_checks import check_invariants
-from helpers.directory_pool import KEYS, PAGE, Pool
-from helpers.directory_tiers import heartbeat, in_external_tier, list_existing, tier, tiered
-from helpers.oracle.slots import split, unpack
+from helpers.directory.checks import check_invariants
+from helpers.directory.oracle.slots import split, unpack
+from helpers.directory.pool import KEYS, PAGE, Pool
+from helpers.directory.tiers import heartbeat, in_external_tier, list_existing, tier, tiered
 
 from raykv.directory.state import tier_catalog
 from raykv.protocol.tiers import Demotions

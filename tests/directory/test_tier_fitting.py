@@ -2,8 +2,8 @@
 
 import numpy as np
 import pytest
-from helpers.directory_pool import Pool
-from helpers.directory_tiers import in_external_tier, tier
+from helpers.directory.pool import Pool
+from helpers.directory.tiers import in_external_tier, tier
 
 from raykv.actors.store.demoter import fitting
 from raykv.protocol.tiers import ExistingBlocks, TierReport

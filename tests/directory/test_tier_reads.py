@@ -1,10 +1,10 @@
 """Blocks that are found in external tiers, by example."""
 
 import pytest
-from helpers.directory_checks import check_invariants
-from helpers.directory_pool import KEYS, PAGE, Pool, blocks, staged
-from helpers.directory_tiers import heartbeat, in_external_tier, list_existing, only_in_tier, tier, tiered
-from helpers.oracle.slots import split, unpack
+from helpers.directory.checks import check_invariants
+from helpers.directory.oracle.slots import split, unpack
+from helpers.directory.pool import KEYS, PAGE, Pool, blocks, staged
+from helpers.directory.tiers import heartbeat, in_external_tier, list_existing, only_in_tier, tier, tiered
 
 from raykv.directory import kernels
 from raykv.directory.state import demotion_batch

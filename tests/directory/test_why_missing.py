@@ -1,7 +1,7 @@
 """What followers of requests are told of a block that ended a match, by example."""
 
-from helpers.directory_pool import KEYS, Pool
-from helpers.directory_tiers import heartbeat, only_in_tier, tiered
+from helpers.directory.pool import KEYS, Pool
+from helpers.directory.tiers import heartbeat, only_in_tier, tiered
 
 from raykv.directory.calls.why_missing import ABSENT, AWAY, NO_MEMORY, TIER_AWAY, WRITTEN
 

@@ -7,15 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import left_over
-from helpers.outside import outside
-from helpers.pages import ROOT
+from helpers.cluster.outside import outside
+from helpers.engines import left_over
+from helpers.faces.shell import typed
 from helpers.pools import MIB, free_port
-from helpers.shell import typed
+from helpers.project.pages import ROOT
 
 import raykv
 
-CPU_ONLY = str(Path(__file__).parents[1] / "helpers" / "ray_cpu")
+CPU_ONLY = str(Path(__file__).parents[1] / "helpers" / "engines" / "vllm" / "ray_cpu")
 # vLLM's own settings for machines without a GPU, and without a network
 ENVIRONMENT = {
     "PYTHONPATH": CPU_ONLY,

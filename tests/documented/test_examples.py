@@ -3,9 +3,9 @@
 import re
 
 import pytest
-from helpers.examples import NAMES, commands
-from helpers.pages import ROOT
-from helpers.shell import typed
+from helpers.faces.shell import typed
+from helpers.project.examples import NAMES, commands
+from helpers.project.pages import ROOT
 
 pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'raykv[vllm]'")
 

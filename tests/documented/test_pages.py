@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import ray
-from helpers.pages import ROOT, run
 from helpers.pools import MIB, free_port
+from helpers.project.pages import ROOT, run
 
 import raykv
 from raykv.arena.files import arenas_of

@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 
 import pytest
 import yaml
-from helpers.pages import ROOT
+from helpers.engines.serve.status import serves
+from helpers.faces.shell import typed
 from helpers.pools import eventually
-from helpers.serving import serves
-from helpers.shell import typed
+from helpers.project.pages import ROOT
 
 import raykv
 

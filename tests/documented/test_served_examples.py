@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.examples import NAMES, commands, source
-from helpers.pages import ROOT
-from helpers.serving import serves
-from helpers.shell import running, typed
+from helpers.engines.serve.status import serves
+from helpers.faces.shell import running, typed
+from helpers.project.examples import NAMES, commands, source
+from helpers.project.pages import ROOT
 
 import raykv
 

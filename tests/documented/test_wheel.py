@@ -7,8 +7,8 @@ from pathlib import Path
 from zipfile import ZipFile
 
 import pytest
-from helpers.pages import ROOT
-from helpers.shell import typed
+from helpers.faces.shell import typed
+from helpers.project.pages import ROOT
 
 import raykv
 

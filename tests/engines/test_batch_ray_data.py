@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 import ray
-from helpers import left_over
+from helpers.engines import left_over
 from helpers.pools import MIB, eventually, settled
 
 import raykv
 
 pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'raykv[vllm]'")
 
-from helpers.vllm_engine import ENVIRONMENT
+from helpers.engines.vllm.engine import ENVIRONMENT
 from ray.data import ActorPoolStrategy, Dataset
 from transformers import AutoTokenizer
 

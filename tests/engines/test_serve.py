@@ -16,7 +16,7 @@ from urllib.request import Request, urlopen
 import numpy as np
 import pytest
 import ray
-from helpers.gated_engine import GatedEngine, start_gate
+from helpers.engines.serve.gated_engine import GatedEngine, start_gate
 from helpers.pools import BLOCK, ROUTED_S, eventually, free_port, other_node, part, pid, stopped, store, tokens
 from numpy.typing import NDArray
 from ray import serve

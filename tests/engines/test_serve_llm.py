@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import psutil
 import pytest
-from helpers import left_over
+from helpers.engines import left_over
 from helpers.pools import ROUTED_S, eventually, free_port, settled
 from ray import serve
 
@@ -21,8 +21,8 @@ import raykv
 
 pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'raykv[vllm]'")
 
-from helpers import llm_app
-from helpers.llm_app import CHUNK, PARTS, Answer, replicas
+from helpers.engines.serve import llm_app
+from helpers.engines.serve.llm_app import CHUNK, PARTS, Answer, replicas
 from ray.llm._internal.serve.engines.vllm.kv_transfer.factory import KVConnectorBackendFactory
 from ray.llm._internal.serve.utils.registry import ComponentRegistry
 from ray.serve.llm import build_openai_app

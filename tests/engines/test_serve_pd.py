@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import pytest
-from helpers import left_over
+from helpers.engines import left_over
 from helpers.pools import eventually, free_port, settled
 from ray import serve
 

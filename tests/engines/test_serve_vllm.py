@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
-from helpers import pages
+from helpers.project import pages
 
 pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'raykv[vllm]'")
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.hicache import KINDS, documented, imported
+from helpers.engines.hicache import KINDS, documented, imported
 from helpers.pools import eventually, kill, other_node
 
 import raykv

@@ -19,8 +19,8 @@ import raykv
 pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'raykv[vllm]'")
 
 import torch
-from helpers.vllm_engine import close_engines, engine_on, save_model
-from helpers.vllm_request import request
+from helpers.engines.vllm.engine import close_engines, engine_on, save_model
+from helpers.engines.vllm.request import request
 from vllm.v1.kv_cache_interface import CrossAttentionSpec, FullAttentionSpec
 from vllm.v1.kv_offload.base import GPULoadStoreSpec, LookupResult, ReqContext, make_offload_key
 

@@ -15,8 +15,8 @@ import raykv
 
 pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'raykv[vllm]'")
 
-from helpers.lora import save_adapter
-from helpers.vllm_engine import close_engines, engine_on, save_model
+from helpers.engines.lora import save_adapter
+from helpers.engines.vllm.engine import close_engines, engine_on, save_model
 from vllm.lora.request import LoRARequest
 
 pytestmark = pytest.mark.timeout(600)

@@ -15,8 +15,8 @@ import raykv
 
 pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'raykv[vllm]'")
 
-from helpers.vllm_engine import ENVIRONMENT, close_engines, engine_on, save_model
-from helpers.vllm_session import StreamedEngine
+from helpers.engines.vllm.engine import ENVIRONMENT, close_engines, engine_on, save_model
+from helpers.engines.vllm.session import StreamedEngine
 
 from raykv.integrations.vllm.compat import TRIMS_HASHES
 

@@ -23,7 +23,7 @@ from raykv.client.leases.joint_match import JointMatch, Part
 from raykv.integrations.vllm.chunks.chunks import ChunksOfGroup, ChunksToLoad, ChunksToStore, Origin, PartToLoad
 from raykv.integrations.vllm.worker.worker import RayKVWorker, pages_of
 
-ON_HOST = str(Path(__file__).parents[1] / "helpers" / "cupy_on_host")
+ON_HOST = str(Path(__file__).parents[1] / "helpers" / "arena" / "cupy_on_host")
 LAYERS, PAGES, PAGE, PER_CHUNK = 3, 32, 8 << 10, 4
 CHUNK = LAYERS * PAGE * PER_CHUNK
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import ray
-from helpers.kv_index import KVIndex
+from helpers.engines.vllm.kv_index import KVIndex
 from helpers.pools import MIB, eventually, free_port, kill, part, pid, stopped
 
 import raykv
@@ -20,7 +20,7 @@ from raykv.integrations.prefix_lookup import PrefixLookup
 
 pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'raykv[vllm]'")
 
-from helpers.vllm_engine import close_engines, engine_on, save_model
+from helpers.engines.vllm.engine import close_engines, engine_on, save_model
 from vllm.config import KVEventsConfig
 
 from raykv.integrations.vllm.router import block_hashes
@@ -94,7 +94,7 @@ def world(
             topic=TOPIC,
         )
         extra = {"refresh_s": 3.0, "settle_s": 3.0, "ask_s": 0.2}
-        connector = ("helpers.publishing", "PublishingConnector")
+        connector = ("helpers.engines.vllm.publishing", "PublishingConnector")
         arguments = (pool.name, str(folder), 32 * MIB, "")
         made = engine_on(node, *arguments, extra=extra, connector=connector, kv_events_config=config)
         return Told(made, events, replay, KVIndex(events, TOPIC))

@@ -16,7 +16,7 @@ import raykv
 
 pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'raykv[vllm]'")
 
-from helpers.vllm_engine import ENVIRONMENT, Engine, close_engines, engine_on, save_model
+from helpers.engines.vllm.engine import ENVIRONMENT, Engine, close_engines, engine_on, save_model
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.kv_cache_layout import KVCacheLayout

@@ -17,7 +17,7 @@ import raykv
 
 pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'raykv[vllm]'")
 
-from helpers.vllm_engine import close_engines, engine_on, save_model
+from helpers.engines.vllm.engine import close_engines, engine_on, save_model
 
 from raykv.integrations.vllm.scheduler.manager import FAILED, HITS
 

@@ -16,8 +16,8 @@ from raykv.bench.engines.shapes import WINDOW
 
 pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'raykv[vllm]'")
 
-from helpers.vllm_engine import close_engines, engine_on, save_mla_model
-from helpers.vllm_models import MODELS, Model
+from helpers.engines.vllm.engine import close_engines, engine_on, save_mla_model
+from helpers.engines.vllm.models import MODELS, Model
 
 pytestmark = pytest.mark.timeout(600)
 HYBRID = "gemma3"

@@ -17,7 +17,7 @@ import raykv
 
 pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'raykv[vllm]'")
 
-from helpers.vllm_engine import close_engines, engine_on, save_model
+from helpers.engines.vllm.engine import close_engines, engine_on, save_model
 from vllm.v1.kv_offload.base import GPULoadStoreSpec
 
 from raykv.arena.buffers import rows_of

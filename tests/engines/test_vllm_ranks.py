@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 import ray
+from helpers.engines.rank import HASHES, StoringRank
 from helpers.pools import MIB, eventually, node_store, other_node, settled, worker
-from helpers.rank import HASHES, StoringRank
 
 import raykv
 from raykv.client.directory_client import DirectoryClient
 
 pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'raykv[vllm]'")
 
-from helpers.vllm_request import request
+from helpers.engines.vllm.request import request
 from vllm.v1.kv_offload.base import LookupResult, ReqContext, make_offload_key
 
 from raykv.integrations.vllm.identity.groups import Group

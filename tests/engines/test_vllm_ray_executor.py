@@ -19,8 +19,8 @@ import raykv
 
 pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'raykv[vllm]'")
 
-from helpers import ray_engine
-from helpers.vllm_engine import save_model
+from helpers.engines.vllm import ray_engine
+from helpers.engines.vllm.engine import save_model
 
 pytestmark = pytest.mark.timeout(900)
 CHUNK = 256  # tokens: two ranks have 4 KiB of each

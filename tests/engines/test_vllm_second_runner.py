@@ -13,8 +13,8 @@ import raykv
 
 pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'raykv[vllm]'")
 
-from helpers import second_runner
-from helpers.vllm_engine import close_engines, engine_on, save_model
+from helpers.engines.vllm import second_runner
+from helpers.engines.vllm.engine import close_engines, engine_on, save_model
 
 pytestmark = pytest.mark.timeout(300)
 

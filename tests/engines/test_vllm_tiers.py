@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 import ray
 from helpers.pools import MIB, eventually, other_node
-from helpers.redis_server import redis_server
+from helpers.tiers.redis_server import redis_server
 
 import raykv
 
 pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'raykv[vllm]'")
 
-from helpers.vllm_engine import close_engines, engine_on, save_model
+from helpers.engines.vllm.engine import close_engines, engine_on, save_model
 
 pytestmark = pytest.mark.timeout(600)
 CHUNKS = 7  # of a prompt of 1,000 tokens: 1 MiB each

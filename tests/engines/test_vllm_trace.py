@@ -17,7 +17,7 @@ from raykv.cli.trace import Follower
 pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'raykv[vllm]'")
 
 import torch
-from helpers.vllm_request import request
+from helpers.engines.vllm.request import request
 from vllm.v1.kv_offload.base import GPULoadStoreSpec, LookupResult, ReqContext, make_offload_key
 
 from raykv.integrations.vllm.identity.groups import Group

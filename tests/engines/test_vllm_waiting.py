@@ -13,7 +13,7 @@ import raykv
 
 pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'raykv[vllm]'")
 
-from helpers import vllm_request
+from helpers.engines.vllm import request as vllm_request
 from vllm.v1.kv_offload.base import LookupResult, ReqContext, make_offload_key
 
 from raykv.integrations.vllm.chunks.chain import Chain

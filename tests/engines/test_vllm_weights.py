@@ -15,7 +15,7 @@ import raykv
 
 pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'raykv[vllm]'")
 
-from helpers.vllm_engine import close_engines, engine_on, save_model
+from helpers.engines.vllm.engine import close_engines, engine_on, save_model
 
 from raykv.integrations.vllm.identity.weights import Weights
 

@@ -1,1 +1,1 @@
-"""What tests share: pools, processes to kill, stand-ins, the oracle of the directory."""
+"""What tests share: of any running pool in `pools`, else in the folder of what it helps to test."""

@@ -5,7 +5,7 @@ import signal
 from collections.abc import Callable, Iterator
 
 import pytest
-from helpers.one_process import OneProcess
+from helpers.cluster.one_process import OneProcess
 
 HANDLED = (signal.SIGALRM, signal.SIGUSR1)  # what tests interrupt this process by
 

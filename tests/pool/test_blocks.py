@@ -22,7 +22,7 @@ from helpers.pools import (
     totals,
     worker,
 )
-from helpers.torch_or_skip import torch_or_skip
+from helpers.project.torch_or_skip import torch_or_skip
 from numpy.typing import NDArray
 
 import raykv

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import ray
-from helpers.moody_tier import WAIT_S, Moods, MoodyTier
 from helpers.pools import (
     actor_names,
     eventually,
@@ -26,8 +25,9 @@ from helpers.pools import (
     store,
     worker,
 )
-from helpers.redis_server import RedisServer, redis_server
-from helpers.tiered_pool import (
+from helpers.tiers.moody import WAIT_S, Moods, MoodyTier
+from helpers.tiers.redis_server import RedisServer, redis_server
+from helpers.tiers.tiered_pool import (
     BLOCKS,
     CPU,
     IN_TIME_S,

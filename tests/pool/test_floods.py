@@ -3,8 +3,8 @@
 from collections.abc import Callable
 
 import pytest
+from helpers.client.quotas import MINIMUM, PROMPT, PROMPTS, cache_of, emptied, flood, stored
 from helpers.pools import BLOCK, MIB, eventually, keep, payload, read, tokens
-from helpers.quotas import MINIMUM, PROMPT, PROMPTS, cache_of, emptied, flood, stored
 
 import raykv
 

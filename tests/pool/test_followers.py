@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from helpers.lines import Lines
+from helpers.faces.trace import Lines
 from helpers.pools import (
     BLOCK,
     MIB,

@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from helpers.long_prompts import LONG, WINDOW, full
+from helpers.client.long_prompts import LONG, WINDOW, full
 from helpers.pools import (
     BLOCK,
     TRANSPORTS,

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from helpers.client.sizes import SIZE, as_started, has, node_of, taken
 from helpers.pools import (
     BLOCK,
     MIB,
@@ -27,7 +28,6 @@ from helpers.pools import (
     store,
     tokens,
 )
-from helpers.sizes import SIZE, as_started, has, node_of, taken
 
 import raykv
 from raykv.cluster import internal_kv

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 import ray
-from helpers.echo_server import flood
-from helpers.interrupts import Interrupted, interrupt, interrupted_at
+from helpers.line.echo_server import flood
+from helpers.line.interrupts import Interrupted, interrupt, interrupted_at
 from helpers.pools import (
     BLOCK,
     WAYS,

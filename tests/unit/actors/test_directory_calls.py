@@ -5,9 +5,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from helpers.directory_checks import check_invariants
-from helpers.directory_pool import KEYS as KEYS_OF_POOL
-from helpers.directory_pool import PAGE, Pool
+from helpers.directory.checks import check_invariants
+from helpers.directory.pool import KEYS as KEYS_OF_POOL
+from helpers.directory.pool import PAGE, Pool
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -4,7 +4,7 @@ import json
 import threading
 
 import pytest
-from helpers.directory_pool import KEYS, Pool
+from helpers.directory.pool import KEYS, Pool
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers.arena_worker import PRINT, SLAB
-from helpers.directory_checks import check_invariants
+from helpers.arena.worker import PRINT, SLAB
+from helpers.directory.checks import check_invariants
 from helpers.pools import eventually
 
 from raykv.actors.store import resizer

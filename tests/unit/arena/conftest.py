@@ -4,7 +4,7 @@ import os
 from collections.abc import Iterator
 
 import pytest
-from helpers.arena_worker import Child
+from helpers.arena.worker import Child
 
 from raykv.arena.arena import Arena
 

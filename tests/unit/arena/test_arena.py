@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import arena_worker as w
-from helpers.arena_worker import GEN, PRINT, SLAB, block_of, get, key_of, locations, put
+from helpers.arena import worker as w
+from helpers.arena.worker import GEN, PRINT, SLAB, block_of, get, key_of, locations, put
 from xxhash import xxh3_64_intdigest
 
 from raykv.arena import block_copy, checksum, files, header

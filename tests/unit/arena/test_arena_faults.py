@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
-from helpers import arena_worker as w
-from helpers.arena_worker import GEN, PRINT, SLAB, STEPS, Child, at_step, get, locations, put
+from helpers.arena import worker as w
+from helpers.arena.worker import GEN, PRINT, SLAB, STEPS, Child, at_step, get, locations, put
 
 from raykv.arena import block_copy, superblock
 from raykv.arena.arena import Arena

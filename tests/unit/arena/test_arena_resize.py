@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import arena_worker as w
-from helpers.arena_worker import (
+from helpers.arena import worker as w
+from helpers.arena.worker import (
     GEN,
     PRINT,
     SLAB,

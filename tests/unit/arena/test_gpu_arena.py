@@ -17,9 +17,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers.arena_worker import GEN, PRINT, SLAB, block_of, fork, key_of
-from helpers.gpu_arenas import POOL, SIZE, Locations, gpu_arena, granted, has, memory_arena, some
-from helpers.gpus import Bytes, elsewhere, environment, forget, noise, page_locked, put
+from helpers.arena.gpu_arenas import POOL, SIZE, Locations, gpu_arena, granted, has, memory_arena, some
+from helpers.arena.gpus import Bytes, elsewhere, environment, forget, noise, page_locked, put
+from helpers.arena.worker import GEN, PRINT, SLAB, block_of, fork, key_of
 from hypothesis import given
 from hypothesis import strategies as st
 from xxhash import xxh3_64_intdigest
@@ -685,9 +685,9 @@ CLIENT = """
 import sys
 import time
 import numpy as np
-from helpers.arena_worker import key_of
+from helpers.arena.worker import key_of
 from raykv.arena.gpu_arena import GpuArena
-from helpers.gpu_arenas import granted, has, some
+from helpers.arena.gpu_arenas import granted, has, some
 path, nonce, gpu, handle = sys.argv[1:]
 arena = GpuArena.map(path, bytes.fromhex(nonce), gpu, bytes.fromhex(handle))
 at, keys, blocks = some(3)
@@ -712,7 +712,7 @@ import sys
 import time
 from raykv.arena import gpu_arena as gpu_arenas
 from raykv.arena.gpu.device import device
-from helpers.gpu_arenas import gpu_arena, some
+from helpers.arena.gpu_arenas import gpu_arena, some
 arena = gpu_arena(device(sys.argv[1]), sys.argv[2])
 assert arena.write(*some(3)).all()
 print(arena.path, arena.nonce.hex(), arena.handle.hex(), flush=True)

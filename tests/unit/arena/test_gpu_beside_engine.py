@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers.arena_worker import GEN
-from helpers.gpu_arenas import granted, has, memory_arena, some
-from helpers.gpus import get, noise, put, table_of
+from helpers.arena.gpu_arenas import granted, has, memory_arena, some
+from helpers.arena.gpus import get, noise, put, table_of
+from helpers.arena.worker import GEN
 from xxhash import xxh3_64_intdigest
 
 from raykv.arena import block_copy

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers.gpus import Bytes, elsewhere, forget, get, noise, put, table_of
-from helpers.torch_or_skip import torch_or_skip
+from helpers.arena.gpus import Bytes, elsewhere, forget, get, noise, put, table_of
+from helpers.project.torch_or_skip import torch_or_skip
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray

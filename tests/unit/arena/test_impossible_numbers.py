@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 import ray
-from helpers import arena_worker as w
 from helpers.apart import apart
-from helpers.arena_worker import PRINT, SLAB
-from helpers.gates import SIZE, SLABS, Guarded, guarded
-from helpers.redis_server import redis_server
+from helpers.arena import worker as w
+from helpers.arena.guarded import SIZE, SLABS, Guarded, guarded
+from helpers.arena.worker import PRINT, SLAB
+from helpers.tiers.redis_server import redis_server
 
 from raykv.actors.store.node_store import NodeStore
 from raykv.actors.store.single_flight import SingleFlight

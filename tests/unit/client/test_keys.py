@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers.torch_or_skip import torch_or_skip
+from helpers.project.torch_or_skip import torch_or_skip
 from hypothesis import given
 from hypothesis import strategies as st
 from ray import cloudpickle

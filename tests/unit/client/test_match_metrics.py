@@ -5,7 +5,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-from helpers.directory_pool import KEYS
+from helpers.directory.pool import KEYS
 
 from raykv.client.cache import KVCache
 from raykv.client.leases.hits import count_found, found_tokens

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers.pages import ROOT, run
+from helpers.project.pages import ROOT, run
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray

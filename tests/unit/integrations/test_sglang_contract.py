@@ -14,9 +14,9 @@ import pytest
 
 pytest.importorskip("torch", reason="torch is not installed: pip install 'raykv[transformers]'")
 
-from helpers.hicache import STORAGE, documented, imported, sources
-from helpers.pages import ROOT
-from helpers.signatures import Function, Package, is_abstract, signature
+from helpers.engines.hicache import STORAGE, documented, imported, sources
+from helpers.project.pages import ROOT
+from helpers.project.signatures import Function, Package, is_abstract, signature
 
 OURS = Package(ROOT).methods("raykv.integrations.sglang.storage", "RayKVStorage")
 # what we read of theirs

@@ -12,8 +12,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import pytest
-from helpers.pages import ROOT
-from helpers.signatures import Function, Package, is_abstract, signature
+from helpers.project.pages import ROOT
+from helpers.project.signatures import Function, Package, is_abstract, signature
 
 OURS = Package(ROOT)
 INTEGRATION = ROOT / "raykv" / "integrations" / "vllm"

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import yaml
-from helpers.pages import ROOT
+from helpers.project.pages import ROOT
 
 pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'raykv[vllm]'")
 

@@ -16,14 +16,14 @@ from typing import Any
 import numpy as np
 import pytest
 import ray
-from helpers import arena_worker as w
-from helpers import fuzz
-from helpers.arena_worker import PRINT, SLAB
-from helpers.connection_door import connections
-from helpers.directory_door import STEPS, DirectoryDoor
-from helpers.fuzz import Door, Mutator
-from helpers.gates import SIZE, SLABS, Guarded, Locations, guarded
-from helpers.stand_ins import OwnRedisTier, Selector, nixl_of
+from helpers.arena import worker as w
+from helpers.arena.guarded import SIZE, SLABS, Guarded, Locations, guarded
+from helpers.arena.worker import PRINT, SLAB
+from helpers.directory.door import STEPS, DirectoryDoor
+from helpers.line import fuzz
+from helpers.line.connection_door import connections
+from helpers.line.fuzz import Door, Mutator
+from helpers.line.stand_ins import OwnRedisTier, Selector, nixl_of
 from numpy.typing import NDArray
 
 from raykv.actors.store.node_store import NodeStore

@@ -1,7 +1,7 @@
 """Where a directory is looked for whose socket refuses: elsewhere while it is being replaced, through Ray else."""
 
 import pytest
-from helpers.echo_server import serving
+from helpers.line.echo_server import serving
 
 from raykv.cluster.internal_kv import InCharge
 from raykv.line import directory_line

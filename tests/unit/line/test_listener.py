@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 import pytest
-from helpers.echo_server import (
+from helpers.line.echo_server import (
     PATIENCE_S,
     Server,
     end,
@@ -21,7 +21,7 @@ from helpers.echo_server import (
     question,
     serving,
 )
-from helpers.fuzz import SECONDS, SEED
+from helpers.line.fuzz import SECONDS, SEED
 from helpers.pools import eventually
 
 from raykv.line import tls, wire

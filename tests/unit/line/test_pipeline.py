@@ -15,8 +15,8 @@ from types import FrameType
 from typing import Any
 
 import pytest
-from helpers.echo_server import GATES, PATIENCE_S, Server, expected, open_files, question, serving
-from helpers.interrupts import Interrupted, interrupted_at
+from helpers.line.echo_server import GATES, PATIENCE_S, Server, expected, open_files, question, serving
+from helpers.line.interrupts import Interrupted, interrupted_at
 from helpers.pools import eventually
 
 import raykv.line.pipeline

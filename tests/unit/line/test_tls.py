@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 import trustme
-from helpers import certificates
-from helpers.certificates import HOST
-from helpers.echo_server import PATIENCE_S, expected, open_files, question, serving
+from helpers.line import certificates
+from helpers.line.certificates import HOST
+from helpers.line.echo_server import PATIENCE_S, expected, open_files, question, serving
 from helpers.pools import eventually
 
 from raykv.line import tls, wire

@@ -3,8 +3,8 @@
 from pathlib import Path
 
 import pytest
-from helpers.command_line import command, last_json
-from helpers.gpus import ON_HOST
+from helpers.arena.gpus import ON_HOST
+from helpers.faces.command_line import command, last_json
 
 COPIES = {
     *("store", "load", "memory_store", "memory_load", "pages_memory_store", "pages_memory_load"),

@@ -13,7 +13,7 @@ from typing import Any
 import click
 import pytest
 import yaml
-from helpers.pages import ROOT
+from helpers.project.pages import ROOT
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.pages import PAGES, ROOT, codes
+from helpers.project.pages import PAGES, ROOT, codes
 
 import raykv
 from docs import draw_imports, draw_plots, hooks, tables, write_deadlines

@@ -4,8 +4,8 @@ import re
 import subprocess
 import sys
 
-from helpers import durations
-from helpers.pages import ROOT
+from helpers.project import durations
+from helpers.project.pages import ROOT
 
 FILES = ["tests/unit/project/test_locale.py", "tests/unit/arena/test_xxh3.py"]
 LANES = re.compile(r"(?m)^LANES = \.venv/bin/pytest (.*)")

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers.pages import ROOT
+from helpers.project.pages import ROOT
 
 ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "RAY_ADDRESS": "127.0.0.1:1"}
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from helpers.pages import ROOT
+from helpers.project.pages import ROOT
 from trove_classifiers import classifiers
 
 import raykv

@@ -6,7 +6,7 @@ from pathlib import Path
 from textwrap import dedent
 
 import pytest
-from helpers.pages import ROOT
+from helpers.project.pages import ROOT
 
 OURS = ("raykv", "actors", "helpers")
 

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 
 import pytest
-from helpers.pages import ROOT
+from helpers.project.pages import ROOT
 
 from raykv.system import events
 

@@ -4,7 +4,7 @@ import re
 import tomllib
 
 import pytest
-from helpers.pages import ROOT
+from helpers.project.pages import ROOT
 
 from raykv.system.extras import to_install
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers.outside import outside
+from helpers.cluster.outside import outside
 
 from raykv.errors import CapacityError
 from raykv.system import free_memory, raylets

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from helpers.tier_blocks import block, key_at, listed, memory, there
+from helpers.tiers.blocks import block, key_at, listed, memory, there
 
 from raykv.tiers import HEAD_BYTES, Block, parse
 from raykv.tiers.file import PAGE, FileTier

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers.redis_server import RedisServer, redis_server
+from helpers.tiers.redis_server import RedisServer, redis_server
 
 from raykv.tiers import MARKER, Block, Tier, guarded, open_tier, parse
 from raykv.tiers.guarded import GuardedTier

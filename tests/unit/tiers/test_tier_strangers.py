@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers.pools import payload
-from helpers.redis_server import RedisServer, redis_server
+from helpers.tiers.redis_server import RedisServer, redis_server
 from numpy.typing import NDArray
 from xxhash import xxh3_64_intdigest
 

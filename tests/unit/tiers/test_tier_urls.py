@@ -6,8 +6,8 @@ import traceback
 from pathlib import Path
 
 import pytest
-from helpers.dict_tier import DictTier
-from helpers.tier_refusal import refusal
+from helpers.tiers.dictionary import DictTier
+from helpers.tiers.refusal import refusal
 
 from raykv.tiers import Tier, TierUrl, open_tier, parse, register_tier, tier_for
 

@@ -10,10 +10,10 @@ from itertools import count
 from pathlib import Path
 
 import pytest
-from helpers.dict_tier import DictTier
-from helpers.redis_server import redis_server
-from helpers.tier_blocks import block, key_at, listed, memory, there
-from helpers.tier_refusal import refusal
+from helpers.tiers.blocks import block, key_at, listed, memory, there
+from helpers.tiers.dictionary import DictTier
+from helpers.tiers.redis_server import redis_server
+from helpers.tiers.refusal import refusal
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 

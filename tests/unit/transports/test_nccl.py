@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import arena_worker as w
-from helpers.nccl_nodes import (
+from helpers.arena import worker as w
+from helpers.transports.nccl_nodes import (
     ELSEWHERE,
     FROM,
     PATIENCE_S,
@@ -41,7 +41,7 @@ from raykv.transports.nccl import Nccl
 from raykv.transports.nccl_pair import READER, SENDER
 from raykv.transports.selector import TransportSelector
 
-pytest_plugins = ["helpers.nccl_nodes"]
+pytest_plugins = ["helpers.transports.nccl_nodes"]
 
 
 def test_without_nccl(reader: Node, monkeypatch: pytest.MonkeyPatch) -> None:

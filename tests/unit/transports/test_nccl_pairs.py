@@ -6,7 +6,19 @@ from typing import Any
 
 import pytest
 import ray
-from helpers.nccl_nodes import ELSEWHERE, FROM, PATIENCE_S, TO, ByHand, Node, blocks, eventually, keys, locations, peer
+from helpers.transports.nccl_nodes import (
+    ELSEWHERE,
+    FROM,
+    PATIENCE_S,
+    TO,
+    ByHand,
+    Node,
+    blocks,
+    eventually,
+    keys,
+    locations,
+    peer,
+)
 
 from raykv.actors.store.gpu_memory import open_gpus
 from raykv.arena.gpu import cuda
@@ -17,7 +29,7 @@ from raykv.transports import nccl_pair
 from raykv.transports.base import PullRequest, Transport
 from raykv.transports.selector import TransportSelector
 
-pytest_plugins = ["helpers.nccl_nodes"]
+pytest_plugins = ["helpers.transports.nccl_nodes"]
 MIB = 1 << 20
 
 

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
-from helpers import nixl_peer
-from helpers.arena_worker import PRINT
+from helpers.arena.worker import PRINT
 from helpers.pools import WITH_NIXL, eventually
+from helpers.transports import nixl_peer
 from numpy.typing import NDArray
 
 import raykv.transports.nixl

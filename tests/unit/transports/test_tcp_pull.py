@@ -8,10 +8,10 @@ from contextlib import contextmanager
 
 import numpy as np
 import pytest
-from helpers import arena_worker as w
-from helpers.arena_worker import PRINT, locations
+from helpers.arena import worker as w
+from helpers.arena.worker import PRINT, locations
 from helpers.pools import eventually
-from helpers.relay import FORWARD, Relay
+from helpers.transports.relay import FORWARD, Relay
 from numpy.typing import NDArray
 
 import raykv.transports.tcp

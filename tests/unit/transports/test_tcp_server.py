@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers.echo_server import PATIENCE_S, end
+from helpers.line.echo_server import PATIENCE_S, end
 from helpers.pools import eventually
 from numpy.typing import NDArray
 

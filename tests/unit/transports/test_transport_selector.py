@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import certificates
+from helpers.line import certificates
 from helpers.pools import WITH_NIXL
 from numpy.typing import NDArray
 from ray.exceptions import RayActorError

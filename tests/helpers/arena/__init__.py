@@ -1,0 +1,1 @@
+"""Arenas in memory and on GPUs, and a stand-in for CuPy."""

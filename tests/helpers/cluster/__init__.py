@@ -1,0 +1,1 @@
+"""Ray clusters: one process or many, machines, and a cloud."""

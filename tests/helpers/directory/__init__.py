@@ -1,0 +1,1 @@
+"""Directories without Ray: by example, by chance, and beside their oracle."""

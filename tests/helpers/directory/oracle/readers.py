@@ -1,0 +1,345 @@
+"""What readers ask the directory for, once more: leases on the blocks of a prompt, and staging slots."""
+
+from collections import Counter
+from functools import partial
+from itertools import takewhile
+from math import lcm
+
+from helpers.directory.oracle.membership import Membership
+from helpers.directory.oracle.slots import (
+    HOLDS_MAX,
+    LOCATION,
+    PRESENT,
+    STORED,
+    USES_MAX,
+    Lease,
+    Row,
+    pack,
+    split,
+)
+from raykv.protocol.clients import (
+    Call,
+    Intent,
+    Matched,
+    MatchedPart,
+    MatchedParts,
+    MatchRequest,
+    NextWindowRequest,
+    Stored,
+    Window,
+)
+
+HELD_UP_S = 0.5
+
+
+class Readers(Membership):
+    """The part of the Oracle that leases blocks to readers."""
+
+    def best(self, key: bytes, node: int) -> tuple[Row | None, Row | None]:
+        """(copy to read: the node's own, else the primary, else any, else a tier's; copy being staged there).
+
+        The node's own is read whether its store answers or not: it is in memory that the reader shares.
+        """
+        copies = [r for r in self.table.get(key, ()) if r.holds < HOLDS_MAX]
+        here = [r for r in copies if r.state in PRESENT and r.slab.node == node]
+        if here:
+            return here[0], None
+        offered = [r for r in copies if r.slab.size_class.offered]
+        present = [r for r in offered if r.state in PRESENT]
+        primary = [r for r in present if r.state == "ready"]
+        staging = [r for r in offered if r.state == "staging" and r.slab.node == node]
+        external = [r for r in offered if r.state == "external"]
+        source = primary[-1:] or present[:1] or external[-1:]
+        return source[0] if source else None, staging[-1] if staging else None
+
+    def match(self, call: Call, request: MatchRequest, now: float) -> Matched:
+        client = self.on_call(call, now)
+        self.end(client, request.lease)
+        wanted = split(request.keys)
+        hold = self.hold_prefix(call, request, wanted, request.lease, now)
+        if request.counted:
+            self.count_match(request, len(wanted), hold)
+        if not hold.keys:
+            return Matched(self.epoch, b"", b"")
+        client.holds[request.lease] = hold
+        return Matched(self.epoch, *self.where(hold, request.block_bytes))
+
+    def match_parts(
+        self, call: Call, requests: tuple[MatchRequest, ...], intent: Intent | None, now: float
+    ) -> MatchedParts:
+        """The longest prefix of which all parts have their blocks, or the last ones that they need; or nothing."""
+        client = self.on_call(call, now)
+        self.release(*(client.holds.pop(r.lease) for r in requests if r.lease in client.holds))
+        if intent:
+            self.intents.end(call.client, intent.intent)
+        wanted = [split(request.keys) for request in requests]
+        whole = [(request, keys) for request, keys in zip(requests, wanted, strict=True) if not request.window]
+        ready = min((self.ready(request, keys) * request.tokens for request, keys in whole), default=0)
+        if intent and intent.wait and (pending := self.pending(call.client, requests, wanted, ready)):
+            return MatchedParts(self.epoch, (), pending)
+        tokens = self.longest(requests, wanted)
+        holds = []
+        for request, keys in zip(requests, wanted, strict=True):
+            needed = self.needed(request, tokens)
+            holds.append(self.hold_prefix(call, request, [keys[i] for i in needed], requests[0].lease, now))
+            if (held := len(holds[-1].keys)) < len(needed):
+                window = any(request.window for request in requests)
+                step = lcm(*(request.tokens for request in requests))
+                tokens = 0 if window else held * request.tokens // step * step
+        parts = []
+        for request, keys, hold in zip(requests, wanted, holds, strict=True):
+            needed = self.needed(request, tokens)
+            self.cut(hold, len(needed))
+            self.count_match(request, min(request.window, len(keys)) if request.window else len(keys), hold)
+            if tokens:
+                client.holds[request.lease] = hold
+                nonce = self.nodes[request.node].nonce if hold.node >= 0 else b""
+                where = self.where(hold, request.block_bytes)
+                parts.append(MatchedPart(hold.node, nonce, *where, needed.start))
+        if intent and intent.intent:
+            self.intents.add(call, intent, wanted[0][tokens // requests[0].tokens :], now)
+        return MatchedParts(self.epoch, tuple(parts))
+
+    def longest(self, requests: tuple[MatchRequest, ...], wanted: list[list[bytes]]) -> int:
+        """The last token at which blocks of all parts end, and before which all that are needed are there."""
+        step = lcm(*(request.tokens for request in requests))
+        total = min(len(keys) * request.tokens for request, keys in zip(requests, wanted, strict=True))
+        for tokens in range(total // step * step, 0, -step):
+            needed = [[keys[i] for i in self.needed(r, tokens)] for r, keys in zip(requests, wanted, strict=True)]
+            if all(self.ready(r, keys) == len(keys) for r, keys in zip(requests, needed, strict=True)):
+                return tokens
+        return 0
+
+    def needed(self, request: MatchRequest, tokens: int) -> range:
+        stop = tokens // request.tokens
+        return range(max(0, stop - request.window) if request.window else 0, stop)
+
+    def ready(self, request: MatchRequest, wanted: list[bytes]) -> int:
+        """How many leading keys can be read."""
+        found = [self.best(key, self.index_of(request.node))[0] for key in wanted]
+        return found.index(None) if None in found else len(found)
+
+    def pending(self, client: int, requests: tuple[MatchRequest, ...], wanted: list[list[bytes]], ready: int) -> int:
+        """How many of the first part's blocks, after those before token `ready`, are written or computed by others."""
+
+        def comes(request: MatchRequest, key: bytes) -> bool:
+            writing = any(row.state == "writing" for row in self.table.get(key, ()))
+            return writing or self.ready(request, [key]) == 1
+
+        whole = [(request, keys) for request, keys in zip(requests, wanted, strict=True) if not request.window]
+        if not whole or ready >= min(len(keys) * request.tokens for request, keys in whole):
+            return 0
+        coming = min(sum(1 for _ in takewhile(partial(comes, r), keys)) * r.tokens for r, keys in whole)
+        n = coming // requests[0].tokens
+        while n < len(wanted[0]) and self.intents.owner(wanted[0][n]) not in (None, client):
+            n += 1
+        return n - ready // requests[0].tokens
+
+    def index_of(self, node: str) -> int:
+        reader = self.nodes.get(node)
+        return reader.index if reader and reader.state != "joining" else -1
+
+    def cut(self, hold: Lease, n: int) -> None:
+        """Let go of the blocks from n on, last to first."""
+        for i in reversed(range(n, len(hold.keys))):
+            self.end_read(hold.source[i])
+            self.end_hold(hold.staged[i])
+        del hold.keys[n:], hold.source[n:], hold.staged[n:]
+        hold.unstaged = {i for i in hold.unstaged if i < n}
+
+    def hold_prefix(self, call: Call, request: MatchRequest, wanted: list[bytes], group: int, now: float) -> Lease:
+        """Hold the longest prefix that is ready, and stage what is elsewhere."""
+        node, block_bytes, stage = request.node, request.block_bytes, request.stage
+        stride = -(-block_bytes // 4096) * 4096
+        reader = self.nodes.get(node)
+        size_class = self.size_class(reader, stride) if reader else None
+        if reader and reader.state != "alive":
+            size_class = None  # its store pulls nothing
+        if reader and size_class:
+            left = size_class.window - len(size_class.of("staging"))
+            need = min(self.unstaged(wanted, reader.index), left, stage)
+            if need > 0:
+                self.provide_slots(reader, size_class, need)
+        here = self.index_of(node)
+        hold = Lease(call.seq, False, here, size_class, [], [], [], set(), group, now)
+        for key in wanted:
+            row, staging = self.best(key, here)
+            if row is None:
+                break
+            if row.slab.node != here and not staging:
+                hold.unstaged.add(len(hold.keys))
+            for copy in self.table[key]:
+                copy.uses = min(USES_MAX, copy.uses + 1)
+            hold.keys.append(key)
+            hold.source.append(self.hold(row))
+            self.claim(key, self.name_of(request.tenant))
+            hold.staged.append(self.hold(staging) if staging else None)
+        covered = self.cover(hold, stage)
+        behind = range(covered, len(hold.keys))
+        if size_class and behind and self.read_elsewhere(hold, behind):
+            covered = self.cover(hold, stage)
+        if not size_class:  # the reader has no memory to pull into
+            for i in reversed(range(covered, len(hold.keys))):
+                self.end_hold(hold.source[i])
+                self.end_hold(hold.staged[i])
+            del hold.keys[covered:], hold.source[covered:], hold.staged[covered:]
+            hold.unstaged.clear()
+        return hold
+
+    def where(self, hold: Lease, block_bytes: int) -> tuple[bytes, bytes]:
+        """Locations of a lease's blocks, and of their staging slots if some are not on the reader's node."""
+        remote = any(item is not None and item[0].slab.node != hold.node for item in hold.source)
+        return pack(hold.source, block_bytes), self.pack_staged(hold, slice(None), block_bytes) if remote else b""
+
+    def count_match(self, request: MatchRequest, asked: int, hold: Lease) -> None:
+        reader = self.nodes.get(request.node)
+        remote = sum(item is not None and item[0].slab.node != hold.node for item in hold.source)
+        self.counters["lookups"] += asked
+        self.counters["hits"] += len(hold.keys)
+        external = sum(item is not None and item[0].state == "external" for item in hold.source)
+        host = self.nodes.get(reader.host) if reader and reader.on_gpu else None
+        promoted = sum(host is not None and row.slab.node == host.index for row, _ in filter(None, hold.source))
+        self.counters["remote_hits"] += remote - external - promoted
+        self.counters["external_hits"] += external
+        self.counters["promoted"] += promoted
+        if reader and reader.on_gpu:
+            self.counters["gpu_hits"] += len(hold.keys) - remote
+
+    def pack_staged(self, hold: Lease, of: slice, block_bytes: int) -> bytes:
+        """Locations of staging slots; of blocks that have none yet the node alone."""
+        without = LOCATION.pack(hold.node, 0, 0, 0, 0, 0)
+        numbers = range(*of.indices(len(hold.staged)))
+        return b"".join(without if i in hold.unstaged else pack([hold.staged[i]], block_bytes) for i in numbers)
+
+    def unstaged(self, wanted: list[bytes], node: int) -> int:
+        count = 0
+        for key in wanted:
+            row, staging = self.best(key, node)
+            if row is None:
+                break
+            count += row.slab.node != node and staging is None
+        return count
+
+    def read_elsewhere(self, hold: Lease, blocks: range) -> bool:
+        """Release the node's own replicas, which may use up its window, and read their primaries instead."""
+        moved = False
+        for i in reversed(blocks):
+            item = hold.source[i]
+            if item is None or item[0].state != "replica" or item[0].slab.node != hold.node:
+                continue
+            copies = self.table[hold.keys[i]]
+            primaries = [r for r in copies if r.state == "ready" and r.holds < HOLDS_MAX and r.slab.size_class.offered]
+            if primaries and primaries[0].slab.node != hold.node:
+                hold.source[i] = self.hold(primaries[0])
+                self.end_hold(item)
+                hold.unstaged.add(i)
+                moved = True
+        return moved
+
+    def cover(self, hold: Lease, stage: int) -> int:
+        """Give unstaged blocks staging slots, in order, until `stage` blocks have one or the window is used up.
+
+        Returns how many leading blocks can be read now.
+        """
+        while hold.unstaged:
+            i = min(hold.unstaged)
+            has = sum(item is not None for item in hold.staged[:i])
+            if has >= stage or not self.stage_next(hold, i, len(hold.keys)):
+                self.give_back(hold, range(i + 1, len(hold.keys)))
+                return i
+        return len(hold.keys)
+
+    def stage_next(self, hold: Lease, i: int, stop: int) -> bool:
+        """Give block i a staging slot, if need be in the place of those behind it. Returns whether it has one."""
+        item = self.stage(hold.size_class, hold.keys[i])
+        if item is None and self.give_back(hold, range(i + 1, stop)):
+            item = self.stage(hold.size_class, hold.keys[i])
+        if item is not None:
+            hold.staged[i] = item
+            hold.unstaged.remove(i)
+        return item is not None
+
+    def give_back(self, hold: Lease, blocks: range) -> bool:
+        """Release staging slots of a lease, last to first. Returns whether it had any."""
+        had = False
+        for i in reversed(blocks):
+            if (item := hold.staged[i]) and item[0].state != "closed":  # else the reader's node is gone
+                self.end_hold(item)
+                hold.staged[i], had = None, True
+                hold.unstaged.add(i)
+        return had
+
+    def next_window(self, call: Call, request: NextWindowRequest, now: float) -> Window:
+        owner, lease, start, stop, block_bytes, again = request
+        self.on_call(call, now)
+        hold = self.clients[owner].holds.get(lease) if owner in self.clients else None
+        if hold is None or hold.writes or not 0 <= start <= stop:
+            return Window(self.epoch, b"", b"")
+        hold.used = now
+        stop = min(stop, len(hold.keys))
+        for i in (*reversed(range(stop, len(hold.keys))), *reversed(range(min(start, len(hold.keys))))):
+            if held := hold.staged[i]:
+                self.end_read(held)
+                hold.staged[i] = None
+                if held[0].state != "closed":  # else the reader's node is gone
+                    hold.unstaged.add(i)
+        for i, item in enumerate(hold.source[:start]):
+            if item is None or item[0].gen != item[1] or item[0].state == "closed":
+                hold.source[i] = None
+        passed = self.read_elsewhere(hold, range(min(start, len(hold.keys))))
+        self.provide_staging(hold, sum(start <= i < stop for i in hold.unstaged), now)
+        end, full = start, False
+        while end < stop:
+            item = hold.source[end]
+            if item is None or item[0].gen != item[1] or item[0].state not in STORED:
+                break
+            if end not in hold.unstaged:
+                held = hold.staged[end]
+                if held[0].gen != held[1] if held else item[0].slab.node != hold.node:
+                    break
+                end += 1
+                continue
+            if not full:
+                row, staging = self.best(hold.keys[end], hold.node)
+                there = row if row and row.slab.node == hold.node else staging
+                if there:
+                    hold.staged[end] = self.hold(there)
+                    hold.unstaged.remove(end)
+                else:
+                    full = not self.stage_next(hold, end, stop)
+            end += 1
+        if any(hold.staged[start:stop]):
+            hold.held_up = None
+        slots = self.pack_staged(hold, slice(start, end), block_bytes)
+        where = pack(hold.source[:start], block_bytes) if passed or again else b""
+        return Window(self.epoch, pack(hold.source[start:end], block_bytes), slots, where)
+
+    def provide_staging(self, hold: Lease, unstaged: int, now: float) -> None:
+        """Give the reader of a lease slabs for what it is about to stage; primaries' slots, where it waits too long."""
+        since, hold.held_up = hold.held_up, None
+        reader = next((node for node in self.nodes.values() if node.index == hold.node), None)
+        if reader and hold.size_class and hold.size_class in reader.size_classes.values():
+            need = min(unstaged, hold.size_class.window - len(hold.size_class.of("staging")))
+            if need <= 0 or self.takeable(hold.size_class) >= need:
+                return
+            self.provide_slots(reader, hold.size_class, need)
+            if not self.takeable(hold.size_class) and not reader.leaving:
+                hold.held_up = now if since is None else since
+                if now - hold.held_up >= HELD_UP_S:
+                    self.restore_window(hold.size_class, need)
+
+    def locate_prefix(self, keys: bytes) -> dict[str, int]:
+        counts: Counter[str] = Counter()
+        hosts = {node.index: node.host for node in self.nodes.values()}
+        for key in split(keys):
+            copies = [r for r in self.table.get(key, ()) if r.state in STORED and r.slab.size_class.offered]
+            if not copies:
+                break
+            counts.update({hosts[row.slab.node] for row in copies if row.state != "external"})
+        return counts
+
+    def stored(self, keys: bytes) -> Stored:
+        if any(node.state == "joining" for node in self.nodes.values()):
+            return Stored(self.epoch, b"")
+        found = (any(row.state in STORED for row in self.table.get(key, ())) for key in split(keys))
+        return Stored(self.epoch, bytes(found))

@@ -1,0 +1,1 @@
+"""What engines share: SGLang's cache, a rank, adapters, and what is left of them."""

@@ -1,0 +1,1 @@
+"""vLLM engines as actors, what they are given, and what they announce."""

@@ -1,0 +1,55 @@
+"""vLLM's second model runner, as far as a connector sees it: that runner itself needs a GPU."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from vllm.distributed.kv_transfer import get_kv_transfer_group
+from vllm.forward_context import override_forward_context
+from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector
+from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
+
+
+def take_over(engine: Any) -> None:
+    """From now on the engine's worker calls its connector as that runner does: after the forward context has ended.
+
+    engine: a helpers.engines.vllm.engine.Engine. `engine.steps` has of each step whether it computed, and whether it
+    paused.
+    """
+    connector = get_kv_transfer_group()
+    active = ActiveKVConnector.__new__(ActiveKVConnector)  # the constructor registers KV caches, which is done
+    active.vllm_config, active.kv_connector = connector._vllm_config, connector
+    active._pending_load_kwargs, active._disabled = None, False
+    worker, paused = connector.connector_worker.worker, []
+    pause = worker.pause
+    engine.steps = []
+
+    def counted() -> None:
+        paused.append(True)
+        pause()
+
+    worker.pause = counted
+
+    @contextmanager
+    def step(scheduler_output: Any, **_: Any) -> Iterator[KVConnectorOutput]:
+        output, before = KVConnectorOutput(), len(paused)
+        active.pre_forward(scheduler_output)
+        yield output
+        active.finish_forward()
+        with override_forward_context(None):
+            vars(output).update(vars(active.post_forward(scheduler_output.finished_req_ids)))
+        engine.steps.append((scheduler_output.total_num_scheduled_tokens > 0, len(paused) > before))
+
+    engine.before = vars(KVConnectorModelRunnerMixin)["_get_kv_connector_output"]
+    KVConnectorModelRunnerMixin._get_kv_connector_output = staticmethod(step)
+
+
+def steps(engine: Any) -> list[tuple[bool, bool]]:
+    """See `take_over`."""
+    return list(engine.steps)
+
+
+def give_back(engine: Any) -> None:
+    """The next engine of this process is called as ever."""
+    KVConnectorModelRunnerMixin._get_kv_connector_output = engine.before

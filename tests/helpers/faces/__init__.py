@@ -1,0 +1,1 @@
+"""What a user sees: commands, a terminal, a browser, Prometheus."""

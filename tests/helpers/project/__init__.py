@@ -1,0 +1,1 @@
+"""This repository: its pages, examples, versions, and how long its tests take."""

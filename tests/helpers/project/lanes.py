@@ -1,0 +1,14 @@
+"""How `make test` and `make full` spread tests over processes: those of a file, with its fixtures, run in one."""
+
+from xdist.scheduler import LoadFileScheduling
+
+from helpers.project.durations import file_of
+
+# Serve's, which is documented
+PORT_8000 = {f"tests/documented/test_{what}.py" for what in ("examples", "served_examples", "serve_yaml")}
+
+
+class Lanes(LoadFileScheduling):  # type: ignore[misc]  # xdist has no types
+    def _split_scope(self, nodeid: str) -> str:
+        file = file_of(nodeid)
+        return "port 8000" if file in PORT_8000 else file

@@ -1,0 +1,1 @@
+"""Peers that are read from, and a relay before them."""
