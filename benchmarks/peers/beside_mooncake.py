@@ -1,7 +1,7 @@
 """raykv beside Mooncake Store over TCP, with a bare socket as the floor: blocks of two nodes, and questions for keys.
 
     pip install -e '.[test]'
-    python benchmarks/beside_mooncake.py --mooncake PYTHON [--pairs 24] [--json]
+    python benchmarks/peers/beside_mooncake.py --mooncake PYTHON [--pairs 24] [--json]
 
 PYTHON belongs to an environment with `pip install mooncake-transfer-engine-non-cuda==0.3.13.post1 numpy`, whose wheel
 needs Debian's libibverbs1, librdmacm1 and libnuma1. Each system has two nodes, which are processes on this machine. In

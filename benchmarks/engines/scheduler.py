@@ -1,6 +1,6 @@
 """Milliseconds of a step of vLLM's scheduler under load, and the connector's share of them.
 
-    python benchmarks/scheduler.py [--rounds 4] [--json]
+    python benchmarks/engines/scheduler.py [--rounds 4] [--json]
 
 The engine's loop runs in this process, so each call of the scheduler and of its connector can be timed. One engine has
 no pool; its scheduler's time is the floor. The other engine has a pool and KV events. It is timed while the directory

@@ -1,6 +1,6 @@
 """Tokens that an engine computes of a Mooncake-format trace, and waits of requests, by scheduling rule.
 
-    python -m benchmarks.schedule TRACE [--blocks 5000] [--tokens-per-s 20000] [--slower 1] [--offset 0]
+    python -m benchmarks.scheduling.schedule TRACE [--blocks 5000] [--tokens-per-s 20000] [--slower 1] [--offset 0]
 
 The engine is simulated. It has a prefix cache, and no pool. Rules: `first_come` starts requests in order of arrival,
 and takes blocks and tokens for whole prompts before it learns which blocks are cached. `vllm` starts them in the same
@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.simulated_engine import Job, Policy, SimulatedEngine, Speed
+from benchmarks.scheduling.simulated_engine import Job, Policy, SimulatedEngine, Speed
 from raykv.bench.directory import mooncake
 from raykv.bench.directory.mooncake import BLOCK_TOKENS
 from raykv.scheduling import Budget, Request, Scheduled, plan

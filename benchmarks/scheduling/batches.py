@@ -1,6 +1,6 @@
 """Blocks that a batch computes in the order of `raykv.scheduling.order`, and split over engines. No engine runs.
 
-    python benchmarks/batches.py [--prompts 2000] [--engines 4] [--json]
+    python benchmarks/scheduling/batches.py [--prompts 2000] [--engines 4] [--json]
 
 A prompt has one of 4 system prompts (30 blocks), one of 8 few-shot headers (20), one of 50 documents (40), and its own
 question (4). A cache keeps blocks by plain LRU. The floor computes each different block once. The prompts are also
