@@ -176,7 +176,7 @@ class DirectoryServer:
 
     def _why_parts_short(self, parts: tuple[MatchRequest, ...], found: int) -> str:
         """Why the missing part ended the match. Present parts would give NO_MEMORY as their reason."""
-        reasons = [self._why_short(part.keys, found) for part in parts]
+        reasons = [self._why_short(part.keys, found + part.ahead) for part in parts]
         return next((why for why in reasons if why != NO_MEMORY), NO_MEMORY)
 
     @one_at_a_time

@@ -64,10 +64,12 @@ def plain(message: M) -> M:
     return cast(M, tuple(message))
 
 
-def _to_match(lease: int, node: str, keys: Keys, stage: int, window: int = 0, counted: bool = True) -> MatchRequest:
+def _to_match(
+    lease: int, node: str, keys: Keys, stage: int, window: int = 0, counted: bool = True, ahead: int = 0
+) -> MatchRequest:
     cache = keys.cache
     sizes = cache.block_bytes, stage, window, cache.block_tokens
-    return MatchRequest(lease, node, keys.tobytes(), *sizes, cache.tenant, counted)
+    return MatchRequest(lease, node, keys.tobytes(), *sizes, cache.tenant, counted, ahead)
 
 
 class DirectoryClient:
@@ -142,18 +144,21 @@ class DirectoryClient:
         self,
         readers: Sequence[str],
         keys: Sequence[Keys],
-        windows: Sequence[int],
+        needs: Sequence[tuple[int, int]],
         intent: Intent | None = None,
     ) -> tuple[list[int], MatchedParts | None]:
         """Lease the blocks that several readers need of the longest prefix that is ready in all parts. Stages nothing.
 
-        readers, keys: of each part, as for `match`. windows: how many last blocks of each part are needed; 0: all.
+        readers, keys: of each part, as for `match`. needs: (window, ahead) of each part: see MatchRequest.
         intent: with an id from `new_id`, or 0.
         Returns (ids of the leases, answer). `release` ends the leases and the intent. Answer None: nothing is held.
         """
         leases = [next(self._ids) for _ in keys]
-        asked = zip(leases, readers, keys, windows, strict=True)
-        requests = tuple(plain(_to_match(lease, reader, part, 0, window)) for lease, reader, part, window in asked)
+        asked = zip(leases, readers, keys, needs, strict=True)
+        requests = tuple(
+            plain(_to_match(lease, reader, part, 0, window, ahead=ahead))
+            for lease, reader, part, (window, ahead) in asked
+        )
         held = [*leases, intent.intent] if intent and intent.intent else leases
         answer = self._ask(MatchedParts, "match_parts", requests, intent and plain(intent), hold=held)
         return leases, self._noticed(answer)

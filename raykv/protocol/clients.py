@@ -23,6 +23,9 @@ class MatchRequest(NamedTuple):
 
     A part with a window needs only its last blocks before the end of that prefix, as a sliding-window layer does. A
     model's state needs one block. The blocks before may be gone, or may never have been stored.
+
+    `ahead` is for layers of a drafter. The last position of their block depends on the token after the block. The key
+    of the following block says which token that is. So the following block must be ready too.
     """
 
     lease: int  # id that the client has chosen
@@ -34,6 +37,7 @@ class MatchRequest(NamedTuple):
     tokens: int = 1  # for `match_parts`: tokens of a block of this part; parts may differ
     tenant: str = ""  # the tenant to charge for the found blocks
     counted: bool = True  # an engine looks it up; False: the client moves blocks, which counts in no hit rate
+    ahead: int = 0  # for `match_parts`: blocks after the prefix that must be ready too; they are not leased
 
 
 class Intent(NamedTuple):
@@ -78,11 +82,11 @@ class MatchedPart(NamedTuple):
 
 
 class MatchedParts(NamedTuple):
-    """The answer to several MatchRequests. All parts end at the same token."""
+    """The answer to several MatchRequests. All parts end at the same token, before their blocks ahead."""
 
     epoch: int
     parts: tuple[MatchedPart, ...]  # one for each request; empty where nothing is leased
-    pending: int = 0  # blocks after the ready ones that others compute or write; above 0, nothing is leased: wait
+    pending: int = 0  # by how many blocks the prefix grows by what others compute or write; above 0, nothing is leased
     short: str | None = None  # as in Matched
 
 

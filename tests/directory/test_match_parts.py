@@ -1,13 +1,14 @@
 """One question for blocks of several parts, or of several readers, by example. A differential test has the rest."""
 
 import os
+from typing import Any
 
 import pytest
 from helpers.directory.checks import check_invariants
 from helpers.directory.oracle.slots import unpack
 from helpers.directory.pool import KEYS, PAGE, Pool, blocks, staged
 
-from raykv.protocol.clients import Call, MatchRequest
+from raykv.protocol.clients import Call, Intent, MatchedParts, MatchRequest
 
 FIRST, SECOND = KEYS[:4], KEYS[100:104]  # keys of two parts
 
@@ -129,4 +130,105 @@ def test_parts_of_different_lengths_or_with_one_lease_are_no_message() -> None:
         with pytest.raises(ValueError, match="2 parts"):
             pool.directory.match_parts(Call(7, 1), wrong, None, pool.now)
     assert pool.directory.match_parts(Call(7, 2), (), None, pool.now).parts == ()
+    assert pool.directory.stats(pool.now)["leases"] == 0
+
+
+def asked(
+    pool: Pool, *parts: tuple[list[bytes], dict[str, int]], client: str = "a", intent: Intent | None = None
+) -> Any:
+    """The answer to parts with these terms, whose reader is node `a`. terms: fields of MatchRequest."""
+    first, pool.id = pool.id + 1, pool.id + len(parts)
+    requests = [
+        MatchRequest(lease, "a", b"".join(keys), PAGE, 0, **terms)  # type: ignore[arg-type]
+        for lease, (keys, terms) in enumerate(parts, first)
+    ]
+    return pool.directory.match_parts(pool.call(client), tuple(requests), intent, pool.now)
+
+
+def found(got: MatchedParts) -> list[tuple[int, int]]:
+    """(first leased block, number of leased blocks) of each part."""
+    return [(part.first, blocks(part)) for part in got.parts]
+
+
+@pytest.mark.parametrize(
+    ("stored", "ahead", "leased"), [(4, 0, 4), (4, 1, 3), (3, 1, 2), (4, 3, 1), (4, 4, 0), (1, 9, 0)]
+)
+def test_blocks_ahead_are_ready_but_not_leased(stored: int, ahead: int, leased: int) -> None:
+    pool = Pool()
+    pool.store("a", FIRST[:stored])
+    assert found(asked(pool, (FIRST, {"ahead": ahead}))) == [(0, leased)] * bool(leased)
+    held = pool.directory.c.rows["holds"]
+    assert int((held > 0).sum()) == leased
+
+
+def test_a_window_and_the_blocks_ahead_of_it_have_no_gap() -> None:
+    pool, keys = Pool(slots=20), KEYS[:8]
+    pool.store("a", [keys[i] for i in (0, 2, 3, 4, 6, 7)])
+    window = {"window": 2}
+    assert found(asked(pool, (keys, window))) == [(6, 2)]
+    assert found(asked(pool, (keys, window | {"ahead": 1}))) == [(2, 2)], "5 is missing, and nothing follows 7"
+    assert asked(pool, (keys, window | {"ahead": 2})).parts == ()
+    assert asked(pool, (keys[:4], window | {"ahead": 1})).parts == (), "4 was not asked for"
+    assert found(asked(pool, (keys[:2], {"window": 2, "ahead": 0}))) == [(0, 1)], (
+        "a prefix may be shorter than a window"
+    )
+    assert asked(pool, (keys[:2], {"window": 2, "ahead": 1})).parts == ()
+
+
+def test_a_state_beside_a_drafter_ends_a_block_before_what_both_have() -> None:
+    pool = Pool(slots=20)
+    for keys in (FIRST, SECOND):
+        pool.store("a", keys)
+    assert found(asked(pool, (FIRST, {"window": 1}), (SECOND, {"ahead": 1}))) == [(2, 1), (0, 3)]
+    assert found(asked(pool, (SECOND, {"ahead": 1}), (FIRST, {"window": 1}))) == [(0, 3), (2, 1)]
+
+
+@pytest.mark.parametrize(("further", "states"), [(0, 2), (1, 3)])
+def test_a_part_of_shorter_blocks_may_reach_one_block_further(further: int, states: int) -> None:
+    """So that nothing of the longest prefix is lost."""
+    pool, short = Pool(slots=40), KEYS[100 : 109 + further]
+    pool.store("a", KEYS[:3])
+    pool.store("a", short)
+    got = asked(pool, (KEYS[:3], {"window": 1, "tokens": 288}), (short, {"tokens": 96, "ahead": 1}))
+    assert found(got) == [(states - 1, 1), (0, 3 * states)]
+
+
+def test_who_waits_for_blocks_ahead_waits_for_as_many_as_the_prefix_grows() -> None:
+    both = [({"ahead": 1}, {"ahead": 1}), ({}, {"ahead": 1}), ({"ahead": 1}, {}), ({"window": 1}, {"ahead": 1})]
+    for terms in both:
+        pool, keys = Pool(slots=40), (KEYS[:9], KEYS[100:109])
+        parts = list(zip(keys, terms, strict=True))
+        for part in keys:
+            pool.store("a", part[:4])
+        pool.held["one"] = [1000]
+        assert found(asked(pool, *parts, client="one", intent=Intent(1000, True)))[1] == (0, 3)
+        assert asked(pool, *parts, client="two", intent=Intent(0, True)).pending == 5
+        shorter = [(part[:4], each) for part, each in parts]
+        assert asked(pool, *shorter, client="two", intent=Intent(0, True)).pending == 0, "as far as it asks"
+        pool.held["one"] = []
+        writes = [pool.reserve("a", part[4:6]) for part in keys]
+        pool.heartbeat("one")
+        assert asked(pool, *parts, client="two", intent=Intent(0, True)).pending == 2, "they are being written"
+        for (hold, granted), part in zip(writes, keys, strict=True):
+            pool.commit("a", hold, granted, part[4:6])
+        got = asked(pool, *parts, client="two", intent=Intent(0, True))
+        assert got.pending == 0 and found(got)[1] == (0, 5)
+
+
+def test_nobody_waits_for_a_block_that_the_blocks_ahead_take() -> None:
+    pool, keys = Pool(), KEYS[:6]
+    pool.store("a", keys[:1])
+    asked(pool, (keys[:2], {}), client="one", intent=Intent(1000, True))
+    assert asked(pool, (keys, {}), client="two", intent=Intent(0, True)).pending == 1
+    assert asked(pool, (keys, {"ahead": 1}), client="two", intent=Intent(0, True)).pending == 1
+    assert asked(pool, (keys, {"ahead": 2}), client="two", intent=Intent(0, True)).pending == 0
+
+
+@pytest.mark.parametrize("ahead", [-1, 1 << 31, 1 << 64, None, "1", 1.0])
+def test_blocks_ahead_that_are_no_count_are_no_message(ahead: Any) -> None:
+    pool = Pool()
+    pool.store("a", FIRST)
+    with pytest.raises(ValueError, match="ahead: give counts"):
+        asked(pool, (FIRST, {"ahead": ahead}))
+    assert asked(pool, (FIRST, {"ahead": (1 << 31) - 1, "window": (1 << 31) - 1})).parts == ()
     assert pool.directory.stats(pool.now)["leases"] == 0

@@ -106,3 +106,29 @@ def test_of_too_many_keys_of_parts_of_other_lengths_the_first_are_asked_for(
         match = JointMatch(pool.session, parts, 1e4).ask()
         assert match.tokens == found * 16
         match.release()
+
+
+def test_parts_with_blocks_ahead_are_asked_for_at_once(
+    start: Callable[..., raykv.KVPool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of several pieces would lose its last block."""
+    pool = start(cpu_memory=8 * MIB)
+    caches = [
+        pool.cache(model="m", dtype="uint8", layout=layout, block_tokens=16, block_bytes=SIZE)
+        for layout in ("target", "drafter")
+    ]
+    target, drafter = (cache.keys(tokens(4, BLOCKS)) for cache in caches)
+    for cache, keys in zip(caches, (target, drafter), strict=True):
+        keep(cache, keys)
+    monkeypatch.setattr(raykv.client.leases.joint_match, "KEYS_PER_CALL", 8)
+    for ahead, found in ((0, BLOCKS), (1, BLOCKS - 1), (2, BLOCKS - 2)):
+        match = JointMatch(pool.session, [Part(pool.node_id, target), Part(pool.node_id, drafter, 0, ahead)], 1e4).ask()
+        assert match.tokens == match.fetch_external() == found * 16
+        for part in (0, 1):
+            assert sum(len(leased.source) for leased in match.leased(part, 0, BLOCKS)) == found * LOCATION.itemsize
+            assert len(match.leased(part, 0, BLOCKS)) == (1 if ahead else 4)
+        match.release()
+    monkeypatch.setattr(raykv.client.leases.joint_match, "KEYS_PER_JOINT_CALL", 16)
+    match = JointMatch(pool.session, [Part(pool.node_id, target), Part(pool.node_id, drafter, 2, 1)], 1e4).ask()
+    assert match.tokens == 7 * 16 and match.first(1) == 5
+    match.release()

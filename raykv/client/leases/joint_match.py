@@ -20,11 +20,13 @@ class Part(NamedTuple):
 
     memory: the directory's name of the memory to read it into (the reader's `Session.memory_name`). window: how many
     last blocks the reader needs; 0: all. A sliding-window layer needs the blocks of its window, a state needs one.
+    ahead: how many blocks after the prefix must be ready too. They are not leased. A drafter's layer needs one.
     """
 
     memory: str
     keys: Keys
     window: int = 0
+    ahead: int = 0
 
 
 class LeasedCall(NamedTuple):
@@ -92,10 +94,11 @@ class JointMatch:
     def _pieces(self) -> Iterator[list[Keys]]:
         """The keys of all parts, call by call.
 
-        Parts with windows, or whose blocks end at different tokens, go in one call. Their keys beyond
+        Parts with windows or blocks ahead, or whose blocks end at different tokens, go in one call. Their keys beyond
         KEYS_PER_JOINT_CALL are not asked for.
         """
-        if self._has_windows or len({part.keys.cache.block_tokens for part in self._parts}) > 1:
+        ahead = any(part.ahead for part in self._parts)  # each piece would lose its last blocks
+        if self._has_windows or ahead or len({part.keys.cache.block_tokens for part in self._parts}) > 1:
             yield self._leading(KEYS_PER_JOINT_CALL)
             return
         total, blocks = len(self._parts[0].keys), max(1, KEYS_PER_CALL // len(self._parts))
@@ -122,7 +125,7 @@ class JointMatch:
         ids, answer = directory.match_parts(
             [part.memory for part in self._parts],
             keys,
-            [part.window for part in self._parts],
+            [(part.window, part.ahead) for part in self._parts],
             intent,
         )
         if directory.requests.followed and self._record is None:
@@ -171,7 +174,8 @@ class JointMatch:
             if counts == list(map(len, call.leases)):
                 tokens += call.tokens
                 continue
-            if not self._has_windows:  # a shorter prefix would need other blocks of a window
+            # a shorter prefix would need other blocks of a window; its blocks ahead are among the found ones
+            if not self._has_windows:
                 tokens += min(counts) * self._cache.block_tokens
             break
         return tokens

@@ -115,14 +115,14 @@ def match_parts(
 
 
 def _ready_prefix(state: State, requests: tuple[MatchRequest, ...], keys: list[KeyArray]) -> int:
-    """Tokens up to which all parts without a window are ready. Neither touches nor holds blocks."""
+    """Tokens up to which all parts without a window are ready, with their blocks ahead. Touches and holds no blocks."""
     whole = _whole(requests, keys)
     limits = whole or zip(requests, keys, strict=True)
-    tokens = min(len(part) * request.tokens for request, part in limits)
+    tokens = min(_less_ahead(request, len(part)) for request, part in limits)
     for request, part in whole:
-        wanted = part[: -(-tokens // request.tokens)]
+        wanted = part[: -(-tokens // request.tokens) + request.ahead]
         ready = lookup.ready_prefix(state.c, wanted, np.empty(len(wanted), np.int64), _reader_index(state, request))
-        tokens = min(tokens, ready * request.tokens)
+        tokens = min(tokens, _less_ahead(request, ready))
     return tokens
 
 
@@ -131,29 +131,32 @@ def _boundary(state: State, requests: tuple[MatchRequest, ...], keys: list[KeyAr
     runs = []
     for request, part in zip(requests, keys, strict=True):
         if request.window:
-            wanted = part[: prefix // request.tokens]
+            wanted, longest = part[: prefix // request.tokens + request.ahead], request.window + request.ahead
             firsts, ready = np.empty((2, len(wanted)), np.int64)
-            lookup.ready_runs(state.c, wanted, firsts, _reader_index(state, request), request.window, ready)
-            runs.append(Runs(request.window, request.tokens, ready))
+            lookup.ready_runs(state.c, wanted, firsts, _reader_index(state, request), longest, ready)
+            runs.append(Runs(request.window, request.ahead, request.tokens, ready))
     return boundary(prefix, step_of([request.tokens for request in requests]), runs)
 
 
 def _pending(state: State, client: int, requests: tuple[MatchRequest, ...], keys: list[KeyArray], prefix: int) -> int:
-    """How many blocks of the first part after the ready prefix other clients write, or are about to compute.
+    """By how many blocks of the first part the ready prefix grows by what others write, or are about to compute.
 
     Intents are known by the first part's keys: a client computes all parts of a block together.
     """
     first, whole = requests[0], _whole(requests, keys)
-    tokens = min((len(part) * request.tokens for request, part in whole), default=0)
+    tokens = min((_less_ahead(request, len(part)) for request, part in whole), default=0)
     if prefix >= tokens:
         return 0
+    covered = min(len(part) * request.tokens for request, part in whole)  # tokens that all parts have, once written
     for request, part in whole:
-        wanted = part[: -(-tokens // request.tokens)]
+        wanted = part[: -(-covered // request.tokens) + request.ahead]
         firsts = np.empty(len(wanted), np.int64)
         written = lookup.unfinished_prefix(state.c, wanted, firsts, _reader_index(state, request))
-        tokens = min(tokens, written * request.tokens)
-    n = tokens // first.tokens
-    return n + state.intents.leading(client, _next_keys(first.keys, n)) - prefix // first.tokens
+        tokens, covered = min(tokens, _less_ahead(request, written)), min(covered, written * request.tokens)
+    n = covered // first.tokens
+    n += state.intents.leading(client, _next_keys(first.keys, n))
+    ahead = max(request.ahead * request.tokens for request, _ in whole)
+    return max(tokens, n * first.tokens - ahead) // first.tokens - prefix // first.tokens
 
 
 def _reader_index(state: State, request: MatchRequest) -> int:
@@ -309,8 +312,9 @@ def _check(requests: tuple[MatchRequest, ...], keys: list[KeyArray], intent: Int
     if len(lengths) > len({tokens for tokens, _ in lengths}) or len({r.lease for r in requests}) < len(requests):
         raise ValueError(f"{len(requests)} parts: give equally many keys of each, and each a lease of its own")
     for request in requests:
-        if not (is_count(request.window) and is_count(request.tokens) and request.tokens):
-            raise ValueError(f"a window of {request.window!r} blocks of {request.tokens!r} tokens: give counts")
+        window, tokens, ahead = request.window, request.tokens, request.ahead
+        if not (is_count(window) and is_count(tokens) and tokens and is_count(ahead)):
+            raise ValueError(f"a window of {window!r} blocks of {tokens!r} tokens, {ahead!r} ahead: give counts")
         if not isinstance(request.tenant, str):
             raise ValueError(f"a tenant {request.tenant!r}: give its name")
     if intent and not isinstance(intent.intent, int):
@@ -320,6 +324,11 @@ def _check(requests: tuple[MatchRequest, ...], keys: list[KeyArray], intent: Int
 def _whole(requests: tuple[MatchRequest, ...], keys: list[KeyArray]) -> list[tuple[MatchRequest, KeyArray]]:
     """The parts of which the reader needs all blocks."""
     return [(request, part) for request, part in zip(requests, keys, strict=True) if not request.window]
+
+
+def _less_ahead(request: MatchRequest, blocks: int) -> int:
+    """Tokens of the prefix that a part's leading blocks are good for. The last ones of them are the blocks ahead."""
+    return max(0, blocks - request.ahead) * request.tokens
 
 
 def _needed(request: MatchRequest, tokens: int) -> slice:

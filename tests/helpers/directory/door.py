@@ -108,7 +108,10 @@ class DirectoryDoor:
     def call_match_parts(self, m: Mutator) -> None:
         count, parts = m.randint(1, 8), m.randint(0, 3)
         requests = [
-            MatchRequest(self._hold(), self._node(m), self._keys(m, count), PAGE, 3, m.randint(0, 2), m.randint(1, 2))
+            MatchRequest(
+                *(self._hold(), self._node(m), self._keys(m, count), PAGE, 3, m.randint(0, 2), m.randint(1, 2)),
+                ahead=m.choice([0, 0, 1, 2]),
+            )
             for _ in range(parts)
         ]
         if requests and m.random() < 0.3:

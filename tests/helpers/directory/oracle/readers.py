@@ -74,7 +74,7 @@ class Readers(Membership):
             self.intents.end(call.client, intent.intent)
         wanted = [split(request.keys) for request in requests]
         whole = [(request, keys) for request, keys in zip(requests, wanted, strict=True) if not request.window]
-        ready = min((self.ready(request, keys) * request.tokens for request, keys in whole), default=0)
+        ready = min((self.behind(request, self.ready(request, keys)) for request, keys in whole), default=0)
         if intent and intent.wait and (pending := self.pending(call.client, requests, wanted, ready)):
             return MatchedParts(self.epoch, (), pending)
         tokens = self.longest(requests, wanted)
@@ -105,10 +105,19 @@ class Readers(Membership):
         step = lcm(*(request.tokens for request in requests))
         total = min(len(keys) * request.tokens for request, keys in zip(requests, wanted, strict=True))
         for tokens in range(total // step * step, 0, -step):
-            needed = [[keys[i] for i in self.needed(r, tokens)] for r, keys in zip(requests, wanted, strict=True)]
-            if all(self.ready(r, keys) == len(keys) for r, keys in zip(requests, needed, strict=True)):
+            if all(self.good(request, keys, tokens) for request, keys in zip(requests, wanted, strict=True)):
                 return tokens
         return 0
+
+    def good(self, request: MatchRequest, keys: list[bytes], tokens: int) -> bool:
+        """Whether a part has what a prefix of `tokens` needs of it, and the blocks after it that must be there."""
+        needed = self.needed(request, tokens)
+        there = keys[needed.start : needed.stop + request.ahead]
+        return len(keys) >= needed.stop + request.ahead and self.ready(request, there) == len(there)
+
+    def behind(self, request: MatchRequest, blocks: int) -> int:
+        """How many tokens so many leading blocks are, without those that must be there after a prefix."""
+        return max(0, blocks - request.ahead) * request.tokens
 
     def needed(self, request: MatchRequest, tokens: int) -> range:
         stop = tokens // request.tokens
@@ -120,20 +129,23 @@ class Readers(Membership):
         return found.index(None) if None in found else len(found)
 
     def pending(self, client: int, requests: tuple[MatchRequest, ...], wanted: list[list[bytes]], ready: int) -> int:
-        """How many of the first part's blocks, after those before token `ready`, are written or computed by others."""
+        """By how many of the first part's blocks the prefix of `ready` tokens grows by what others write or compute."""
 
         def comes(request: MatchRequest, key: bytes) -> bool:
             writing = any(row.state == "writing" for row in self.table.get(key, ()))
             return writing or self.ready(request, [key]) == 1
 
         whole = [(request, keys) for request, keys in zip(requests, wanted, strict=True) if not request.window]
-        if not whole or ready >= min(len(keys) * request.tokens for request, keys in whole):
+        if not whole or ready >= min(self.behind(request, len(keys)) for request, keys in whole):
             return 0
-        coming = min(sum(1 for _ in takewhile(partial(comes, r), keys)) * r.tokens for r, keys in whole)
-        n = coming // requests[0].tokens
+        coming = [(r, sum(1 for _ in takewhile(partial(comes, r), keys))) for r, keys in whole]
+        of = requests[0].tokens
+        n = min(blocks * r.tokens for r, blocks in coming) // of
         while n < len(wanted[0]) and self.intents.owner(wanted[0][n]) not in (None, client):
             n += 1
-        return n - ready // requests[0].tokens
+        written = min(self.behind(r, blocks) for r, blocks in coming)
+        computed = n * of - max(r.ahead * r.tokens for r, _ in whole)
+        return max(written, computed) // of - ready // of
 
     def index_of(self, node: str) -> int:
         reader = self.nodes.get(node)

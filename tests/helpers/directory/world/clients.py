@@ -91,12 +91,14 @@ class Clients(Cast):
         parts = [documents[0], *rng.choices(documents, k=len(leases) - 1)]
         parts = [part[: min(map(len, parts))] for part in parts]
         windows, tokens = [rng.choice([0, 0, 1, 2, 3]) for _ in parts], [rng.choice([1, 1, 1, 2, 3]) for _ in parts]
+        aheads = [rng.choice([0, 0, 0, 0, 1, 2]) for _ in parts]
         requests = [
             MatchRequest(
                 *(lease, rng.choice([worker.node, *self.names, *self.names, "nowhere"]), b"".join(part), size),
                 *(rng.choice([LONGEST, 0, 1, 3]), window, tokens, worker.tenant),
+                ahead=ahead,
             )
-            for lease, part, window, tokens in zip(leases, parts, windows, tokens, strict=True)
+            for lease, part, window, tokens, ahead in zip(leases, parts, windows, tokens, aheads, strict=True)
         ]
         got = self.do("match_parts", self.call(worker), tuple(requests), self._intent(worker), self.now)
         for lease in leases:
