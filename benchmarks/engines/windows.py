@@ -43,8 +43,8 @@ SHAPES = {
 }
 
 
-def engine(folder: Path, shape: Shape) -> Any:
-    """(vLLM's scheduler with raykv's connector, groups of its KV cache)."""
+def engine(folder: Path, shape: Shape, memory: str) -> Any:
+    """(vLLM's scheduler with raykv's connector, groups of its KV cache). memory: that its worker would have."""
     import torch
     from transformers import LlamaConfig
     from vllm.engine.arg_utils import EngineArgs
@@ -53,7 +53,8 @@ def engine(folder: Path, shape: Shape) -> Any:
     from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
     from vllm.v1.structured_output import StructuredOutputManager
 
-    from raykv.integrations.vllm import kv_transfer_config
+    from raykv.integrations.vllm.connector import _name, kv_transfer_config
+    from raykv.integrations.vllm.worker.ranks import Rank, tell
 
     # any model works: the scheduler knows only the groups
     LlamaConfig(max_position_embeddings=1 << 18, architectures=["LlamaForCausalLM"]).save_pretrained(folder)
@@ -81,18 +82,15 @@ def engine(folder: Path, shape: Shape) -> Any:
     config.cache_config.num_gpu_blocks = caches.num_blocks
     sizes = resolve_kv_cache_block_sizes(caches, config)
     outputs = StructuredOutputManager(config)
+    tell(POOL, _name(config), 0, Rank(memory, (0,), (MIB,) * len(caches.kv_cache_groups)))
     scheduler = Scheduler(config, caches, outputs, block_size=sizes[0], hash_block_size=sizes[1], log_stats=False)
     return scheduler, caches.kv_cache_groups
 
 
-def attach(scheduler: Any, groups: Any, memory: str) -> list[int]:
-    """Give the connector a worker's handshake. Returns the bytes of a chunk, by group."""
-    from raykv.integrations.vllm.worker.ranks import Rank
-
+def chunk_bytes(scheduler: Any, groups: Any) -> list[int]:
+    """Bytes of a chunk, by group."""
     per_chunk = scheduler.connector.connector_scheduler.config.blocks_per_chunk
-    sizes = [len(group.layer_names) * group.kv_cache_spec.page_size_bytes * per_chunk for group in groups]
-    scheduler.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): Rank(memory, (0,), tuple(sizes))})
-    return sizes
+    return [len(group.layer_names) * group.kv_cache_spec.page_size_bytes * per_chunk for group in groups]
 
 
 def offered(scheduler: Any, tokens: int) -> Counter[int]:
@@ -145,8 +143,8 @@ def measured(name: str, memory: str) -> list[dict[str, Any]]:
     """A row for each prompt: chunks by group, and bytes."""
     shape, rows = SHAPES[name], []
     with tempfile.TemporaryDirectory() as folder:
-        scheduler, groups = engine(Path(folder), shape)
-        sizes = attach(scheduler, groups, memory)
+        scheduler, groups = engine(Path(folder), shape, memory)
+        sizes = chunk_bytes(scheduler, groups)
         per_chunk = scheduler.connector.connector_scheduler.config.blocks_per_chunk
         for tokens in PROMPTS:
             found = offered(scheduler, tokens)

@@ -85,7 +85,7 @@ class Manager(RayKVManager):
     def prepare_store(self, keys: Collection[bytes], req_context: Any) -> PrepareStoreOutput:
         output = super().prepare_store(keys, req_context)
         groups = {group.place: group.group_idx for group in self._groups}
-        for place, chunks in output.store_spec.groups.items():
+        for place, chunks in output.store_spec.places.items():
             of_group = [key for key in output.keys_to_store if get_offload_group_idx(key) == groups[place]]
             for part, rows in chunks.keys.items():
                 split = [rows[at : at + KEY_BYTES] for at in range(0, len(rows), KEY_BYTES)]
@@ -190,7 +190,7 @@ class Told(MagicMock):
         for parts in load.ranks:
             leased: Counter[int] = Counter()
             for part in parts:
-                (group,) = [group for group in self.ours._groups if group.place == part.group]
+                (group,) = [group for group in self.ours._groups if group.place == part.place]
                 leased[group.group_idx] += sum(len(piece.keys) // KEY_BYTES for piece in part.leased)
             assert leased == wanted
         return keys

@@ -18,6 +18,7 @@ from contract.not_applicable import entries
 HERE = Path(__file__).parent
 MODELS = HERE / "models"  # configurations by the names in vLLM's tests, which would fetch them
 OURS = pytest.StashKey[int]()
+GROUPS = 8  # at most, in a test of vLLM's
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -41,6 +42,7 @@ def replace() -> Iterator[None]:
     from vllm.v1.kv_offload.cpu import manager as cpu
 
     from raykv.integrations.vllm import connector, spec
+    from raykv.integrations.vllm.worker.ranks import Rank
 
     patch = pytest.MonkeyPatch()
     with pool.open_pool() as opened, closing(pool.Content()) as manager.Manager.content:
@@ -66,7 +68,8 @@ def replace() -> Iterator[None]:
 
         patch.setattr(utils, "MockOffloadingSpec", Spec)
         patch.setattr(connector, "RayKVOffloadingSpec", Spec)
-        patch.setattr(connector, "told", lambda *_: [])  # there is no Ray: `take_up` tells it
+        ranks = [Rank(pool.NODE, (0,), (pool.BLOCK_BYTES,) * GROUPS)]
+        patch.setattr(connector, "told", lambda *_: ranks)  # there is no Ray
         patch.setattr(connector, "CHUNK_BYTES", 1)  # a chunk is a block, where a test says nothing else
         patch.setattr(cpu, "CPUOffloadingManager", lambda **_: manager.Storing(opened, arguments(), True))
         yield

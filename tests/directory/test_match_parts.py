@@ -193,26 +193,35 @@ def test_a_part_of_shorter_blocks_may_reach_one_block_further(further: int, stat
     assert found(got) == [(states - 1, 1), (0, 3 * states)]
 
 
-def test_who_waits_for_blocks_ahead_waits_for_as_many_as_the_prefix_grows() -> None:
-    both = [({"ahead": 1}, {"ahead": 1}), ({}, {"ahead": 1}), ({"ahead": 1}, {}), ({"window": 1}, {"ahead": 1})]
-    for terms in both:
-        pool, keys = Pool(slots=40), (KEYS[:9], KEYS[100:109])
-        parts = list(zip(keys, terms, strict=True))
-        for part in keys:
-            pool.store("a", part[:4])
-        pool.held["one"] = [1000]
-        assert found(asked(pool, *parts, client="one", intent=Intent(1000, True)))[1] == (0, 3)
-        assert asked(pool, *parts, client="two", intent=Intent(0, True)).pending == 5
-        shorter = [(part[:4], each) for part, each in parts]
-        assert asked(pool, *shorter, client="two", intent=Intent(0, True)).pending == 0, "as far as it asks"
-        pool.held["one"] = []
-        writes = [pool.reserve("a", part[4:6]) for part in keys]
-        pool.heartbeat("one")
-        assert asked(pool, *parts, client="two", intent=Intent(0, True)).pending == 2, "they are being written"
-        for (hold, granted), part in zip(writes, keys, strict=True):
-            pool.commit("a", hold, granted, part[4:6])
-        got = asked(pool, *parts, client="two", intent=Intent(0, True))
-        assert got.pending == 0 and found(got)[1] == (0, 5)
+@pytest.mark.parametrize("drafts", [True, False])
+@pytest.mark.parametrize(
+    "terms",
+    [({"ahead": 1}, {"ahead": 1}), ({}, {"ahead": 1}), ({"ahead": 1}, {}), ({"window": 1}, {"ahead": 1})],
+)
+def test_who_waits_for_blocks_ahead_waits_for_as_many_as_the_prefix_grows(
+    terms: tuple[dict[str, int], ...], drafts: bool
+) -> None:
+    """drafts: who computes has asked for blocks ahead too, and computes the last of the ready blocks again."""
+    pool, keys = Pool(slots=40), (KEYS[:9], KEYS[100:109])
+    parts = list(zip(keys, terms, strict=True))
+    for part in keys:
+        pool.store("a", part[:4])
+    pool.held["one"] = [1000]
+    computed = asked(
+        pool, *(parts if drafts else [(part, {}) for part in keys]), client="one", intent=Intent(1000, True)
+    )
+    assert found(computed)[1] == (0, 3 if drafts else 4)
+    assert asked(pool, *parts, client="two", intent=Intent(0, True)).pending == 5
+    shorter = [(part[:4], each) for part, each in parts]
+    assert asked(pool, *shorter, client="two", intent=Intent(0, True)).pending == 0, "as far as it asks"
+    pool.held["one"] = []
+    writes = [pool.reserve("a", part[4:6]) for part in keys]
+    pool.heartbeat("one")
+    assert asked(pool, *parts, client="two", intent=Intent(0, True)).pending == 2, "they are being written"
+    for (hold, granted), part in zip(writes, keys, strict=True):
+        pool.commit("a", hold, granted, part[4:6])
+    got = asked(pool, *parts, client="two", intent=Intent(0, True))
+    assert got.pending == 0 and found(got)[1] == (0, 5)
 
 
 def test_nobody_waits_for_a_block_that_the_blocks_ahead_take() -> None:

@@ -25,12 +25,12 @@ from vllm.v1.kv_cache_interface import CrossAttentionSpec, FullAttentionSpec
 from vllm.v1.kv_offload.base import GPULoadStoreSpec, LookupResult, ReqContext, make_offload_key
 
 from raykv.arena.buffers import rows_of
-from raykv.integrations.vllm.chunks.chunks import ChunksOfGroup, ChunksToStore
+from raykv.integrations.vllm.chunks.chunks import ChunksOfLayers, ChunksToStore
 from raykv.integrations.vllm.connector import check
-from raykv.integrations.vllm.identity.groups import Group
+from raykv.integrations.vllm.identity.groups import Group, Layers
 from raykv.integrations.vllm.scheduler.manager import FAILED, HITS, RayKVManager
 from raykv.integrations.vllm.worker.ranks import Rank
-from raykv.integrations.vllm.worker.worker import RayKVWorker
+from raykv.integrations.vllm.worker.worker import Pages, RayKVWorker
 
 pytestmark = pytest.mark.timeout(600)
 CHUNK = 128  # tokens: 8 KiB each
@@ -185,11 +185,11 @@ def test_an_engine_does_not_wait_for_the_directory(start: Callable[..., raykv.KV
     pool = start()
     pages = torch.zeros((8, MIB), dtype=torch.int8)
     cache = pool.cache(model="m", dtype="uint8", layout="rows", block_tokens=16, block_bytes=MIB)
-    worker = RayKVWorker(pool, [{0: cache}], 0, [rows_of([pages.view(torch.uint8)])], 1)
+    worker = RayKVWorker(pool, [{0: cache}], 0, [Pages(Layers(0), rows_of([pages.view(torch.uint8)]))], 1)
     source = GPULoadStoreSpec([*range(4)], [4], [0])
     with stopped(pid(part(pool, "directory"))):
         assert worker.submit_store(
-            1, source, ChunksToStore({0: ChunksOfGroup({0: cache.keys(np.arange(64)).tobytes()}, 0)})
+            1, source, ChunksToStore({0: ChunksOfLayers({0: cache.keys(np.arange(64)).tobytes()}, 0)})
         )
         job = worker._jobs[1]
         worker.wait({1})
@@ -200,18 +200,23 @@ def test_an_engine_does_not_wait_for_the_directory(start: Callable[..., raykv.KV
     worker.shutdown()
 
 
+EAGLE = SimpleNamespace(method="eagle")
+
+
 def engine(**other: Any) -> tuple[str, Any, Any]:
     """Arguments of `check`, of an engine that passes it but for what is given."""
     spec = other.get("kind", FullAttentionSpec)(block_size=32, num_kv_heads=1, head_size=64, dtype=torch.float32)
     parallel: dict[str, Any] = {
         "prefill_context_parallel_size": 1,
         "decode_context_parallel_size": 1,
+        "pipeline_parallel_size": 1,
         "nnodes": 1,
     }
     config = SimpleNamespace(
         cache_config=SimpleNamespace(prefix_caching_hash_algo=other.get("hashes", "sha256")),
         parallel_config=SimpleNamespace(**{name: other.get(name, value) for name, value in parallel.items()}),
         speculative_config=other.get("speculative"),
+        kv_transfer_config=SimpleNamespace(kv_connector_extra_config=other.get("extra", {})),
     )
     return (
         other.get("version", "0.32.0"),
@@ -227,14 +232,16 @@ def engine(**other: Any) -> tuple[str, Any, Any]:
         ({"hashes": "xxhash_cbor"}, "set prefix_caching_hash_algo to 'sha256'"),
         ({"decode_context_parallel_size": 2}, "decode_context_parallel_size=2"),
         ({"nnodes": 2}, "nnodes=2"),
-        ({"speculative": SimpleNamespace(method="eagle")}, "method='eagle'.*set it to one of ngram"),
+        ({"speculative": EAGLE, "pipeline_parallel_size": 2}, "method='eagle' and pipeline_parallel_size=2: only the"),
+        ({"speculative": EAGLE, "extra": {"canonical_layout": True}}, "method='eagle' and canonical_layout: a drafter"),
         ({"kind": CrossAttentionSpec}, "CrossAttentionSpec, which raykv can't reuse"),
         ({"groups": []}, "no KV of a prompt, as BERT"),
     ],
 )
 def test_engines_that_are_not_supported_are_refused(other: dict[str, Any], said: str) -> None:
     check(*engine())
-    check(*engine(speculative=SimpleNamespace(method="ngram")))
+    check(*engine(pipeline_parallel_size=2, speculative=SimpleNamespace(method="ngram")))
+    check(*engine(speculative=EAGLE))
     with pytest.raises(ValueError, match=said):
         check(*engine(**other))
 

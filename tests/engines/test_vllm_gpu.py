@@ -20,7 +20,7 @@ import raykv
 from raykv.arena.gpu import cuda
 from raykv.arena.gpu import device as devices
 from raykv.client.leases.joint_match import JointMatch, Part
-from raykv.integrations.vllm.chunks.chunks import ChunksOfGroup, ChunksToLoad, ChunksToStore, Origin, PartToLoad
+from raykv.integrations.vllm.chunks.chunks import ChunksOfLayers, ChunksToLoad, ChunksToStore, Origin, PartToLoad
 from raykv.integrations.vllm.worker.worker import RayKVWorker, pages_of
 
 ON_HOST = str(Path(__file__).parents[1] / "helpers" / "arena" / "cupy_on_host")
@@ -98,7 +98,7 @@ def test_pages_of_a_gpu_are_stored_and_loaded(
     keys = cache.keys(tokens(1, 4))
     ids = np.random.default_rng(1).permutation(PAGES)[: 4 * PER_CHUNK]
     worker.submit_store(
-        1, GPULoadStoreSpec(ids.tolist(), [len(ids)], [0]), ChunksToStore({0: ChunksOfGroup({0: keys.tobytes()}, 0)})
+        1, GPULoadStoreSpec(ids.tolist(), [len(ids)], [0]), ChunksToStore({0: ChunksOfLayers({0: keys.tobytes()}, 0)})
     )
     finished(worker, 1)
     wanted = content[:, ids].reshape(LAYERS, 4, PER_CHUNK, PAGE).transpose(1, 2, 0, 3).reshape(4, CHUNK)

@@ -21,8 +21,9 @@ from helpers.engines.vllm.engine import close_engines, engine_on, save_model
 from vllm.v1.kv_offload.base import GPULoadStoreSpec
 
 from raykv.arena.buffers import rows_of
-from raykv.integrations.vllm.chunks.chunks import ChunksOfGroup, ChunksToStore
-from raykv.integrations.vllm.worker.worker import RayKVWorker
+from raykv.integrations.vllm.chunks.chunks import ChunksOfLayers, ChunksToStore
+from raykv.integrations.vllm.identity.groups import Layers
+from raykv.integrations.vllm.worker.worker import Pages, RayKVWorker
 
 pytestmark = pytest.mark.timeout(600)
 BLOCK, CHUNK = 32, 128  # tokens
@@ -80,10 +81,10 @@ def test_a_chunk_that_is_filled_in_part_has_nothing_else_in_it(start: Callable[.
     pool = start()
     pages = torch.randint(0, 127, (8, 4096), dtype=torch.int8)
     cache = pool.cache(model="m", dtype="uint8", layout="rows", block_tokens=16, block_bytes=4 * 4096)
-    worker = RayKVWorker(pool, [{0: cache}], 0, [rows_of([pages.view(torch.uint8)])], 4)
+    worker = RayKVWorker(pool, [{0: cache}], 0, [Pages(Layers(0), rows_of([pages.view(torch.uint8)]))], 4)
     ids, keys = [5, 3, 6, 1][:blocks], cache.keys(np.arange(32))
     source = GPULoadStoreSpec(ids, [blocks], [0])
-    whole, tail = (ChunksOfGroup({0: keys[i : i + 1].tobytes()}, i, i * blocks) for i in range(2))
+    whole, tail = (ChunksOfLayers({0: keys[i : i + 1].tobytes()}, i, i * blocks) for i in range(2))
     worker.submit_store(1, source, ChunksToStore({0: whole}))  # that they are fewer is not said
     worker.submit_store(2, source, ChunksToStore({0: tail}))
     eventually(lambda: pool.stats()["keys"] == 1 + (blocks == 4))
@@ -100,12 +101,14 @@ def test_a_producer_waits_for_slots_before_its_blocks_are_used_again(start: Call
     pool = start(deadline=10.0)
     pages = torch.randint(0, 127, (8, 4096), dtype=torch.int8)
     cache = pool.cache(model="m", dtype="uint8", layout="rows", block_tokens=16, block_bytes=4096)
-    worker = RayKVWorker(pool, [{0: cache}], 0, [rows_of([pages.view(torch.uint8)])], 1, produces=True)
+    worker = RayKVWorker(
+        pool, [{0: cache}], 0, [Pages(Layers(0), rows_of([pages.view(torch.uint8)]))], 1, produces=True
+    )
     keys = cache.keys(np.arange(64))
     with ThreadPoolExecutor(1) as threads:
         with stopped(pid(part(pool, "directory"))):
             worker.submit_store(
-                1, GPULoadStoreSpec([*range(4)], [4], [0]), ChunksToStore({0: ChunksOfGroup({0: keys.tobytes()}, 0)})
+                1, GPULoadStoreSpec([*range(4)], [4], [0]), ChunksToStore({0: ChunksOfLayers({0: keys.tobytes()}, 0)})
             )
             waiting = threads.submit(worker.wait, {1})
             assert not wait([waiting], timeout=1.0).done, "the directory has not given slots"

@@ -20,10 +20,10 @@ import torch
 from helpers.engines.vllm.request import request
 from vllm.v1.kv_offload.base import GPULoadStoreSpec, LookupResult, ReqContext, make_offload_key
 
-from raykv.integrations.vllm.identity.groups import Group
+from raykv.integrations.vllm.identity.groups import Group, Layers
 from raykv.integrations.vllm.scheduler.manager import RayKVManager
 from raykv.integrations.vllm.worker.ranks import Rank
-from raykv.integrations.vllm.worker.worker import RayKVWorker
+from raykv.integrations.vllm.worker.worker import Pages, RayKVWorker
 
 CHUNK, CHUNKS = 4096, 4
 HASHES = [bytes([i]) * 32 for i in range(CHUNKS + 2)]
@@ -57,7 +57,7 @@ class Scheduler(Worker):
         load = manager.prepare_load(keys[:CHUNKS], context)
         pages = torch.zeros((8, CHUNK), dtype=torch.uint8)
         cache = a_cache(self.pool)
-        reader = RayKVWorker(self.pool, [{0: cache}], 0, [rows_of([pages])], 1)
+        reader = RayKVWorker(self.pool, [{0: cache}], 0, [Pages(Layers(0), rows_of([pages]))], 1)
         reader.submit_load(1, load, GPULoadStoreSpec([*range(CHUNKS)], [CHUNKS], [0]))
         (result,) = eventually(reader.get_finished)
         manager.complete_load(keys[:CHUNKS], context)

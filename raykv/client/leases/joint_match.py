@@ -176,9 +176,15 @@ class JointMatch:
                 continue
             # a shorter prefix would need other blocks of a window; its blocks ahead are among the found ones
             if not self._has_windows:
-                tokens += min(counts) * self._cache.block_tokens
+                tokens += self._common(counts)
             break
         return tokens
+
+    def _common(self, counts: Sequence[int]) -> int:
+        """Tokens after which all parts end that have so many leading blocks each."""
+        sizes = [part.keys.cache.block_tokens for part in self._parts]
+        most = min(count * size for count, size in zip(counts, sizes, strict=True))
+        return most - most % lcm(*sizes)
 
     def first(self, part: int) -> int:
         """Number of a part's first leased block; 0 if nothing is leased."""

@@ -44,6 +44,7 @@ from raykv.integrations.vllm.chunks.tail import Tail, as_chunk, store_job, tail_
 from raykv.integrations.vllm.compat import TAKES_GROUPS, TRIMS_HASHES, Connector, check_version, kv_replicas, load_limit
 from raykv.integrations.vllm.events.kv_events import KVEvents, Prompt, Sizes
 from raykv.integrations.vllm.identity.adapters import OwnCache, Told, ToldAdapters
+from raykv.integrations.vllm.identity.drafters import draft_layers, drafter_name, has_drafter, target_layers
 from raykv.integrations.vllm.identity.groups import blocks_within, groups_of, is_latent, loadable, unsupported
 from raykv.integrations.vllm.identity.identity import identity
 from raykv.integrations.vllm.identity.weights import Weights
@@ -57,7 +58,6 @@ log = logging.getLogger("raykv")
 
 CHUNK_BYTES = 1 * MIB  # a pool block is at least this long: metadata costs the same for any length
 HOLD_S = 1.0  # no load begins for so long after a failed reset, so that it can be tried again
-WITHOUT_KV = ("ngram", "suffix")  # speculative methods without layers of their own
 WITHOUT = "or leave kv_transfer_config out"
 
 
@@ -134,7 +134,7 @@ class RayKVConnector(Connector):  # type: ignore[misc]
         if why := _why_computed(self._vllm_config):
             log.warning("this engine reads and stores nothing in the raykv pool: %s", why)
         else:
-            scheduler.manager.set_ranks(ranks, groups_of(scheduler.config.kv_group_configs))
+            scheduler.manager.set_ranks(ranks, groups_of(scheduler.config.kv_group_configs, ranks[0].layers))
 
     def on_new_request(self, request: Any) -> None:
         super().on_new_request(request)
@@ -309,7 +309,7 @@ class RayKVConnector(Connector):  # type: ignore[misc]
         spec = self._kv_cache_config.kv_cache_groups[group.group_idx].kv_cache_spec
         kind = get_kv_cache_spec_kind(spec).value
         sizes = Sizes(group.tokens, spec.block_size, scheduler.config.tokens_per_hash, kind)
-        return KVEvents(lambda: manager.caches.get(group.group_idx, {}), sizes, config.buffer_steps // 2)
+        return KVEvents(lambda: manager.caches.get(group.place, {}), sizes, config.buffer_steps // 2)
 
     def _tail_of(self, request: Any) -> Tail | None:
         """The tail of the request's prompt, where prefill and decode run apart and all layers read all chunks."""
@@ -317,7 +317,9 @@ class RayKVConnector(Connector):  # type: ignore[misc]
         if self._role == "kv_both" or len(config.kv_group_configs) > 1:
             return None
         (group,) = groups_of(config.kv_group_configs)
-        return None if group.window else tail_of(request, group.tokens, config.tokens_per_hash, self._hash)
+        return (
+            None if group.window or group.ahead else tail_of(request, group.tokens, config.tokens_per_hash, self._hash)
+        )
 
     def _store_tail(self, request_id: str, tokens: int) -> dict[int, Any]:
         """A job by its id, if the prompt of a request ends among the `tokens` that this step computes; else {}."""
@@ -392,12 +394,8 @@ def check(version: str, vllm_config: Any, kv_cache_config: Any) -> None:
     for name, most in (("prefill_context_parallel_size", 1), ("decode_context_parallel_size", 1), ("nnodes", 1)):
         if getattr(parallel, name) > most:
             raise ValueError(f"{name}={getattr(parallel, name)} is not supported by raykv: set it to {most}, {WITHOUT}")
-    speculative = vllm_config.speculative_config
-    if speculative is not None and speculative.method not in WITHOUT_KV:
-        raise ValueError(
-            f"speculative_config with method={speculative.method!r}: what its draft layers keep of a block depends on "
-            f"more than the tokens up to there: set it to one of {', '.join(WITHOUT_KV)}, {WITHOUT}"
-        )
+    if has_drafter(vllm_config):
+        _check_drafter(vllm_config)
     groups = kv_cache_config.kv_cache_groups
     if not groups:
         raise ValueError("this model keeps no KV of a prompt, as BERT and other encoders: leave kv_transfer_config out")
@@ -410,6 +408,21 @@ def check(version: str, vllm_config: Any, kv_cache_config: Any) -> None:
         raise ValueError(
             f"this model's KV cache has {len(groups)} groups, but vLLM {version} can't go on after a failed load: "
             f"install 0.30 or later, set disable_hybrid_kv_cache_manager=True if these are sliding windows, {WITHOUT}"
+        )
+
+
+def _check_drafter(vllm_config: Any) -> None:
+    """ValueError where not every rank has the drafter's layers, or they can't be cut as the target's are."""
+    asked = f"speculative_config with method={vllm_config.speculative_config.method!r}"
+    if (stages := vllm_config.parallel_config.pipeline_parallel_size) > 1:
+        raise ValueError(
+            f"{asked} and pipeline_parallel_size={stages}: only the last stage has the drafter's layers, which raykv "
+            f"does not support: set pipeline_parallel_size to 1, leave speculative_config out, {WITHOUT}"
+        )
+    if vllm_config.kv_transfer_config.kv_connector_extra_config.get("canonical_layout"):
+        raise ValueError(
+            f"{asked} and canonical_layout: a drafter's KV can't be cut by the target's heads: leave canonical_layout "
+            f"or speculative_config out"
         )
 
 
@@ -476,6 +489,10 @@ def _identify(vllm_config: Any, kv_cache_config: Any) -> None:
         extra["blocks_per_chunk"] = min([-(-CHUNK_BYTES // part_bytes), *filter(None, most)])
     tenant = {"tenant": extra["tenant"]} if "tenant" in extra else {}
     extra["cache"] = identity(vllm_config, kv_cache_config, parts.name) | tenant
+    extra["drafts"] = draft_layers(vllm_config, kv_cache_config.kv_cache_groups)
+    if any(map(any, extra["drafts"])):
+        revision = f"{extra['cache']['revision']}/{drafter_name(vllm_config)}"
+        extra["drafter"] = extra["cache"] | {"revision": revision}
 
 
 def _cut(vllm_config: Any, kv_cache_config: Any) -> Cut:
@@ -491,10 +508,12 @@ def _cut(vllm_config: Any, kv_cache_config: Any) -> Cut:
 
 
 def _block_bytes(vllm_config: Any, kv_cache_config: Any) -> int:
-    """Bytes of an engine's block on one rank. With a pipeline, bytes on its shortest stage."""
+    """Bytes of an engine's block on one rank, without a drafter's. With a pipeline, bytes on its shortest stage."""
     here = kv_cache_config.kv_cache_tensors[0].size // kv_cache_config.num_blocks
+    layers = len(kv_cache_config.kv_cache_groups[0].layer_names)
+    if has_drafter(vllm_config):
+        return int(here // layers * len(target_layers(vllm_config, kv_cache_config.kv_cache_groups)[0][1]))
     stages = vllm_config.parallel_config.pipeline_parallel_size
     if stages == 1:
         return int(here)
-    layers = len(kv_cache_config.kv_cache_groups[0].layer_names)
     return int(here // layers * (vllm_config.model_config.get_total_num_hidden_layers() // stages))

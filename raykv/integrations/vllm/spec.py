@@ -19,6 +19,7 @@ class RayKVOffloadingSpec(OffloadingSpec):  # type: ignore[misc]
         super().__init__(config)
         self._pool = self.extra_config.get("pool", "default")
         self._arguments: dict[str, Any] = self.extra_config["cache"]
+        self._drafter: dict[str, Any] = self.extra_config.get("drafter", self._arguments)
         self._manager: RayKVManager | None = None
         self._worker: RayKVWorker | None = None
 
@@ -30,8 +31,8 @@ class RayKVOffloadingSpec(OffloadingSpec):  # type: ignore[misc]
     def get_manager(self) -> RayKVManager:
         """The scheduler's side. Made at the first call."""
         if self._manager is None:
-            stores = any(self.extra_config["stores"])
-            self._manager = RayKVManager(attach(self._pool), self._arguments, stores, self.extra_config["patience"])
+            stores, patience = any(self.extra_config["stores"]), self.extra_config["patience"]
+            self._manager = RayKVManager(attach(self._pool), self._arguments, stores, patience, self._drafter)
         return self._manager
 
     def get_worker(self, kv_caches: Any) -> RayKVWorker:
@@ -43,19 +44,19 @@ class RayKVOffloadingSpec(OffloadingSpec):  # type: ignore[misc]
             device, rank = kv_caches.tensors[0].tensor.device, self.config.parallel.rank
             pool = attach(self._pool, None if device.type == "cpu" else str(device))
             parts, stores = self.extra_config["parts"], self.extra_config["stores"][rank]
-            pages, verifies = pages_of(kv_caches), self.extra_config["verify_tokens"]
+            pages = pages_of(kv_caches, self.extra_config["drafts"])
+            verifies = self.extra_config["verify_tokens"]
             caches = [
                 {
                     part: pool.cache(
-                        **self._arguments,
-                        block_tokens=tokens * self.blocks_per_chunk,
-                        block_bytes=of_group.bytes * self.blocks_per_chunk // len(parts[rank])
-                        + verifies * DIGEST_BYTES,
+                        **(self._drafter if of.layers.of_drafter else self._arguments),
+                        block_tokens=self.tokens_per_block[of.layers.group] * self.blocks_per_chunk,
+                        block_bytes=of.rows.bytes * self.blocks_per_chunk // len(parts[rank]) + verifies * DIGEST_BYTES,
                         part=pool_part(place, part, parts),
                     )
                     for part in parts[rank]
                 }
-                for place, (of_group, tokens) in enumerate(zip(pages, self.tokens_per_block, strict=True))
+                for place, of in enumerate(pages)
             ]
             self._worker = RayKVWorker(
                 pool,

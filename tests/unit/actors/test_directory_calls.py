@@ -14,11 +14,12 @@ from hypothesis import strategies as st
 from raykv.actors.directory.metrics import DirectoryMetrics
 from raykv.actors.directory.server import ERROR_CHARS, PARTS, DirectoryServer
 from raykv.config import KEYS_PER_CALL
+from raykv.directory.calls.why_missing import ABSENT
 from raykv.directory.directory import Directory
 from raykv.line import wire
 from raykv.protocol.calls import ADMINISTRATOR, CALLS, CLIENT, STORE
 from raykv.protocol.clients import Call, CommitRequest, Intent, MatchRequest, NextWindowRequest, ReserveRequest
-from raykv.protocol.location import KEY_BYTES
+from raykv.protocol.location import KEY_BYTES, LOCATION
 from raykv.protocol.packing import packed, unpacked
 from raykv.protocol.stores import ArenaDescription, Inventory, SlabReport, SweepResult
 from raykv.protocol.tiers import DemotionReport, ExistingBlocks, GpuDemotionReport, TierReport
@@ -94,6 +95,18 @@ def test_keys_that_are_looked_at_one_by_one_come_in_steps(method: str) -> None:
     assert answer(server, packed((method, call, bytes(KEYS_PER_CALL * KEY_BYTES))))[0]
     done, why = answer(server, packed((method, call, bytes((KEYS_PER_CALL + 1) * KEY_BYTES))))
     assert not done and f"at most {KEYS_PER_CALL}" in why
+
+
+def test_a_follower_is_told_why_the_blocks_ahead_are_missing() -> None:
+    """And not about the block where the prefix ends, which is there."""
+    pool, server = Pool(), Server()
+    pool.store("a", KEYS_OF_POOL[:3])
+    server.serve(pool.directory)
+    server.follow((0, 0, 0))
+    for asked, why in ((4, ABSENT), (3, "")):
+        request = MatchRequest(1, "a", b"".join(KEYS_OF_POOL[:asked]), PAGE, 0, ahead=1)
+        _, (part,), _, short = server.match_parts(pool.call("a"), (request,), None)
+        assert (len(part[2]) // LOCATION.itemsize, short) == (2, why)
 
 
 @pytest.mark.parametrize(("method", "sizes"), [("match", (4096, 0)), ("reserve", (0, 4096, ""))])

@@ -17,7 +17,7 @@ from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, Schedul
 from vllm.v1.kv_offload.base import GPULoadStoreSpec
 from vllm.v1.request import Request
 
-from raykv.integrations.vllm.chunks.chunks import ChunksOfGroup, ChunksToLoad, ChunksToStore, Origin
+from raykv.integrations.vllm.chunks.chunks import ChunksOfLayers, ChunksToLoad, ChunksToStore, Origin
 from raykv.integrations.vllm.chunks.contents import Contents, mixed
 
 BLOCK, PER_CHUNK = 4, 2  # tokens of a block, and blocks of a chunk
@@ -85,7 +85,7 @@ class Engine:
 
     def stored(self, request: Request, blocks: list[int], first: int = 0, tail: int = 0) -> bytes | None:
         """Digests of the chunks that a job stores from these blocks. first: the number of the first."""
-        groups = {0: ChunksOfGroup({}, first // PER_CHUNK, tail)}
+        groups = {0: ChunksOfLayers({}, first // PER_CHUNK, tail)}
         job = TransferJob(request.request_id, _spec(blocks, first), ChunksToStore(groups))
         self.contents.note(OffloadingConnectorMetadata({}, {1: job}))
         return job.dst_spec.digests.get(0)  # type: ignore[no-any-return]

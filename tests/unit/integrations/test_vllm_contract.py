@@ -43,7 +43,7 @@ READ = {
     ),
     f"{CONNECTORS}.offloading.scheduler.SchedulerOffloadConfig": "tokens_per_hash kv_group_configs num_workers",
     f"{CONNECTORS}.offloading.scheduler.GroupOffloadConfig": (
-        "group_idx tokens_per_chunk tokens_per_block sliding_window_size_in_chunks"
+        "group_idx tokens_per_chunk tokens_per_block sliding_window_size_in_chunks is_eagle_group"
     ),
     f"{CONNECTORS}.offloading.scheduler.RequestOffloadState": (
         "req req_context group_states transfer_jobs num_locally_computed_tokens"
@@ -61,6 +61,9 @@ READ = {
     f"{OFFLOAD}.base.CanonicalKVCacheTensor": "tensor",
     f"{OFFLOAD}.config.OffloadingConfig": "worker_kv_bytes_per_block parallel",
     f"{OFFLOAD}.config.OffloadingParallelConfig": "rank",
+    "vllm.config.speculative.SpeculativeConfig": (
+        "method draft_model_config draft_load_config draft_tensor_parallel_size"
+    ),
     "vllm.lora.request.LoRARequest": "lora_int_id lora_name lora_path",
     "vllm.lora.worker_manager.WorkerLoRAManager": "_load_adapter list_adapters lora_config",
     "vllm.v1.core.block_pool.BlockPool": "blocks evict_blocks reset_prefix_cache",

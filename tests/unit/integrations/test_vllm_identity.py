@@ -55,7 +55,14 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def key(models: Path, extra: dict[str, Any] | None = None, model: str = "llama", **options: Any) -> str:
-    """What all keys of an engine start from. extra: of the connector's configuration. options: of vLLM."""
+    """What all keys of the target's layers start from. extra: of the connector's configuration. options: of vLLM."""
+    return names(models, extra, model, **options)[0]
+
+
+def names(
+    models: Path, extra: dict[str, Any] | None = None, model: str = "llama", **options: Any
+) -> tuple[str, str | None]:
+    """What all keys of an engine start from: of the target's layers, and of the drafter's."""
     transfer = kv_transfer_config()
     transfer["kv_connector_extra_config"].update(extra or {})
     defaults = {"dtype": "float32", "load_format": "dummy", "enforce_eager": True, "block_size": BLOCK}
@@ -69,13 +76,19 @@ def key(models: Path, extra: dict[str, Any] | None = None, model: str = "llama",
         block_size=config.cache_config.block_size, num_kv_heads=4 // tensor, head_size=64, dtype=dtype
     )
     layers = {f"model.layers.{layer}.self_attn.attn": spec for layer in range(4)}
+    if "speculative_config" in options:
+        layers |= {DRAFT_LAYERS[options["speculative_config"]["method"]]: spec}
     caches = get_kv_cache_configs(config, [layers] * tensor, [1 << 30] * tensor)[0]
     _identify(config, caches)
     found = config.kv_transfer_config.kv_connector_extra_config
     blocks, parts = found["blocks_per_chunk"], len(found["parts"][0])
-    name = found["cache"] | {"revision": found["cache"]["revision"] + Weights(found.get("weights")).name}
-    size = 4 * spec.page_size_bytes * blocks // parts
-    return root(b"secret", **name, block_tokens=blocks * spec.block_size, block_bytes=size, part=0).hex()
+
+    def of(cache: dict[str, Any], layers: int) -> str:
+        name = cache | {"revision": cache["revision"] + Weights(found.get("weights")).name}
+        size = layers * spec.page_size_bytes * blocks // parts
+        return root(b"secret", **name, block_tokens=blocks * spec.block_size, block_bytes=size, part=0).hex()
+
+    return of(found["cache"], 4), of(found["drafter"], 1) if "drafter" in found else None
 
 
 APART: dict[str, dict[str, Any]] = {
@@ -135,6 +148,33 @@ def test_where_positions_depend_on_the_longest_sequence_it_is_in_the_key(models:
     """vLLM computes all positions by the long factors where an engine's longest sequence is over the original one."""
     found = {key(models, model="phi", max_model_len=length) for length in (512, 2048)}
     assert len(found) == 2
+
+
+DRAFT_LAYERS = {
+    "draft_model": "draft_model.model.layers.0.self_attn.attn",
+    "eagle": "model.layers.4.self_attn.attn",
+    "ngram": "model.layers.3.self_attn.attn",  # it has none
+}
+
+
+def test_engines_share_the_layers_of_the_target_and_drafters_of_one_kind_their_own(models: Path) -> None:
+    def found(method: str = "draft_model", model: str = "tuned", **options: Any) -> tuple[str, str | None]:
+        speculative = {"method": method, "model": str(models / model), "num_speculative_tokens": 3} | options
+        return names(models, speculative_config=speculative)
+
+    alike = found(), found(num_speculative_tokens=5)
+    apart = (
+        *(found(), found("eagle"), found(model="llama"), found(revision="of May")),
+        *(found(draft_load_config={"load_format": "auto"}), found("eagle", disable_eagle_block_drop=True)),
+    )
+    assert {target for target, _ in (*alike, *apart)} == {key(models)}
+    assert alike[0] == alike[1]
+    assert len({drafter for _, drafter in apart}) == len(apart)
+
+
+def test_a_drafter_without_layers_changes_no_key(models: Path) -> None:
+    ngram = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4}
+    assert names(models, speculative_config=ngram) == (key(models), None)
 
 
 def test_what_vllm_sets_itself_is_in_the_key(models: Path) -> None:

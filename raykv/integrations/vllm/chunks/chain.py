@@ -62,8 +62,11 @@ class Chain:
             return None
         return self.tail
 
-    def since(self, group: int, first: int, tokens: int) -> list[bytes]:
-        """A group's chunks from number `first` on, up to `most`; then the tail if it follows. tokens: of a chunk."""
-        stop = None if self.most is None else -(-self.most // tokens)
+    def since(self, group: int, first: int, tokens: int, ahead: int = 0) -> list[bytes]:
+        """A group's chunks from number `first` on, up to `most`; then the tail if it follows.
+
+        tokens: of a chunk. ahead: how many chunks beyond `most`.
+        """
+        stop = None if self.most is None else -(-self.most // tokens) + ahead
         keys, tail = self.keys[group][first:stop], self.tail_now
         return [*keys, tail.key] if tail and get_offload_group_idx(tail.key) == group else keys

@@ -30,12 +30,12 @@ class Origin(NamedTuple):
 
 
 class PartToLoad(NamedTuple):
-    """Leased chunks of a group, one part of them, for the rank that reads it.
+    """Leased chunks of some layers, one part of them, for the rank that reads it.
 
-    group: its index in vLLM's order. number: index of the part among the rank's parts. away: some are on other nodes.
+    place: of the layers. number: index of the part among the rank's parts. away: some are on other nodes.
     """
 
-    group: int
+    place: int
     number: int
     away: bool
     leased: list[Leased]
@@ -50,8 +50,8 @@ class ChunksToLoad(LoadStoreSpec):  # type: ignore[misc]
     digests: dict[int, bytes] = field(default_factory=dict)
 
 
-class ChunksOfGroup(NamedTuple):
-    """Chunks of a group for the workers to store. keys: by part, as bytes. position: the first chunk's, in its chain.
+class ChunksOfLayers(NamedTuple):
+    """Chunks of some layers for the workers to store. keys: by part. position: the first chunk's, in its chain.
 
     tail: how many engine blocks a prompt's tail is in; at most a chunk's. 0: no tail.
     """
@@ -63,12 +63,13 @@ class ChunksOfGroup(NamedTuple):
 
 @dataclass
 class ChunksToStore(LoadStoreSpec):  # type: ignore[misc]
-    """Chunks for the workers to store, by group. salt, adapter: of the request's origin.
+    """Chunks for the workers to store, by place of their layers. salt, adapter: of the request's origin.
 
-    digests: by group, of each chunk's content (see `contents`). A group without an entry is unknown or not verified.
+    digests: by vLLM's group, of each chunk's content (see `contents`). A group without an entry is unknown or not
+    verified.
     """
 
-    groups: dict[int, ChunksOfGroup]
+    places: dict[int, ChunksOfLayers]
     salt: str | None = None
     adapter: Adapter | None = None
     digests: dict[int, bytes] = field(default_factory=dict)

@@ -151,7 +151,7 @@ class Contents:
         """Add the digests of a job's chunks. A group with a block of unknown content gets none."""
         chunks: ChunksToStore = job.dst_spec
         for place, (group, first, blocks) in enumerate(self._runs(job.src_spec)):
-            offered = chunks.groups.get(place)
+            offered = chunks.places.get(place)
             if offered is None:
                 continue
             found = [held.get(block, b"") for block in blocks]

@@ -93,5 +93,5 @@ def store_job(tail: Tail, status: Any, scheduler: Any) -> dict[int, TransferJob]
         deferred_fence_block_ids=blocks,
     )
     source = GPULoadStoreSpec(blocks, group_sizes=[len(blocks)], block_indices=[first])
-    groups = {place: chunks._replace(tail=len(blocks)) for place, chunks in output.store_spec.groups.items()}
-    return {job: TransferJob(status.req.request_id, source, replace(output.store_spec, groups=groups))}
+    places = {place: chunks._replace(tail=len(blocks)) for place, chunks in output.store_spec.places.items()}
+    return {job: TransferJob(status.req.request_id, source, replace(output.store_spec, places=places))}

@@ -25,16 +25,29 @@ SUPPORTED = (  # by name, as a subclass may mean something else
 )
 
 
-class Group(NamedTuple):
-    """group_idx: vLLM's index in keys. place: index among the offloaded groups.
+class Layers(NamedTuple):
+    """Layers whose pages are chunks of their own: of a vLLM group, the target's layers or the drafter's.
 
-    tokens: of a chunk. window: how many last chunks of a prefix are read; 0: all.
+    group: index among vLLM's offloaded groups.
+    """
+
+    group: int
+    of_drafter: bool = False
+
+
+class Group(NamedTuple):
+    """group_idx: vLLM's index in keys. place: index among the engine's Layers.
+
+    tokens: of a chunk. window: how many last chunks of a prefix are read; 0: all. ahead: how many chunks after the
+    prefix vLLM asks for, and drops: what a drafter keeps of a chunk depends on the next token.
     """
 
     group_idx: int
     place: int
     tokens: int
     window: int
+    ahead: int = 0
+    of_drafter: bool = False
 
 
 def pool_part(place: int, part: int, ranks: Iterable[Sequence[int]]) -> int:
@@ -42,11 +55,21 @@ def pool_part(place: int, part: int, ranks: Iterable[Sequence[int]]) -> int:
     return place * (1 + max(map(max, ranks))) + part
 
 
-def groups_of(configs: Sequence[Any]) -> list[Group]:
-    """The groups in vLLM's `kv_group_configs`, first those that read all chunks."""
+def groups_of(configs: Sequence[Any], layers: Sequence[Layers] = ()) -> list[Group]:
+    """The groups of an engine's layers, first those that read all chunks.
+
+    configs: vLLM's `kv_group_configs`. layers: by place; without any, those of vLLM's groups.
+    """
     found = [
-        Group(config.group_idx, place, config.tokens_per_chunk, config.sliding_window_size_in_chunks or 0)
-        for place, config in enumerate(configs)
+        Group(
+            configs[of.group].group_idx,
+            place,
+            configs[of.group].tokens_per_chunk,
+            configs[of.group].sliding_window_size_in_chunks or 0,
+            int(configs[of.group].is_eagle_group),
+            of.of_drafter,
+        )
+        for place, of in enumerate(layers or map(Layers, range(len(configs))))
     ]
     return sorted(found, key=lambda group: group.window > 0)
 
@@ -100,10 +123,11 @@ def _window(spec: Any) -> int:
     return tokens
 
 
-def names(groups: Sequence[Any]) -> str:
-    """Text that tells these groups from those of the same model with other options. groups: vLLM's."""
+def names(groups: Sequence[tuple[Any, Sequence[str]]]) -> str:
+    """Text that tells these groups from those of the same model with other options.
+
+    groups: vLLM's spec of each, and the names of its layers.
+    """
     return ";".join(
-        f"{type(group.kv_cache_spec).__name__},{group.kv_cache_spec.block_size},{_window(group.kv_cache_spec)},"
-        f"{','.join(group.layer_names)}"
-        for group in groups
+        f"{type(spec).__name__},{spec.block_size},{_window(spec)},{','.join(layers)}" for spec, layers in groups
     )

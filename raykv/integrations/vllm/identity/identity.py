@@ -6,8 +6,6 @@ covers the shape of a pool block: tokens, bytes, parts, groups.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import platform
 from typing import Any
 
@@ -15,6 +13,8 @@ import torch
 import vllm
 from vllm.platforms import current_platform
 
+from raykv.integrations.vllm.identity.digests import config_digest, digest
+from raykv.integrations.vllm.identity.drafters import target_layers
 from raykv.integrations.vllm.identity.groups import names
 
 # options of vLLM that change KV or its layout, and that hf_config does not have
@@ -27,14 +27,17 @@ OF_IMAGES = ("mm_encoder_attn_dtype", "mm_encoder_fp8_scale_path", "video_prunin
 
 
 def identity(vllm_config: Any, kv_cache_config: Any, parallel: str) -> dict[str, str]:
-    """Arguments of `KVPool.cache` that engines must share to share blocks. parallel: name of the cut into parts."""
+    """Arguments of `KVPool.cache` that engines must share to share blocks of the target's layers.
+
+    parallel: name of the cut into parts.
+    """
     model, cache = vllm_config.model_config, vllm_config.cache_config
     algorithm = cache.prefix_caching_hash_algo
-    groups = kv_cache_config.kv_cache_groups
+    groups = target_layers(vllm_config, kv_cache_config.kv_cache_groups)
     return {
         "model": model.model,
         "revision": f"{model.revision or ''}/{vllm_config.load_config.load_format}/"
-        f"{_config_digest(model.hf_config)}/{_options_digest(vllm_config)}",
+        f"{config_digest(model.hf_config)}/{_options_digest(vllm_config)}",
         "dtype": f"{model.dtype}/{cache.cache_dtype}/{model.quantization or ''}".replace("torch.", ""),
         "layout": "/".join(
             (
@@ -52,13 +55,6 @@ def identity(vllm_config: Any, kv_cache_config: Any, parallel: str) -> dict[str,
     }
 
 
-def _config_digest(hf_config: Any) -> str:
-    """Digest of a model's whole configuration: an override may change the KV."""
-    fields = json.loads(hf_config.to_json_string(use_diff=False))
-    counted = {name: value for name, value in fields.items() if name not in ("_name_or_path", "transformers_version")}
-    return _digest(json.dumps(counted, sort_keys=True))
-
-
 def _options_digest(vllm_config: Any) -> str:
     """Digest of other options that change KV. An option that this vLLM lacks counts as None."""
     found = {
@@ -68,17 +64,13 @@ def _options_digest(vllm_config: Any) -> str:
     }
     if images := vllm_config.model_config.multimodal_config:
         found |= {name: getattr(images, name, None) for name in OF_IMAGES}
-    return _digest(repr(sorted(found.items())) + _longest(vllm_config.model_config))
+    return digest(repr(sorted(found.items())) + _longest(vllm_config.model_config))
 
 
 def _longest(model: Any) -> str:
     """The engine's longest sequence, where it changes the KV of all positions (LongRoPE, Llama 4); else ""."""
     depends = "longrope" in model.hf_config.to_json_string() or model.hf_text_config.model_type.startswith("llama4")
     return str(model.max_model_len) if depends else ""
-
-
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _processor() -> str:

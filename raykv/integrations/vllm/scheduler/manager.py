@@ -28,7 +28,7 @@ from raykv.client.cache import KVCache
 from raykv.client.leases.joint_match import JointMatch, Part
 from raykv.client.pool import KVPool
 from raykv.integrations.vllm.chunks.chain import Chain
-from raykv.integrations.vllm.chunks.chunks import ChunksOfGroup, ChunksToLoad, ChunksToStore, Origin, PartToLoad
+from raykv.integrations.vllm.chunks.chunks import ChunksOfLayers, ChunksToLoad, ChunksToStore, Origin, PartToLoad
 from raykv.integrations.vllm.events.kv_events import KVEvents, Prompt
 from raykv.integrations.vllm.identity.groups import Group, pool_part
 from raykv.integrations.vllm.identity.weights import Weights
@@ -52,10 +52,14 @@ METRICS = {
 
 
 class Found(NamedTuple):
-    """What the pool has of a request in memory. chunks: by group, the numbers of the leased chunks."""
+    """What the pool has of a request in memory.
+
+    chunks: by group, the numbers of the leased chunks. ready: of these, and of those ahead.
+    """
 
     match: JointMatch
     chunks: dict[int, range]
+    ready: dict[int, range]
 
 
 @dataclass
@@ -75,9 +79,9 @@ class Ask:
     counted: bool = False
 
     def has(self, key: bytes, number: int | None) -> bool:
-        """Whether a chunk is leased. number: in its group."""
+        """Whether the pool has a chunk for the request. number: in its group."""
         group, found = get_offload_group_idx(key), self.answer.result()
-        if number not in found.chunks.get(group, ()):
+        if number not in found.ready.get(group, ()):
             return False
         return self.keys[group][(number or 0) - self.first[group]] == key
 
@@ -109,18 +113,25 @@ class Place(NamedTuple):
 class RayKVManager(OffloadingManager):  # type: ignore[misc]
     """Asks the directory once per request, in threads beside the scheduler's loop. vLLM calls its methods.
 
-    caches: by group and part; none before `set_ranks`. events: for routers, or None. weights: the name of the weights.
+    caches: by place and part; none before `set_ranks`. events: for routers, or None. weights: the name of the weights.
     resets: how often the weights may have changed.
     """
 
     def __init__(
-        self, pool: KVPool, arguments: dict[str, Any], stores: bool = True, patience: float = PATIENCE
+        self,
+        pool: KVPool,
+        arguments: dict[str, Any],
+        stores: bool = True,
+        patience: float = PATIENCE,
+        drafter: dict[str, Any] | None = None,
     ) -> None:
         """arguments: of `KVPool.cache`, without part, block_tokens and block_bytes, which groups and ranks give.
 
-        stores: the workers store what they compute, so others may wait for it. patience: see Wait.
+        stores: the workers store what they compute, so others may wait for it. patience: see Wait. drafter: arguments
+        for a drafter's layers.
         """
-        self._pool, self._arguments, self._stores, self._patience = pool, arguments, stores, patience
+        self._pool, self._stores, self._patience = pool, stores, patience
+        self._arguments, self._drafter = arguments, drafter or arguments
         self._ranks: list[Rank] = []
         self._groups: list[Group] = []
         self.caches: dict[int, dict[int, KVCache]] = {}
@@ -205,13 +216,13 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
             stored = computing.missed.intersection(keys)
             computing.missed -= stored
             computing.offered |= stored
-        offered, groups = _by_group(keys), {}
+        offered, places = _by_group(keys), {}
         for group in self._groups:
             if of_group := offered.get(group.group_idx):
-                rows = _keys(self.caches[group.group_idx], of_group, chain.origin)
+                rows = _keys(self.caches[group.place], of_group, chain.origin)
                 parts = {part: of_part.tobytes() for part, of_part in rows.items()}
-                groups[group.place] = ChunksOfGroup(parts, _run(chain, of_group).start)
-        return PrepareStoreOutput(keys, ChunksToStore(groups, chain.origin.salt, chain.origin.adapter), [])
+                places[group.place] = ChunksOfLayers(parts, _run(chain, of_group).start)
+        return PrepareStoreOutput(keys, ChunksToStore(places, chain.origin.salt, chain.origin.adapter), [])
 
     def complete_store(self, keys: Collection[bytes], req_context: Any, success: bool = True) -> None:
         """Measure this engine's speed. It decides how long requests wait for other engines and for an external tier."""
@@ -329,12 +340,11 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
     def _make_caches(self) -> dict[int, dict[int, KVCache]]:
         if not self._ranks:
             return {}
-        arguments = {**self._arguments, "revision": self._arguments.get("revision", "") + self.weights.name}
         ranks = [rank.parts for rank in self._ranks]
         return {
-            group.group_idx: {
+            group.place: {
                 part: self._pool.cache(
-                    **arguments,
+                    **self._arguments_of(group),
                     block_tokens=group.tokens,
                     block_bytes=rank.part_bytes[group.place],
                     part=pool_part(group.place, part, ranks),
@@ -345,16 +355,21 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
             for group in self._groups
         }
 
+    def _arguments_of(self, group: Group) -> dict[str, Any]:
+        arguments = self._drafter if group.of_drafter else self._arguments
+        return {**arguments, "revision": arguments.get("revision", "") + self.weights.name}
+
     def _ask(self, group: int, number: int, chain: Chain, request: str) -> Ask:
         """Ask for the request's chunks from number `number` of a group on, and the matching chunks of other groups.
 
         Where all groups have windows, ask for all chunks: vLLM looks up the last chunk first, then earlier chunks.
         """
         tokens = {group.group_idx: group.tokens for group in self._groups}
+        ahead = max(group.ahead for group in self._groups)  # chunks of equally many tokens are equally many
         start = 0 if self._groups[0].window else number * tokens[group]
         step = lcm(*tokens.values())
         begin = {index: start // step * step // of_chunk for index, of_chunk in tokens.items()}
-        keys = {index: chain.since(index, begin[index], of_chunk) for index, of_chunk in tokens.items()}
+        keys = {index: chain.since(index, begin[index], of_chunk, ahead) for index, of_chunk in tokens.items()}
         self._counts[ASKED] += len(keys[self._groups[0].group_idx])
         if computing := self._computing.pop(request, None):  # preempted: a waiting request must have no intent
             _end_intent(computing.answer)
@@ -390,13 +405,14 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
             match.end_intent()
         if not tokens:
             match.release()
-            return Found(match, {})
-        found: dict[int, range] = {}
+            return Found(match, {}, {})
+        chunks, ready = dict[int, range](), dict[int, range]()
         for number, at in enumerate(self._places()):
             index = at.group.group_idx
-            if index not in found:  # the group's other parts begin and end there too
-                found[index] = range(first[index] + match.first(number), first[index] + tokens // at.group.tokens)
-        return Found(match, found)
+            if index not in chunks:  # the group's other parts begin and end there too
+                start, stop = first[index] + match.first(number), first[index] + tokens // at.group.tokens
+                chunks[index], ready[index] = range(start, stop), range(start, stop + at.group.ahead)
+        return Found(match, chunks, ready)
 
     def _places(self) -> list[Place]:
         """What the parts of a match are, in their order."""
@@ -409,11 +425,11 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
 
     def _parts(self, caches: dict[int, dict[int, KVCache]], keys: dict[int, list[bytes]], origin: Origin) -> list[Part]:
         """The parts to ask for, as `_places` says."""
-        by_group = {index: _keys(caches[index], of_group, origin) for index, of_group in keys.items()}
+        by_place = {group.place: _keys(caches[group.place], keys[group.group_idx], origin) for group in self._groups}
         parts = []
         for at in self._places():
-            rank, of_group = self._ranks[at.rank], by_group[at.group.group_idx]
-            parts.append(Part(rank.memory, of_group[rank.parts[at.number]], at.group.window))
+            rank, of_place = self._ranks[at.rank], by_place[at.group.place]
+            parts.append(Part(rank.memory, of_place[rank.parts[at.number]], at.group.window, at.group.ahead))
         return parts
 
     def _wait(self, ask: Ask, pending: int) -> None:

@@ -15,6 +15,7 @@ import torch
 
 from raykv.cluster import internal_kv
 from raykv.cluster.internal_kv import Kept
+from raykv.integrations.vllm.identity.groups import Layers
 
 HEADS = "heads"
 GROUPS = 8  # of heads, at most: every part is a key of its own in the pool
@@ -24,12 +25,13 @@ class Rank(NamedTuple):
     """What a worker tells the scheduler's side.
 
     memory: the directory's name of the memory on its node that it reads and writes. parts: its parts of a chunk.
-    part_bytes: of one part, by KV cache group.
+    part_bytes: of one part, by place. layers: by place; without any, those of vLLM's groups.
     """
 
     memory: str
     parts: tuple[int, ...]
     part_bytes: tuple[int, ...]
+    layers: tuple[Layers, ...] = ()
 
 
 class Cut(NamedTuple):
@@ -104,4 +106,7 @@ def told(pool: str, engine: str, count: int) -> list[Rank]:
         )
     for name in names:
         internal_kv.drop(pool, Kept.RANK, name)
-    return [Rank(memory, tuple(parts), tuple(part_bytes)) for memory, parts, part_bytes in found]
+    return [
+        Rank(memory, tuple(parts), tuple(part_bytes), tuple(Layers(*of) for of in layers))
+        for memory, parts, part_bytes, layers in found
+    ]

@@ -12,6 +12,7 @@ import logging
 import queue
 import threading
 import time
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -33,6 +34,7 @@ from raykv.cluster import internal_kv
 from raykv.integrations.vllm.chunks.chunks import ChunksToLoad, ChunksToStore, Origin, PartToLoad
 from raykv.integrations.vllm.chunks.contents import DIGEST_BYTES, mixed
 from raykv.integrations.vllm.identity.adapters import Adapter
+from raykv.integrations.vllm.identity.groups import Layers
 from raykv.integrations.vllm.worker.loads import LoadedAdapters
 from raykv.integrations.vllm.worker.ranks import Rank
 from raykv.keys import Keys
@@ -63,10 +65,17 @@ class Job:
     weights: bytes = b""
 
 
-class Run(NamedTuple):
-    """The engine's blocks of one group in a job. skipped: earlier blocks of the first chunk."""
+class Pages(NamedTuple):
+    """The engine's blocks as rows: row i has the pages of block i in these layers."""
 
-    group: int
+    layers: Layers
+    rows: Rows
+
+
+class Run(NamedTuple):
+    """The engine's blocks of one place in a job. skipped: earlier blocks of the first chunk."""
+
+    place: int
     ids: NDArray[np.int64]
     skipped: int
     per_chunk: int
@@ -90,18 +99,30 @@ class Offer(NamedTuple):
     digests: torch.Tensor | None
 
 
-def pages_of(kv_caches: Any) -> list[Rows]:
-    """The engine's blocks by group: row i has the pages of block i in all of the group's layers.
+def pages_of(kv_caches: Any, drafts: Sequence[Sequence[bool]] = ()) -> list[Pages]:
+    """The pages of an engine by place: those of each group, then those of drafters in groups that the target shares.
 
-    kv_caches: vLLM's canonical KV caches. Groups may share memory. ImportError for GPU memory without CuPy.
+    kv_caches: vLLM's canonical KV caches. Groups may share memory. drafts: by group, whether each layer is a drafter's;
+    without any, no layer is. ImportError for GPU memory without CuPy.
     """
     tensors = [piece.tensor.view(torch.uint8) for piece in kv_caches.tensors]
-    return [
-        replace(
-            rows_of([tensors[ref.tensor_idx][:, : ref.page_size_bytes] for ref in refs]), after=()
-        )  # each job has its own
-        for refs in kv_caches.group_data_refs
-    ]
+    first, beside = list[Pages](), list[Pages]()
+    for group, refs in enumerate(kv_caches.group_data_refs):
+        pages = [tensors[ref.tensor_idx][:, : ref.page_size_bytes] for ref in refs]
+        of_layers = drafts[group] if drafts else [False]
+        if len(pages) % len(of_layers):  # vLLM has packed all layers into one page
+            of_layers = [any(of_layers)]
+        each = len(pages) // len(of_layers)
+        marked = list(zip(pages, np.repeat(of_layers, each).tolist(), strict=True))
+        targets, drafters = ([page for page, mark in marked if mark == draft] for draft in (False, True))
+        first.append(_pages(Layers(group, not targets), targets or drafters))
+        if targets and drafters:
+            beside.append(_pages(Layers(group, True), drafters))
+    return first + beside
+
+
+def _pages(layers: Layers, pages: list[torch.Tensor]) -> Pages:
+    return Pages(layers, replace(rows_of(pages), after=()))  # each job has its own events
 
 
 class RayKVWorker(OffloadingWorker):  # type: ignore[misc]
@@ -115,13 +136,13 @@ class RayKVWorker(OffloadingWorker):  # type: ignore[misc]
         pool: KVPool,
         caches: list[dict[int, KVCache]],
         rank: int,
-        pages: list[Rows],
+        pages: list[Pages],
         blocks_per_chunk: int,
         stores: bool = True,
         verifies: bool = False,
         produces: bool = False,
     ) -> None:
-        """pages: by group, the engine's blocks, see `pages_of`. caches: by group, of this rank's parts of a chunk; the
+        """pages: by place, the engine's blocks, see `pages_of`. caches: by place, of this rank's parts of a chunk; the
         parts are equal pieces of every page, in order.
 
         stores: this rank stores its parts; else another rank stores the same bytes. verifies: each chunk ends with a
@@ -129,14 +150,17 @@ class RayKVWorker(OffloadingWorker):  # type: ignore[misc]
         producer waits for slots as long as for any answer: the pool's deadline.
         """
         self._pool, self._caches, self._number, self._per_chunk = pool, caches, rank, blocks_per_chunk
-        self._pages, self._writes, self._device = pages, stores, pages[0].device
+        self._layers, self._pages = [of.layers for of in pages], [of.rows for of in pages]
+        self._writes, self._device = stores, self._pages[0].device
         self._verifies, self._other_tokens = verifies, 0
         self._grace_s = pool.session.directory.deadline if produces else GRACE_S
         self.adapters: LoadedAdapters | None = None
-        self._ordinal = cuda.ordinal_at(int(pages[0].addresses[0, 0])) if self._device else -1  # number of the GPU
+        self._ordinal = (
+            cuda.ordinal_at(int(self._pages[0].addresses[0, 0])) if self._device else -1
+        )  # number of the GPU
         sizes = tuple(next(iter(parts.values())).block_bytes for parts in caches)
-        self.rank = Rank(pool.session.memory_name, tuple(caches[0]), sizes)
-        self._spare = _spare(pages)
+        self.rank = Rank(pool.session.memory_name, tuple(caches[0]), sizes, tuple(self._layers))
+        self._spare = _spare(self._pages)
         self._nothing = torch.zeros_like(self._spare)  # stands for the tokens that a prompt's tail lacks
         self._loads = ThreadPoolExecutor(1, thread_name_prefix="raykv-load")
         self._streams = ThreadPoolExecutor(STREAMS, thread_name_prefix="raykv-stream")
@@ -246,25 +270,24 @@ class RayKVWorker(OffloadingWorker):  # type: ignore[misc]
         rows = self._rows(offer.run, offer.run.chunks, offer.number, self._nothing, job.after, offer.digests)
         offer.reservation.copy_in(rows)
         self._commits.submit(self._commit, offer.reservation)
-        return len(offer.reservation) * self.rank.part_bytes[offer.run.group]
+        return len(offer.reservation) * self.rank.part_bytes[offer.run.place]
 
     def _runs(self, spec: Any) -> list[Run]:
-        """The engine's blocks of a job, by group."""
-        ids, ends = spec.block_ids.astype(np.int64), np.cumsum(spec.group_sizes)
+        """The engine's blocks of a job, by place."""
+        ids, ends = spec.block_ids.astype(np.int64), np.cumsum(spec.group_sizes).tolist()
         return [
-            Run(group, ids[end - size : end], first % self._per_chunk, self._per_chunk)
-            for group, (end, size, first) in enumerate(
-                zip(ends.tolist(), spec.group_sizes, spec.block_indices, strict=True)
-            )
-            if size
+            Run(place, ids[ends[of.group] - size : ends[of.group]], first % self._per_chunk, self._per_chunk)
+            for place, of in enumerate(self._layers)
+            if (size := spec.group_sizes[of.group])
+            for first in [spec.block_indices[of.group]]
         ]
 
     def _offers(self, run: Run, target: ChunksToStore, weights: bytes) -> list[Offer]:
-        """Reserve slots for the parts of a group's chunks. Returns no offers for a group with a gap.
+        """Reserve slots for the parts of a place's chunks. Returns no offers for a place with a gap.
 
         A window has freed the blocks before it, so a chunk that begins with such blocks is left out.
         """
-        chunks = target.groups[run.group]
+        chunks, group = target.places[run.place], self._layers[run.place].group
         keys, position, left_out = chunks.keys, chunks.position, 0
         if run.skipped:
             run, left_out = run.whole(), 1
@@ -273,10 +296,10 @@ class RayKVWorker(OffloadingWorker):  # type: ignore[misc]
         blocks = chunks.tail or run.chunks * run.per_chunk
         if blocks != len(run.ids) or run.chunks + left_out != _count(keys):
             return []
-        if self._verifies and run.group not in target.digests:
+        if self._verifies and group not in target.digests:
             return []
-        digests = self._digests(target.digests.get(run.group, b"")[left_out * DIGEST_BYTES :], weights)
-        caches = self._caches[run.group]
+        digests = self._digests(target.digests.get(group, b"")[left_out * DIGEST_BYTES :], weights)
+        caches = self._caches[run.place]
         left = {part: _rows_of_keys(keys[part])[left_out:] for part in caches}
         reserved = [
             cache.reserve(Keys(left[part], cache.id_for(target.salt)), position + left_out)
@@ -305,10 +328,10 @@ class RayKVWorker(OffloadingWorker):  # type: ignore[misc]
 
     def _read(self, source: ChunksToLoad, target: Any, job: Job) -> int:
         """The bytes of all chunks, or 0 if one of them does not come."""
-        size, runs = 0, {run.group: run for run in self._runs(target)}
+        size, runs = 0, {run.place: run for run in self._runs(target)}
         for part in source.ranks[self._number]:
-            expected = mixed(source.digests.get(part.group, b""), job.weights)
-            read = self._read_part(part, runs[part.group], source.origin, job.after, expected)
+            expected = mixed(source.digests.get(self._layers[part.place].group, b""), job.weights)
+            read = self._read_part(part, runs[part.place], source.origin, job.after, expected)
             if not read:
                 return 0
             size += read
@@ -324,7 +347,7 @@ class RayKVWorker(OffloadingWorker):  # type: ignore[misc]
         if not session.maps(blocks.name.nonce for blocks in leased):
             session.directory.fault("load", "the blocks are in another arena than the one that this worker knows")
             return 0
-        leases = [Lease.borrowed(session, self.rank.part_bytes[part.group], blocks) for blocks in leased]
+        leases = [Lease.borrowed(session, self.rank.part_bytes[part.place], blocks) for blocks in leased]
         record = self._record(part, leases, origin)
         for lease in leases:
             lease.record = record
@@ -370,7 +393,7 @@ class RayKVWorker(OffloadingWorker):  # type: ignore[misc]
         """The record of a read, if somebody follows requests."""
         if not any(blocks.followed for blocks in part.leased):
             return None
-        cache = next(iter(self._caches[part.group].values())).id_for(origin.salt)
+        cache = next(iter(self._caches[part.place].values())).id_for(origin.salt)
         found = found_tokens(leases, cache)
         name = lease_name(part.leased[0].name.owner, part.leased[0].name.lease)
         return RequestRecord("read", cache, sum(found.values()), id=name, request=origin.id, found=found)
@@ -389,8 +412,8 @@ class RayKVWorker(OffloadingWorker):  # type: ignore[misc]
         other: a page for blocks that the engine lacks. A load may want only a part of the first and last chunk, and the
         tail of a prompt does not fill a chunk. digests: (chunks, 8) uint8, at the ends of the chunks; None: no digests.
         """
-        pages, per_chunk = self._pages[run.group], self._per_chunk
-        lengths = pages.lengths // len(self._caches[run.group])
+        pages, per_chunk = self._pages[run.place], self._per_chunk
+        lengths = pages.lengths // len(self._caches[run.place])
         wanted = np.full((chunks * per_chunk, pages.addresses.shape[1]), other.data_ptr())
         wanted[run.skipped : run.skipped + len(run.ids)] = pages.addresses[run.ids] + number * lengths
         addresses, lengths = wanted.reshape(chunks, -1), np.tile(lengths, per_chunk)
@@ -434,6 +457,6 @@ def _count(keys: dict[int, bytes]) -> int:
 
 def _spare(pages: list[Rows]) -> torch.Tensor:
     """Memory as long as the longest page, for bytes that nobody wants."""
-    length = max(int(of_group.lengths.max()) for of_group in pages)
+    length = max(int(of_layers.lengths.max()) for of_layers in pages)
     tensors: Any = pages[0].memory
     return torch.empty(length, dtype=torch.uint8, device=tensors[0].device)
