@@ -465,14 +465,14 @@ def _configure(vllm_config: Any) -> None:
     """Set options of vLLM's offloading that the user need not know."""
     extra = vllm_config.kv_transfer_config.kv_connector_extra_config
     extra["spec_name"], extra["spec_module_path"] = RayKVOffloadingSpec.__name__, RayKVOffloadingSpec.__module__
-    extra["offload_prompt_only"] = False  # else a chat's next turn would never hit the generated part
+    extra.setdefault("offload_prompt_only", False)  # else a chat's next turn would never hit the generated part
     extra.setdefault("kv_events", extra.get("self_describing_kv_events", True))
     extra["self_describing_kv_events"] = False  # vLLM's tracker; raykv has KVEvents
     extra["patience"] = patience_of(extra)
-    if not isinstance(extra.setdefault("verify_tokens", False), bool):
-        raise ValueError(
-            f"verify_tokens={extra['verify_tokens']!r} in kv_connector_extra_config: set it to true or false"
-        )
+    extra.setdefault("verify_tokens", False)
+    for name in ("offload_prompt_only", "verify_tokens"):
+        if not isinstance(extra[name], bool):
+            raise ValueError(f"{name}={extra[name]!r} in kv_connector_extra_config: set it to true or false")
     extra["sync_load_budget_bytes"] = 0  # vLLM can't compute the missing part of a load within a step
 
 

@@ -95,6 +95,19 @@ def test_a_connector_refuses_a_patience_that_is_none(patience: Any) -> None:
         _configure(SimpleNamespace(kv_transfer_config=KVTransferConfig(**config)))
 
 
+@pytest.mark.parametrize("name", ["offload_prompt_only", "verify_tokens"])
+def test_an_option_that_is_on_or_off_is_kept_and_another_value_refused(name: str) -> None:
+    for given, found in ((None, False), (True, True), (False, False)):
+        config = kv_transfer_config("default")
+        config["kv_connector_extra_config"] |= {} if given is None else {name: given}
+        made = KVTransferConfig(**config)
+        _configure(SimpleNamespace(kv_transfer_config=made))
+        assert made.kv_connector_extra_config[name] is found
+    config["kv_connector_extra_config"][name] = "true"
+    with pytest.raises(ValueError, match=rf"{name}='true' in kv_connector_extra_config: set it to true or false"):
+        _configure(SimpleNamespace(kv_transfer_config=KVTransferConfig(**config)))
+
+
 @pytest.mark.parametrize(("written", "router"), ROUTERS.values(), ids=ROUTERS)
 def test_serve_takes_the_router_that_a_configuration_names(written: dict[str, Any], router: Any) -> None:
     config = RequestRouterConfig(**written)
