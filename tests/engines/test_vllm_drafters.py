@@ -93,8 +93,8 @@ def test_a_hit_drafts_as_well_as_the_engines_own_cache(engines: Engines) -> None
         assert (said, cached) == (right, 384)
         for name, count in (("own", own), ("pool", pool), ("computed", computed)):
             total[name] += count
-    assert total["computed"] > 50, "with zeros as the drafter's KV a tenth to a third fewer guesses are right"
-    assert abs(total["pool"] - total["own"]) < 0.05 * total["own"]
+    assert total["computed"] > 50, "some guesses are right"
+    assert abs(total["pool"] - total["own"]) <= 2, "zeros in the place of the drafter's KV make 4 to 56 of difference"
 
 
 def test_engines_without_a_drafter_read_what_engines_with_one_stored(engines: Engines) -> None:
