@@ -490,9 +490,11 @@ def _identify(vllm_config: Any, kv_cache_config: Any) -> None:
     tenant = {"tenant": extra["tenant"]} if "tenant" in extra else {}
     extra["cache"] = identity(vllm_config, kv_cache_config, parts.name) | tenant
     extra["drafts"] = draft_layers(vllm_config, kv_cache_config.kv_cache_groups)
-    if any(map(any, extra["drafts"])):
+    if has_drafter(vllm_config):
         revision = f"{extra['cache']['revision']}/{drafter_name(vllm_config)}"
         extra["drafter"] = extra["cache"] | {"revision": revision}
+        if not any(map(any, extra["drafts"])):  # a drafter whose layers have no name of their own
+            extra["cache"] = extra["drafter"]
 
 
 def _cut(vllm_config: Any, kv_cache_config: Any) -> Cut:
@@ -510,9 +512,11 @@ def _cut(vllm_config: Any, kv_cache_config: Any) -> Cut:
 def _block_bytes(vllm_config: Any, kv_cache_config: Any) -> int:
     """Bytes of an engine's block on one rank, without a drafter's. With a pipeline, bytes on its shortest stage."""
     here = kv_cache_config.kv_cache_tensors[0].size // kv_cache_config.num_blocks
-    layers = len(kv_cache_config.kv_cache_groups[0].layer_names)
+    groups = kv_cache_config.kv_cache_groups
     if has_drafter(vllm_config):
-        return int(here // layers * len(target_layers(vllm_config, kv_cache_config.kv_cache_groups)[0][1]))
+        of_target = max((len(names) for _, names in target_layers(vllm_config, groups)), default=1)
+        return int(here // max(len(group.layer_names) for group in groups) * of_target)
+    layers = len(groups[0].layer_names)
     stages = vllm_config.parallel_config.pipeline_parallel_size
     if stages == 1:
         return int(here)

@@ -6,7 +6,7 @@ from vllm.v1.kv_offload.base import OffloadingSpec
 
 from raykv.integrations.node import attach
 from raykv.integrations.vllm.chunks.contents import DIGEST_BYTES
-from raykv.integrations.vllm.identity.groups import pool_part
+from raykv.integrations.vllm.identity.groups import numbers_of, pool_part
 from raykv.integrations.vllm.scheduler.manager import METRICS, RayKVManager
 from raykv.integrations.vllm.worker.worker import RayKVWorker, pages_of
 
@@ -52,11 +52,11 @@ class RayKVOffloadingSpec(OffloadingSpec):  # type: ignore[misc]
                         **(self._drafter if of.layers.of_drafter else self._arguments),
                         block_tokens=self.tokens_per_block[of.layers.group] * self.blocks_per_chunk,
                         block_bytes=of.rows.bytes * self.blocks_per_chunk // len(parts[rank]) + verifies * DIGEST_BYTES,
-                        part=pool_part(place, part, parts),
+                        part=pool_part(number, part, parts),
                     )
                     for part in parts[rank]
                 }
-                for place, of in enumerate(pages)
+                for of, number in zip(pages, numbers_of(of.layers.of_drafter for of in pages), strict=True)
             ]
             self._worker = RayKVWorker(
                 pool,

@@ -18,8 +18,10 @@ from vllm.v1.kv_offload.base import LookupResult, ReqContext, make_offload_key
 
 from raykv.integrations.vllm.chunks.chain import Chain
 from raykv.integrations.vllm.chunks.chunks import Origin
+from raykv.integrations.vllm.connector import _block_bytes
 from raykv.integrations.vllm.identity.drafters import draft_layers, target_layers
-from raykv.integrations.vllm.identity.groups import Group, Layers, groups_of
+from raykv.integrations.vllm.identity.groups import Group, Layers, groups_of, numbers_of
+from raykv.integrations.vllm.scheduler.waiting import PATIENCE
 from raykv.integrations.vllm.worker.ranks import Rank
 from raykv.integrations.vllm.worker.worker import pages_of
 
@@ -47,6 +49,7 @@ def group(*names: str) -> Any:
         ("dflash", "model.layers.3.self_attn.attn"),
         ("mtp", "mtp.layers.0.self_attn.attn"),
         ("mtp", "model.layers.2.mtp_block.self_attn.attn"),
+        ("dspark", "draft.layers.0.self_attn.attn"),
     ],
 )
 def test_a_drafters_layers_are_known_by_their_names(method: str, layer: str) -> None:
@@ -56,7 +59,7 @@ def test_a_drafters_layers_are_known_by_their_names(method: str, layer: str) -> 
         ("spec", ["model.layers.0.self_attn.attn"]),
         ("spec", ["model.layers.1.linear_attn"]),
     ]
-    assert target_layers(engine(method), [group(layer)]) == []
+    assert draft_layers(engine(method), groups[::-1]) == [[False], [False, True]]
 
 
 @pytest.mark.parametrize("method", [None, "ngram", "suffix"])
@@ -102,6 +105,46 @@ def test_keys_of_an_engine_with_two_pages_a_layer_are_apart_too() -> None:
     """Versions of vLLM with a tensor for keys and one for values."""
     pages = pages_of(caches(4), [[False, True]])
     assert [(of.layers, numbers(of.rows)) for of in pages] == [(Layers(0), [0, 1]), (Layers(0, True), [2, 3])]
+
+
+def test_the_targets_places_have_the_same_numbers_with_a_drafters_between() -> None:
+    """Else a layer's KV would have the key of another layer's."""
+    with open_pool() as pool:
+        arguments = {"model": "m", "dtype": "uint8", "layout": "rows"}
+        plain, drafting = (Manager(pool, arguments, True, PATIENCE, arguments | {"revision": "d"}) for _ in range(2))
+        plain.set_ranks([Rank(NODE, (0,), (BLOCK_BYTES,) * 2)], [Group(0, 0, 16, 0), Group(1, 1, 16, 0)])
+        groups = [Group(0, 0, 16, 0), Group(1, 1, 16, 0, of_drafter=True), Group(2, 2, 16, 0)]
+        drafting.set_ranks([Rank(NODE, (0,), (BLOCK_BYTES,) * 3)], groups)
+        roots = [[of.caches[place][0].id_for(None) for place in sorted(of.caches)] for of in (plain, drafting)]
+    assert roots[0] == roots[1][::2] and len(set(roots[1])) == 3
+    assert numbers_of([False, True, False, True, True]) == [0, 0, 1, 1, 2]
+
+
+def test_engines_wait_for_engines_with_the_same_drafter() -> None:
+    """Intents are known by the first part of a look-up: an engine without a drafter does not announce a drafter's."""
+    full, drafter = Group(0, 0, 16, 0), Group(0, 1, 16, 0, of_drafter=True)
+    arguments = {"model": "m", "dtype": "uint8", "layout": "rows"}
+    with open_pool() as pool:
+        manager = Manager(pool, arguments, True, PATIENCE, arguments | {"revision": "d"})
+        manager.set_ranks([Rank(NODE, (0,), (BLOCK_BYTES,) * 2)], [full, drafter])
+        assert manager.first_cache == manager.caches[0][0], "routers know the target's keys"
+        assert [at.group for at in manager._places()] == [drafter, full]
+
+
+def test_chunks_have_as_many_blocks_as_without_a_drafter() -> None:
+    """Where windows and full attention have a group each, and the drafter's layer makes one of them wider."""
+
+    def block_bytes(method: str | None, *layers: str) -> int:
+        groups = [group(*[f"model.layers.{number}.attn" for number in range(12)]), group(*layers)]
+        widest = max(len(group.layer_names) for group in groups)
+        config = SimpleNamespace(
+            kv_cache_groups=groups, num_blocks=BLOCKS, kv_cache_tensors=[SimpleNamespace(size=widest * PAGE * BLOCKS)]
+        )
+        one = SimpleNamespace(pipeline_parallel_size=1)
+        return _block_bytes(SimpleNamespace(**vars(engine(method, 24)), parallel_config=one), config)
+
+    full = [f"model.layers.{number}.attn" for number in range(12, 24)]
+    assert block_bytes("eagle3", *full, "model.layers.24.attn") == block_bytes(None, *full) == 12 * PAGE
 
 
 def configured(index: int, tokens: int, window: int | None, ahead: bool) -> Any:

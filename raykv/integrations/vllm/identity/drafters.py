@@ -1,19 +1,20 @@
 """The layers of a drafter: the model or the heads that guess tokens in speculative decoding, and keep KV of their own.
 
-The target, the model that is served, verifies each guess. So no KV of a drafter changes an answer; other KV than the
-drafter's own has fewer guesses accepted. A drafter's layers are a part of the pool's chunks beside the target's:
-engines with other drafters, or without any, share the target's part.
+The target, the model that is served, verifies each guess. So no KV of a drafter changes an answer, but with wrong KV
+fewer guesses are right. A chunk has a part of the target's layers and a part of the drafter's. Engines with other
+drafters, or without any, share the target's part.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
 from raykv.integrations.vllm.identity.digests import config_digest, digest
 
-WITHOUT_KV = ("ngram", "ngram_gpu", "suffix", "medusa")  # methods that keep nothing of a prompt
-# what the name of a drafter's layer has where its numbers begin at 0; other drafters count on from the target's layers
+WITHOUT_KV = ("ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator")  # methods that keep nothing of a prompt
+# of a drafter's layers, where their numbers begin at 0; other drafters count on from the target's layers
 PREFIXES = ("draft_model", "mtp")
 
 
@@ -25,8 +26,12 @@ def has_drafter(vllm_config: Any) -> bool:
 
 def draft_layers(vllm_config: Any, groups: Sequence[Any]) -> list[list[bool]]:
     """By group, whether each layer is a drafter's. groups: vLLM's KV cache groups."""
-    layers = vllm_config.model_config.get_total_num_hidden_layers() if has_drafter(vllm_config) else None
-    return [[layers is not None and _is_draft(name, layers) for name in group.layer_names] for group in groups]
+    if not has_drafter(vllm_config):
+        return [[False] * len(group.layer_names) for group in groups]
+    layers = vllm_config.model_config.get_total_num_hidden_layers()
+    unmarked = [name for group in groups for name in group.layer_names if not _is_marked(name)]
+    model = _split(unmarked[0])[0] if unmarked else ""
+    return [[_is_draft(name, model, layers) for name in group.layer_names] for group in groups]
 
 
 def target_layers(vllm_config: Any, groups: Sequence[Any]) -> list[tuple[Any, list[str]]]:
@@ -39,17 +44,26 @@ def target_layers(vllm_config: Any, groups: Sequence[Any]) -> list[tuple[Any, li
     return [(spec, names) for spec, names in found if names]
 
 
-def _is_draft(layer: str, target_layers: int) -> bool:
-    """layer: its name in vLLM. target_layers: number of the target's layers."""
-    words = layer.split(".")
-    number = next((int(word) for word in words if word.isdigit()), 0)
-    return not set(PREFIXES).isdisjoint(words) or number >= target_layers
+def _is_draft(layer: str, model: str, layers: int) -> bool:
+    """layer: its name in vLLM. model: what the names of the target's layers begin with. layers: of the target."""
+    begin, number = _split(layer)
+    return begin != model or number >= layers or _is_marked(layer)
+
+
+def _is_marked(layer: str) -> bool:
+    return not set(PREFIXES).isdisjoint(layer.split("."))
+
+
+def _split(layer: str) -> tuple[str, int]:
+    """What a layer's name has before its number, and the number; 0 without any."""
+    found = re.search(r"\.(\d+)(?=\.|$)", layer)
+    return (layer[: found.start()], int(found[1])) if found else (layer, 0)
 
 
 def drafter_name(vllm_config: Any) -> str:
     """Text that covers everything by which the KV of two drafters of the same target differs, except tokens.
 
-    The number of guesses is not part of it: KV is kept of what the target computed.
+    The number of guesses is not part of it. It changes pages of states only, and a cache covers their size.
     """
     speculative = vllm_config.speculative_config
     draft = speculative.draft_model_config
@@ -63,6 +77,8 @@ def drafter_name(vllm_config: Any) -> str:
         str(draft.dtype),
         draft.quantization,
         config_digest(draft.hf_config),
+        str(getattr(speculative, "attention_backend", None)),
+        str(getattr(speculative, "kv_cache_dtype", None)),
         (speculative.draft_load_config or vllm_config.load_config).load_format,
     )
     return f"drafter-{digest(repr(found))}"

@@ -7,6 +7,7 @@ chunk of a group by its hash and the index of the group.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from math import lcm
 from typing import Any, NamedTuple
@@ -50,9 +51,24 @@ class Group(NamedTuple):
     of_drafter: bool = False
 
 
-def pool_part(place: int, part: int, ranks: Iterable[Sequence[int]]) -> int:
-    """The `part` of the pool's cache for a part of a group's chunks. ranks: by rank, its parts of a chunk."""
-    return place * (1 + max(map(max, ranks))) + part
+def pool_part(number: int, part: int, ranks: Iterable[Sequence[int]]) -> int:
+    """The `part` of the pool's cache for a part of a group's chunks. ranks: by rank, its parts of a chunk.
+
+    number: see `numbers_of`.
+    """
+    return number * (1 + max(map(max, ranks))) + part
+
+
+def numbers_of(drafters: Iterable[bool]) -> list[int]:
+    """By place: its number among the target's places, or among the drafter's. drafters: by place, whose it is.
+
+    vLLM may put a drafter's group between those of the target, which have the same numbers without a drafter.
+    """
+    counts, found = Counter[bool](), []
+    for of_drafter in drafters:
+        found.append(counts[of_drafter])
+        counts[of_drafter] += 1
+    return found
 
 
 def groups_of(configs: Sequence[Any], layers: Sequence[Layers] = ()) -> list[Group]:

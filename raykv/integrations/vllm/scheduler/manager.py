@@ -30,7 +30,7 @@ from raykv.client.pool import KVPool
 from raykv.integrations.vllm.chunks.chain import Chain
 from raykv.integrations.vllm.chunks.chunks import ChunksOfLayers, ChunksToLoad, ChunksToStore, Origin, PartToLoad
 from raykv.integrations.vllm.events.kv_events import KVEvents, Prompt
-from raykv.integrations.vllm.identity.groups import Group, pool_part
+from raykv.integrations.vllm.identity.groups import Group, numbers_of, pool_part
 from raykv.integrations.vllm.identity.weights import Weights
 from raykv.integrations.vllm.scheduler.waiting import PATIENCE, UNMEASURED, Wait
 from raykv.integrations.vllm.worker.ranks import Rank
@@ -340,14 +340,15 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
     def _make_caches(self) -> dict[int, dict[int, KVCache]]:
         if not self._ranks:
             return {}
-        ranks = [rank.parts for rank in self._ranks]
+        ranks, places = [rank.parts for rank in self._ranks], sorted(self._groups, key=lambda group: group.place)
+        numbers = dict(zip(places, numbers_of(group.of_drafter for group in places), strict=True))
         return {
             group.place: {
                 part: self._pool.cache(
                     **self._arguments_of(group),
                     block_tokens=group.tokens,
                     block_bytes=rank.part_bytes[group.place],
-                    part=pool_part(group.place, part, ranks),
+                    part=pool_part(numbers[group], part, ranks),
                 )
                 for rank in self._ranks
                 for part in rank.parts
@@ -415,11 +416,15 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
         return Found(match, chunks, ready)
 
     def _places(self) -> list[Place]:
-        """What the parts of a match are, in their order."""
+        """What the parts of a match are, in their order.
+
+        A drafter's are first: an engine without this drafter is not to be waited for, as it stores the target's only.
+        """
+        groups = sorted(self._groups, key=lambda group: not group.of_drafter)
         return [
             Place(rank, group, number)
             for rank, of_rank in enumerate(self._ranks)
-            for group in self._groups
+            for group in groups
             for number in range(len(of_rank.parts))
         ]
 
