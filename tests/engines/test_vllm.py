@@ -19,16 +19,16 @@ import raykv
 pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'raykv[vllm]'")
 
 import torch
-from helpers.engines.vllm.engine import close_engines, engine_on, save_model
+from helpers.engines.vllm.engine import close_engines, engine_on, prompt, save_model
 from helpers.engines.vllm.request import request
 from vllm.v1.kv_cache_interface import CrossAttentionSpec, FullAttentionSpec
 from vllm.v1.kv_offload.base import GPULoadStoreSpec, LookupResult, ReqContext, make_offload_key
 
 from raykv.arena.buffers import rows_of
 from raykv.integrations.vllm.chunks.chunks import ChunksOfLayers, ChunksToStore
-from raykv.integrations.vllm.connector import check
 from raykv.integrations.vllm.identity.groups import Group, Layers
 from raykv.integrations.vllm.scheduler.manager import FAILED, HITS, RayKVManager
+from raykv.integrations.vllm.supported import check
 from raykv.integrations.vllm.worker.ranks import Rank
 from raykv.integrations.vllm.worker.worker import Pages, RayKVWorker
 
@@ -63,10 +63,6 @@ class Engines(NamedTuple):
             return bool(self.pool.stats().get("stored", 0) >= before + len(prompt) // CHUNK)
 
         eventually(there)
-
-
-def prompt(seed: int, tokens: int) -> list[int]:
-    return np.random.default_rng(seed).integers(3, 500, tokens).tolist()  # type: ignore[no-any-return]
 
 
 @pytest.fixture(scope="module")

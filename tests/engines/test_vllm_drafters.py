@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import pytest
 import ray
 from helpers.pools import MIB, eventually, other_node, settled
@@ -15,8 +14,8 @@ import raykv
 
 pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'raykv[vllm]'")
 
-from helpers.engines.vllm.drafters import SAVES, VOCABULARY, save
-from helpers.engines.vllm.engine import close_engines, engine_on
+from helpers.engines.vllm.drafters import SAVES, save
+from helpers.engines.vllm.engine import close_engines, engine_on, prompt
 
 pytestmark = pytest.mark.timeout(600)
 CHUNK = 128  # tokens
@@ -49,10 +48,6 @@ class Engines(NamedTuple):
         return said
 
 
-def prompt(seed: int, tokens: int = 500) -> list[int]:
-    return np.random.default_rng(seed).integers(3, VOCABULARY, tokens).tolist()  # type: ignore[no-any-return]
-
-
 def ask(engine: Any, asked: list[int], tokens: int = 100, **how: Any) -> tuple[list[int], int, float]:
     """(what follows, how many of the prompt's tokens were cached, how many guesses were accepted)."""
     before = ray.get(engine.metrics.remote()).get(ACCEPTED, 0.0)
@@ -81,7 +76,7 @@ def test_a_hit_drafts_as_well_as_the_engines_own_cache(engines: Engines) -> None
     """The accepted guesses tell: the target would mend a wrong KV of the drafter."""
     total = {"own": 0.0, "pool": 0.0, "computed": 0.0}
     for seed in range(1, 4):
-        asked = prompt(seed)
+        asked = prompt(seed, 500)
         right = ask(engines.plain, asked, cold=True)[0]
         said, cached, computed = ask(engines.one, asked)
         assert (said, cached) == (right, 0)
@@ -98,7 +93,7 @@ def test_a_hit_drafts_as_well_as_the_engines_own_cache(engines: Engines) -> None
 
 
 def test_engines_without_a_drafter_read_what_engines_with_one_stored(engines: Engines) -> None:
-    asked = prompt(11)
+    asked = prompt(11, 500)
     right = engines.stored(engines.one, asked)
     engines.reset(engines.plain)
     assert ask(engines.plain, asked)[:2] == (right, 384)
@@ -106,7 +101,7 @@ def test_engines_without_a_drafter_read_what_engines_with_one_stored(engines: En
 
 def test_what_an_engine_without_a_drafter_stored_lacks_the_drafters_part(engines: Engines) -> None:
     """So it is computed, once, and stored."""
-    asked = prompt(12)
+    asked = prompt(12, 500)
     right = engines.stored(engines.plain, asked)
     said, cached, _ = ask(engines.one, asked)
     assert (said, cached) == (right, 0)
@@ -117,9 +112,9 @@ def test_what_an_engine_without_a_drafter_stored_lacks_the_drafters_part(engines
 
 def test_what_was_drafted_is_read_in_the_next_turn(engines: Engines) -> None:
     """With aborts in between, and more requests than the engine has blocks for."""
-    first = prompt(13)
+    first = prompt(13, 500)
     turn = first + ask(engines.one, first, 200)[0]
-    ray.get(engines.one.abort.remote(prompt(14), 6))
+    ray.get(engines.one.abort.remote(prompt(14, 500), 6))
     many = [prompt(seed, 300) for seed in range(20, 38)]
     right = ray.get(engines.plain.mix.remote(*many, tokens=60))
     assert ray.get(engines.one.mix.remote(*many, tokens=60)) == right
@@ -134,7 +129,7 @@ def test_ranks_have_a_part_of_the_drafters_layers_each(
     pool, (target, speculative) = start(cpu_memory=64 * MIB), save("draft_model", tmp_path)
     drafts: dict[str, Any] = {"speculative_config": speculative, "tensor_parallel_size": 2}
     engine = engine_on(pool.node_id, pool.name, str(target), 64 * MIB, str(tmp_path / "fault"), apart=True, **drafts)
-    engines, asked = Engines(pool, engine, engine, engine), prompt(1)
+    engines, asked = Engines(pool, engine, engine, engine), prompt(1, 500)
     right = ask(engine, asked, 8)[0]
     chunk = 2 * CHUNK  # of a rank's half of each block
     eventually(lambda: engines.cached(engine, asked) == chunk)

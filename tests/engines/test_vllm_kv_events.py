@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-import numpy as np
 import pytest
 import ray
 from helpers.engines.vllm.kv_index import KVIndex
@@ -20,7 +19,7 @@ from raykv.integrations.prefix_lookup import PrefixLookup
 
 pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'raykv[vllm]'")
 
-from helpers.engines.vllm.engine import close_engines, engine_on, save_model
+from helpers.engines.vllm.engine import close_engines, engine_on, prompt, save_model
 from vllm.config import KVEventsConfig
 
 from raykv.integrations.vllm.router import block_hashes
@@ -67,10 +66,6 @@ class World(NamedTuple):
         """Whether an engine's events say of each prompt what the directory says."""
         index = told.step()
         return [index.blocks(prompt, BLOCK) for prompt in prompts] == [self.blocks(prompt) for prompt in prompts]
-
-
-def prompt(seed: int, tokens: int) -> list[int]:
-    return np.random.default_rng(seed).integers(3, 500, tokens).tolist()  # type: ignore[no-any-return]
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from raykv.bench.engines.shapes import WINDOW
 
 pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'raykv[vllm]'")
 
-from helpers.engines.vllm.engine import close_engines, engine_on, save_mla_model
+from helpers.engines.vllm.engine import close_engines, engine_on, prompt, save_mla_model
 from helpers.engines.vllm.models import MODELS, Model
 
 pytestmark = pytest.mark.timeout(600)
@@ -44,10 +44,6 @@ class Engines(NamedTuple):
         """What an engine says that has nothing in a cache of its own."""
         eventually(lambda: ray.get(engine.reset.remote()))
         return ray.get(engine.spell.remote(prompt))  # type: ignore[no-any-return]
-
-
-def prompt(seed: int, tokens: int) -> list[int]:
-    return np.random.default_rng(seed).integers(3, 500, tokens).tolist()  # type: ignore[no-any-return]
 
 
 @pytest.fixture(scope="module", params=PARAMS)

@@ -17,7 +17,7 @@ import raykv
 
 pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'raykv[vllm]'")
 
-from helpers.engines.vllm.engine import close_engines, engine_on, save_model
+from helpers.engines.vllm.engine import close_engines, engine_on, prompt, save_model
 from vllm.v1.kv_offload.base import GPULoadStoreSpec
 
 from raykv.arena.buffers import rows_of
@@ -41,10 +41,6 @@ class Engines(NamedTuple):
     other: Any
     decode: Any
     fault: Path
-
-
-def prompt(seed: int, tokens: int) -> list[int]:
-    return np.random.default_rng(seed).integers(3, 500, tokens).tolist()  # type: ignore[no-any-return]
 
 
 def spell(engine: Any, prompt: list[int], **options: Any) -> Said:

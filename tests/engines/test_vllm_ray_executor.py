@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import pytest
 import ray
 from helpers.pools import MIB, eventually, node_store, pid, settled
@@ -20,7 +19,7 @@ import raykv
 pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'raykv[vllm]'")
 
 from helpers.engines.vllm import ray_engine
-from helpers.engines.vllm.engine import save_model
+from helpers.engines.vllm.engine import prompt, save_model
 
 pytestmark = pytest.mark.timeout(900)
 CHUNK = 256  # tokens: two ranks have 4 KiB of each
@@ -49,10 +48,6 @@ class Engines(NamedTuple):
         """Blocks on the nodes: of the head, of the left, of the right one."""
         nodes = self.pool.stats()["nodes"]
         return [nodes[node]["ready"] for node in (self.pool.node_id, self.left.node_id, self.right.node_id)]
-
-
-def prompt(seed: int, tokens: int) -> list[int]:
-    return np.random.default_rng(seed).integers(3, 500, tokens).tolist()  # type: ignore[no-any-return]
 
 
 def spell(engine: Any, prompt: list[int]) -> Spelt:

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import pytest
 import ray
 from helpers.pools import MIB, eventually, settled
@@ -15,7 +14,7 @@ import raykv
 
 pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'raykv[vllm]'")
 
-from helpers.engines.vllm.engine import close_engines, engine_on, save_model
+from helpers.engines.vllm.engine import close_engines, engine_on, prompt, save_model
 
 from raykv.integrations.vllm.identity.weights import Weights
 
@@ -50,10 +49,6 @@ class Engines(NamedTuple):
         """Say that an engine's weights are others now, and what they are called."""
         self.files[number].write_text(weights)
         assert ray.get(self.actors[number].reset.remote(connector=True))
-
-
-def prompt(seed: int, tokens: int) -> list[int]:
-    return np.random.default_rng(seed).integers(3, 500, tokens).tolist()  # type: ignore[no-any-return]
 
 
 @pytest.fixture(scope="module")

@@ -27,9 +27,7 @@ from raykv.system.extras import to_install
 try:
     import torch
     import vllm
-    from vllm.config import get_current_vllm_config_or_none
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingWorkerMetadata
-    from vllm.platforms import current_platform
     from vllm.utils.hashing import get_hash_fn_by_name
     from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind
     from vllm.v1.kv_offload.base import LookupResult
@@ -41,16 +39,17 @@ from raykv.integrations.vllm.chunks.chain import Chain
 from raykv.integrations.vllm.chunks.chunks import Origin
 from raykv.integrations.vllm.chunks.contents import Contents
 from raykv.integrations.vllm.chunks.tail import Tail, as_chunk, store_job, tail_of
-from raykv.integrations.vllm.compat import TAKES_GROUPS, TRIMS_HASHES, Connector, check_version, kv_replicas, load_limit
+from raykv.integrations.vllm.compat import TRIMS_HASHES, Connector, kv_replicas, load_limit
 from raykv.integrations.vllm.events.kv_events import KVEvents, Prompt, Sizes
 from raykv.integrations.vllm.identity.adapters import OwnCache, Told, ToldAdapters
 from raykv.integrations.vllm.identity.drafters import draft_layers, drafter_name, has_drafter, target_layers
-from raykv.integrations.vllm.identity.groups import blocks_within, groups_of, is_latent, loadable, unsupported
+from raykv.integrations.vllm.identity.groups import blocks_within, groups_of, is_latent, loadable
 from raykv.integrations.vllm.identity.identity import identity
 from raykv.integrations.vllm.identity.weights import Weights
 from raykv.integrations.vllm.scheduler.waiting import patience_of
 from raykv.integrations.vllm.serve_llm import register
 from raykv.integrations.vllm.spec import RayKVOffloadingSpec
+from raykv.integrations.vllm.supported import check, check_policy, why_computed
 from raykv.integrations.vllm.worker.loads import LoadedAdapters
 from raykv.integrations.vllm.worker.ranks import Cut, check_heads, cut, tell, told
 
@@ -58,7 +57,6 @@ log = logging.getLogger("raykv")
 
 CHUNK_BYTES = 1 * MIB  # a pool block is at least this long: metadata costs the same for any length
 HOLD_S = 1.0  # no load begins for so long after a failed reset, so that it can be tried again
-WITHOUT = "or leave kv_transfer_config out"
 
 
 def kv_transfer_config(pool: str = "default", role: str = "kv_both") -> dict[str, Any]:
@@ -83,7 +81,7 @@ class RayKVConnector(Connector):  # type: ignore[misc]
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         """ValueError for a version, hash, parallel shape or KV layout of vLLM that raykv does not support."""
         check(vllm.__version__, vllm_config, kv_cache_config)
-        _check_policy(vllm_config)
+        check_policy(vllm_config)
         _configure(vllm_config)
         _identify(vllm_config, kv_cache_config)
         super().__init__(vllm_config, role, kv_cache_config)
@@ -131,7 +129,7 @@ class RayKVConnector(Connector):  # type: ignore[misc]
             _name(self._vllm_config),
             self._vllm_config.parallel_config.world_size,
         )
-        if why := _why_computed(self._vllm_config):
+        if why := why_computed(self._vllm_config):
             log.warning("this engine reads and stores nothing in the raykv pool: %s", why)
         else:
             scheduler.manager.set_ranks(ranks, groups_of(scheduler.config.kv_group_configs, ranks[0].layers))
@@ -317,9 +315,9 @@ class RayKVConnector(Connector):  # type: ignore[misc]
         if self._role == "kv_both" or len(config.kv_group_configs) > 1:
             return None
         (group,) = groups_of(config.kv_group_configs)
-        return (
-            None if group.window or group.ahead else tail_of(request, group.tokens, config.tokens_per_hash, self._hash)
-        )
+        if group.window or group.ahead:
+            return None
+        return tail_of(request, group.tokens, config.tokens_per_hash, self._hash)
 
     def _store_tail(self, request_id: str, tokens: int) -> dict[int, Any]:
         """A job by its id, if the prompt of a request ends among the `tokens` that this step computes; else {}."""
@@ -381,84 +379,9 @@ def most_loaded(scheduler: Any, status: Any, computed: int) -> int:
     return loadable(status.req.num_tokens, groups_of(scheduler.config.kv_group_configs), aligned, most)
 
 
-def check(version: str, vllm_config: Any, kv_cache_config: Any) -> None:
-    """ValueError unless this engine can use a pool; the text says which option to set."""
-    check_version(version)
-    algorithm = vllm_config.cache_config.prefix_caching_hash_algo
-    if algorithm.startswith("xxhash"):
-        raise ValueError(
-            f"prefix_caching_hash_algo={algorithm!r} is seeded in every process and can be made to collide, so engines "
-            f"can't share by it: set prefix_caching_hash_algo to 'sha256', or 'sha256_cbor' across Python versions"
-        )
-    parallel = vllm_config.parallel_config
-    for name, most in (("prefill_context_parallel_size", 1), ("decode_context_parallel_size", 1), ("nnodes", 1)):
-        if getattr(parallel, name) > most:
-            raise ValueError(f"{name}={getattr(parallel, name)} is not supported by raykv: set it to {most}, {WITHOUT}")
-    if has_drafter(vllm_config):
-        _check_drafter(vllm_config)
-    groups = kv_cache_config.kv_cache_groups
-    if not groups:
-        raise ValueError("this model keeps no KV of a prompt, as BERT and other encoders: leave kv_transfer_config out")
-    if wrong := set().union(*(unsupported(group.kv_cache_spec) for group in groups)):
-        raise ValueError(
-            f"this model's KV cache has {', '.join(sorted(wrong))}, "
-            f"which raykv can't reuse: leave kv_transfer_config out"
-        )
-    if len(groups) > 1 and not TAKES_GROUPS:
-        raise ValueError(
-            f"this model's KV cache has {len(groups)} groups, but vLLM {version} can't go on after a failed load: "
-            f"install 0.30 or later, set disable_hybrid_kv_cache_manager=True if these are sliding windows, {WITHOUT}"
-        )
-
-
-def _check_drafter(vllm_config: Any) -> None:
-    """ValueError where not every rank has the drafter's layers, or they can't be cut as the target's are."""
-    asked = f"speculative_config with method={vllm_config.speculative_config.method!r}"
-    if (stages := vllm_config.parallel_config.pipeline_parallel_size) > 1:
-        raise ValueError(
-            f"{asked} and pipeline_parallel_size={stages}: only the last stage has the drafter's layers, which raykv "
-            f"does not support: set pipeline_parallel_size to 1, leave speculative_config out, {WITHOUT}"
-        )
-    if vllm_config.kv_transfer_config.kv_connector_extra_config.get("canonical_layout"):
-        raise ValueError(
-            f"{asked} and canonical_layout: a drafter's KV can't be cut by the target's heads: leave canonical_layout "
-            f"or speculative_config out"
-        )
-
-
 def _name(vllm_config: Any) -> str:
     """A name of one start of an engine. The engine_id is not enough: several engines may have the same."""
     return f"{vllm_config.kv_transfer_config.engine_id}-{vllm_config.instance_id}"
-
-
-def _check_policy(vllm_config: Any) -> None:
-    """ValueError where vLLM would end a request whose load fails, as it does by default.
-
-    Inside MultiConnector each connector has its own configuration, but the scheduler reads the outer one.
-    """
-    around = getattr(get_current_vllm_config_or_none(), "kv_transfer_config", None)
-    if around is None or around is vllm_config.kv_transfer_config:
-        return
-    if (policy := around.kv_load_failure_policy) != "recompute":
-        raise ValueError(
-            f'kv_load_failure_policy={policy!r} beside "connectors": a request whose load fails would end with an '
-            f'error: add "kv_load_failure_policy": "recompute" to the kv_transfer_config of MultiConnector itself'
-        )
-
-
-def _why_computed(vllm_config: Any) -> str:
-    """Why an engine must compute every prefix, as vLLM itself can't go on from one; "" if it can.
-
-    Where only the user turned vLLM's prefix cache off, the pool may still serve.
-    """
-    model = vllm_config.model_config
-    if vllm_config.cache_config.enable_prefix_caching:
-        return ""
-    if not model.is_prefix_caching_supported:
-        return "vLLM can't reuse the KV of this model"
-    if model.use_mla and current_platform.is_cpu():
-        return "vLLM can't go on from a prefix of an MLA model on this CPU, and has turned its own prefix cache off"
-    return ""
 
 
 def _configure(vllm_config: Any) -> None:

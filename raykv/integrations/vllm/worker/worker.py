@@ -274,12 +274,11 @@ class RayKVWorker(OffloadingWorker):  # type: ignore[misc]
 
     def _runs(self, spec: Any) -> list[Run]:
         """The engine's blocks of a job, by place."""
-        ids, ends = spec.block_ids.astype(np.int64), np.cumsum(spec.group_sizes).tolist()
+        pieces = np.split(spec.block_ids.astype(np.int64), np.cumsum(spec.group_sizes)[:-1])
         return [
-            Run(place, ids[ends[of.group] - size : ends[of.group]], first % self._per_chunk, self._per_chunk)
+            Run(place, pieces[of.group], spec.block_indices[of.group] % self._per_chunk, self._per_chunk)
             for place, of in enumerate(self._layers)
-            if (size := spec.group_sizes[of.group])
-            for first in [spec.block_indices[of.group]]
+            if len(pieces[of.group])
         ]
 
     def _offers(self, run: Run, target: ChunksToStore, weights: bytes) -> list[Offer]:

@@ -8,6 +8,7 @@ from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import ray
 import torch
@@ -68,6 +69,11 @@ def close_engines(*engines: Any, killed: Sequence[Any] = ()) -> None:
         with contextlib.suppress(ray.exceptions.RayActorError):
             ray.get(engine.close.remote())
         ray.kill(engine)
+
+
+def prompt(seed: int, tokens: int) -> list[int]:
+    """Tokens of the small models' vocabulary."""
+    return np.random.default_rng(seed).integers(3, 500, tokens).tolist()  # type: ignore[no-any-return]
 
 
 def save_model(folder: Path) -> None:

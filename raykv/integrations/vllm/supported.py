@@ -1,0 +1,89 @@
+"""Which of vLLM's engines can use a pool: others are refused at their start, or compute without the pool."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.config import get_current_vllm_config_or_none
+from vllm.platforms import current_platform
+
+from raykv.integrations.vllm.compat import TAKES_GROUPS, check_version
+from raykv.integrations.vllm.identity.drafters import has_drafter
+from raykv.integrations.vllm.identity.groups import unsupported
+
+WITHOUT = "or leave kv_transfer_config out"
+
+
+def check(version: str, vllm_config: Any, kv_cache_config: Any) -> None:
+    """ValueError unless this engine can use a pool; the text says which option to set."""
+    check_version(version)
+    algorithm = vllm_config.cache_config.prefix_caching_hash_algo
+    if algorithm.startswith("xxhash"):
+        raise ValueError(
+            f"prefix_caching_hash_algo={algorithm!r} is seeded in every process and can be made to collide, so engines "
+            f"can't share by it: set prefix_caching_hash_algo to 'sha256', or 'sha256_cbor' across Python versions"
+        )
+    parallel = vllm_config.parallel_config
+    for name, most in (("prefill_context_parallel_size", 1), ("decode_context_parallel_size", 1), ("nnodes", 1)):
+        if getattr(parallel, name) > most:
+            raise ValueError(f"{name}={getattr(parallel, name)} is not supported by raykv: set it to {most}, {WITHOUT}")
+    if has_drafter(vllm_config):
+        _check_drafter(vllm_config)
+    groups = kv_cache_config.kv_cache_groups
+    if not groups:
+        raise ValueError("this model keeps no KV of a prompt, as BERT and other encoders: leave kv_transfer_config out")
+    if wrong := set().union(*(unsupported(group.kv_cache_spec) for group in groups)):
+        raise ValueError(
+            f"this model's KV cache has {', '.join(sorted(wrong))}, "
+            f"which raykv can't reuse: leave kv_transfer_config out"
+        )
+    if len(groups) > 1 and not TAKES_GROUPS:
+        raise ValueError(
+            f"this model's KV cache has {len(groups)} groups, but vLLM {version} can't go on after a failed load: "
+            f"install 0.30 or later, set disable_hybrid_kv_cache_manager=True if these are sliding windows, {WITHOUT}"
+        )
+
+
+def _check_drafter(vllm_config: Any) -> None:
+    """ValueError where not every rank has the drafter's layers, or they can't be cut as the target's are."""
+    asked = f"speculative_config with method={vllm_config.speculative_config.method!r}"
+    if (stages := vllm_config.parallel_config.pipeline_parallel_size) > 1:
+        raise ValueError(
+            f"{asked} and pipeline_parallel_size={stages}: only the last stage has the drafter's layers, which raykv "
+            f"does not support: set pipeline_parallel_size to 1, leave speculative_config out, {WITHOUT}"
+        )
+    if vllm_config.kv_transfer_config.kv_connector_extra_config.get("canonical_layout"):
+        raise ValueError(
+            f"{asked} and canonical_layout: a drafter's KV can't be cut by the target's heads: leave canonical_layout "
+            f"or speculative_config out"
+        )
+
+
+def check_policy(vllm_config: Any) -> None:
+    """ValueError where vLLM would end a request whose load fails, as it does by default.
+
+    Inside MultiConnector each connector has its own configuration, but the scheduler reads the outer one.
+    """
+    around = getattr(get_current_vllm_config_or_none(), "kv_transfer_config", None)
+    if around is None or around is vllm_config.kv_transfer_config:
+        return
+    if (policy := around.kv_load_failure_policy) != "recompute":
+        raise ValueError(
+            f'kv_load_failure_policy={policy!r} beside "connectors": a request whose load fails would end with an '
+            f'error: add "kv_load_failure_policy": "recompute" to the kv_transfer_config of MultiConnector itself'
+        )
+
+
+def why_computed(vllm_config: Any) -> str:
+    """Why an engine must compute every prefix, as vLLM itself can't go on from one; "" if it can.
+
+    Where only the user turned vLLM's prefix cache off, the pool may still serve.
+    """
+    model = vllm_config.model_config
+    if vllm_config.cache_config.enable_prefix_caching:
+        return ""
+    if not model.is_prefix_caching_supported:
+        return "vLLM can't reuse the KV of this model"
+    if model.use_mla and current_platform.is_cpu():
+        return "vLLM can't go on from a prefix of an MLA model on this CPU, and has turned its own prefix cache off"
+    return ""
