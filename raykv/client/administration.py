@@ -5,12 +5,11 @@ import secrets
 from collections.abc import Iterator
 from typing import Any
 
-import ray
 from ray.exceptions import RayError, RayTaskError
 
 from raykv import cluster
 from raykv.client.session import settings_of
-from raykv.cluster import internal_kv, named_actors
+from raykv.cluster import internal_kv, named_actors, ray_calls
 from raykv.cluster.internal_kv import Kept
 from raykv.config import Quota, Size, check_tenant, memory_size
 from raykv.errors import CapacityError
@@ -47,16 +46,16 @@ class Administration:
         Raises RayError if the pool's actors do not answer, and ValueError if it has no directory.
         """
         directory = self._directory()
-        floor, count = ray.get(directory.clear.remote(), timeout=ADMIN_DEADLINE_S)
+        floor, count = ray_calls.get(directory.clear.remote(), timeout=ADMIN_DEADLINE_S)
         stores = []
-        names = ray.get(directory.nodes.remote(), timeout=ADMIN_DEADLINE_S).values()
+        names = ray_calls.get(directory.nodes.remote(), timeout=ADMIN_DEADLINE_S).values()
         for node_id in {host_of(name) for name in names}:
             with contextlib.suppress(ValueError):  # a node that was lost meanwhile
                 stores.append(named_actors.find(named_actors.node_store_name(self.name, node_id)))
         internal_kv.drop_other_tokens(self.name)
         content = secrets.token_bytes(CONTENT_BYTES)
         internal_kv.put(self.name, Kept.SEED, content)  # a restarted store may find a tier without its marker
-        ray.get([store.clear.remote(floor, content) for store in stores], timeout=ADMIN_DEADLINE_S)
+        ray_calls.get([store.clear.remote(floor, content) for store in stores], timeout=ADMIN_DEADLINE_S)
         return int(count)
 
     def own_node(self) -> str:
@@ -80,7 +79,7 @@ class Administration:
         supervisor = self._supervisor_of(node_id)
         with _plainly(ValueError):
             asked = supervisor.drain.remote(node_id, deadline, force)
-            left: int = ray.get(asked, timeout=2 * deadline + DRAIN_GRACE_S)
+            left: int = ray_calls.get(asked, timeout=2 * deadline + DRAIN_GRACE_S)
         return left
 
     def cancel_drain(self, node_id: str) -> None:
@@ -91,7 +90,7 @@ class Administration:
         """
         supervisor = self._supervisor_of(node_id)
         with _plainly(ValueError):
-            ray.get(supervisor.cancel_drain.remote(node_id), timeout=2 * ADMIN_DEADLINE_S)
+            ray_calls.get(supervisor.cancel_drain.remote(node_id), timeout=2 * ADMIN_DEADLINE_S)
 
     def resize(self, node_id: str, cpu_memory: Size, deadline: float = 60.0) -> int:
         """Give a node more or less memory while the pool is in use.
@@ -108,7 +107,7 @@ class Administration:
         _check_living(node_id)
         store = named_actors.find(named_actors.node_store_name(self.name, node_id))
         with _plainly(CapacityError, ValueError):
-            size: int = ray.get(store.resize.remote(cpu_memory, deadline), timeout=deadline + ADMIN_DEADLINE_S)
+            size: int = ray_calls.get(store.resize.remote(cpu_memory, deadline), timeout=deadline + ADMIN_DEADLINE_S)
         return size
 
     def set_quota(self, tenant: str, minimum: float = 0.0, maximum: float = 1.0) -> None:
@@ -126,7 +125,7 @@ class Administration:
         tenant, quota = check_tenant(tenant), Quota(minimum, maximum)
         directory = named_actors.find_directory(self.name)
         with _plainly(ValueError):
-            ray.get(directory.set_quota.remote(tenant, quota.minimum, quota.maximum), timeout=ADMIN_DEADLINE_S)
+            ray_calls.get(directory.set_quota.remote(tenant, quota.minimum, quota.maximum), timeout=ADMIN_DEADLINE_S)
 
     def remove_quota(self, tenant: str) -> bool:
         """Remove a tenant's quota: it shares the rest with all tenants without a quota.
@@ -134,7 +133,7 @@ class Administration:
         Returns whether the tenant had a quota. Raises RayError if the directory does not answer.
         """
         removed = self._directory().remove_quota.remote(tenant)
-        return bool(ray.get(removed, timeout=ADMIN_DEADLINE_S))
+        return bool(ray_calls.get(removed, timeout=ADMIN_DEADLINE_S))
 
     def quotas(self) -> dict[str, dict[str, Any]]:
         """Quotas and used memory of each tenant with a quota; under "", of all other tenants together.
@@ -144,7 +143,7 @@ class Administration:
         since this directory took charge. Raises RayError if the directory does not answer.
         """
         asked = self._directory().quotas.remote()
-        answer: dict[str, dict[str, Any]] = ray.get(asked, timeout=ADMIN_DEADLINE_S)
+        answer: dict[str, dict[str, Any]] = ray_calls.get(asked, timeout=ADMIN_DEADLINE_S)
         return answer
 
     def _directory(self) -> Any:
@@ -173,7 +172,7 @@ def _plainly(*kinds: type[Exception]) -> Iterator[None]:
 def directory_stats(pool: str, seconds: float = ADMIN_DEADLINE_S) -> dict[str, Any]:
     """The counts of the directory in charge. Empty if the directory does not answer in so many seconds."""
     try:
-        answer: dict[str, Any] = ray.get(named_actors.find_directory(pool).stats.remote(), timeout=seconds)
+        answer: dict[str, Any] = ray_calls.get(named_actors.find_directory(pool).stats.remote(), timeout=seconds)
         return answer
     except (ValueError, RayError):
         return {}
@@ -186,12 +185,12 @@ def store_stats(pool: str, node_ids: set[str]) -> dict[str, dict[str, Any]]:
         with contextlib.suppress(ValueError):
             asked[node_id] = named_actors.find(named_actors.node_store_name(pool, node_id)).stats.remote()
     answers = list(asked.values())
-    done = set(ray.wait(answers, num_returns=len(answers), timeout=STORES_DEADLINE_S)[0]) if answers else set()
+    done = set(ray_calls.wait(answers, num_returns=len(answers), timeout=STORES_DEADLINE_S)[0]) if answers else set()
     found = {}
     for node_id, answer in asked.items():
         with contextlib.suppress(RayError):
             if answer in done:
-                found[node_id] = ray.get(answer)
+                found[node_id] = ray_calls.get(answer)
     return found
 
 

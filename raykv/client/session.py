@@ -12,7 +12,6 @@ from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
-import ray
 from numpy.typing import NDArray
 from ray.exceptions import RayError
 
@@ -21,7 +20,7 @@ from raykv.client.directory_client import DirectoryClient
 from raykv.client.stores.local_store import LocalStore
 from raykv.client.stores.store_client import StoreClient
 from raykv.client.stores.workers import Workers
-from raykv.cluster import internal_kv, named_actors
+from raykv.cluster import internal_kv, named_actors, ray_calls
 from raykv.config import fingerprint
 from raykv.errors import PoolNotFound, ProtocolMismatch, RayKVError
 from raykv.protocol.location import host_of
@@ -48,7 +47,7 @@ class Session:
         """
         settings = settings_of(name)
         self.name = name
-        self.node_id: str = node_id or ray.get_runtime_context().get_node_id()
+        self.node_id: str = node_id or ray_calls.get_runtime_context().get_node_id()
         self.secret = bytes.fromhex(settings["secret"])
         self.fingerprint = fingerprint(name, self.secret)
         self._gpu = gpu

@@ -12,7 +12,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from raykv import cluster
 from raykv.arena.files import arenas_of, remove_left_behind
 from raykv.client.connect import check_connected
-from raykv.cluster import internal_kv, named_actors
+from raykv.cluster import internal_kv, named_actors, ray_calls
 from raykv.cluster.internal_kv import Kept
 from raykv.config import FLUSH_DEADLINE_S
 
@@ -44,7 +44,7 @@ def end_pool(name: str) -> bool:
     internal_kv.drop(name, Kept.SETTINGS)  # so nobody starts an actor of this pool again
     stops = {node_id: store.stop.remote() for node_id, store in stores.items()}
     if stops:
-        ray.wait(list(stops.values()), num_returns=len(stops), timeout=STOP_DEADLINE_S)
+        ray_calls.wait(list(stops.values()), num_returns=len(stops), timeout=STOP_DEADLINE_S)
     stopped = {node_id for node_id, answer in stops.items() if _done(answer)}
     kill_actors(name)
     removed = _clean_up(name, living - stopped, stops.keys() - stopped)
@@ -64,7 +64,7 @@ def kill_actors(name: str) -> None:
     while names := named_actors.names(name):
         for actor in names:
             with contextlib.suppress(ValueError):
-                ray.kill(named_actors.find(actor))
+                ray_calls.kill(named_actors.find(actor))
         if time.monotonic() > end:
             return
         time.sleep(LOOK_S)
@@ -75,8 +75,8 @@ def _stop_watching(name: str) -> None:
     with contextlib.suppress(ValueError):
         supervisor = named_actors.find(named_actors.supervisor_name(name))
         with contextlib.suppress(RayError):
-            ray.get(supervisor.stop.remote(), timeout=STOP_DEADLINE_S)
-        ray.kill(supervisor)
+            ray_calls.get(supervisor.stop.remote(), timeout=STOP_DEADLINE_S)
+        ray_calls.kill(supervisor)
 
 
 def _stores(name: str, living: set[str]) -> dict[str, Any]:
@@ -90,10 +90,10 @@ def _stores(name: str, living: set[str]) -> dict[str, Any]:
 def _flush(stores: list[Any]) -> None:
     """Have the stores that answer demote the blocks that their external tier lacks."""
     pings = {store.ping.remote(): store for store in stores}
-    answered = ray.wait(list(pings), num_returns=len(pings), timeout=STOP_DEADLINE_S)[0] if pings else []
+    answered = ray_calls.wait(list(pings), num_returns=len(pings), timeout=STOP_DEADLINE_S)[0] if pings else []
     flushes = [pings[ping].flush.remote(FLUSH_DEADLINE_S) for ping in answered]
     if flushes:
-        ray.wait(flushes, num_returns=len(flushes), timeout=FLUSH_DEADLINE_S)
+        ray_calls.wait(flushes, num_returns=len(flushes), timeout=FLUSH_DEADLINE_S)
 
 
 def _clean_up(name: str, unstopped: set[str], silent: set[str]) -> int:
@@ -114,7 +114,7 @@ def _clean_up(name: str, unstopped: set[str], silent: set[str]) -> int:
     }
     removed, pending, end = 0, dict(cleans), time.monotonic() + DEATH_DEADLINE_S
     while pending and time.monotonic() < end:
-        for clean in ray.wait(list(pending), timeout=max(0.0, end - time.monotonic()))[0]:
+        for clean in ray_calls.wait(list(pending), timeout=max(0.0, end - time.monotonic()))[0]:
             address, found = pending.pop(clean), _removed(clean)
             if found is not None:  # the task cleans the whole machine, so its other raylets need not
                 removed += found
@@ -135,7 +135,7 @@ def _clean(pool: str, seconds: float) -> int:
 
 def _done(answer: Any) -> bool:
     try:
-        ray.get(answer, timeout=0)
+        ray_calls.get(answer, timeout=0)
     except RayError:
         return False
     return True
@@ -144,6 +144,6 @@ def _done(answer: Any) -> bool:
 def _removed(clean: Any) -> int | None:
     """How many arenas a task removed; None if its node was lost meanwhile, or has no raykv."""
     try:
-        return int(ray.get(clean, timeout=0))
+        return int(ray_calls.get(clean, timeout=0))
     except RayError:
         return None

@@ -4,6 +4,7 @@ from typing import Any
 
 import ray
 
+from raykv.cluster import ray_calls
 from raykv.system.raylets import cluster_id
 
 HEAD = "node:__internal_head__"  # a resource that Ray gives the head
@@ -16,7 +17,7 @@ def living() -> set[str]:
 
 def identity() -> bytes:
     """8 bytes that tell this process's Ray cluster from other clusters of its machine."""
-    return cluster_id(ray.get_runtime_context().get_session_name())
+    return cluster_id(ray_calls.get_runtime_context().get_session_name())
 
 
 def is_head(node: dict[str, Any]) -> bool:

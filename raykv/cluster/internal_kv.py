@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from enum import StrEnum
 from typing import Any, NamedTuple
 
-import ray
 from ray._private.state import jobs
 from ray.experimental.internal_kv import (
     _internal_kv_del,
@@ -18,6 +17,7 @@ from ray.experimental.internal_kv import (
     _internal_kv_put,
 )
 
+from raykv.cluster import ray_calls
 from raykv.config import NAMESPACE, Quota
 from raykv.errors import ProtocolMismatch
 from raykv.protocol.calls import VERSION
@@ -203,7 +203,7 @@ def exclusive(pool: str, seconds: float) -> Iterator[None]:
 
     Raises TimeoutError after so many seconds.
     """
-    job, end = ray.get_runtime_context().get_job_id(), time.monotonic() + seconds
+    job, end = ray_calls.get_runtime_context().get_job_id(), time.monotonic() + seconds
     mine = f"{job}/{os.getpid()}/{threading.get_ident()}".encode()
     try:  # `put` is inside: a signal handler may raise right after it
         while not put(pool, Kept.LOCK, mine, overwrite=False):

@@ -6,7 +6,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raykv import cluster
-from raykv.cluster import internal_kv
+from raykv.cluster import internal_kv, ray_calls
 from raykv.config import NAMESPACE
 from raykv.system.fork import refuse_forked
 
@@ -53,7 +53,7 @@ def names(pool: str) -> list[str]:
 def find(name: str) -> Any:
     """A handle of a raykv actor. ValueError if there is no such actor."""
     refuse_forked()
-    return ray.get_actor(name, namespace=NAMESPACE)
+    return ray_calls.get_actor(name, namespace=NAMESPACE)
 
 
 def find_directory(pool: str) -> Any:
@@ -83,4 +83,4 @@ def options(name: str, node_id: str | None, threads: int = 1) -> dict[str, Any]:
 
 def restarted() -> bool:
     """Whether Ray has restarted the actor of this process after a death."""
-    return bool(ray.get_runtime_context().was_current_actor_reconstructed)
+    return bool(ray_calls.get_runtime_context().was_current_actor_reconstructed)

@@ -6,10 +6,9 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import ray
 from ray.exceptions import RayError
 
-from raykv.cluster import internal_kv, named_actors
+from raykv.cluster import internal_kv, named_actors, ray_calls
 from raykv.line.pipeline import Pipeline, Request
 from raykv.line.wire import Stream
 from raykv.protocol.calls import CLIENT
@@ -173,7 +172,7 @@ class DirectoryLine:
 
 def _ray_get(ref: Any, seconds: float) -> Any:
     try:
-        return ray.get(ref, timeout=seconds)
+        return ray_calls.get(ref, timeout=seconds)
     except SystemError as error:  # Ray turns an error of a signal's handler into SystemError, except for Ctrl-C
         raise error.__cause__ or error from None
 

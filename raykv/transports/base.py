@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
-import ray
 from numpy.typing import NDArray
 
 from raykv.arena.arena import Arena
+from raykv.cluster import ray_calls
 from raykv.protocol.transfers import seconds_left
 
 
@@ -85,7 +85,7 @@ def ask(peer: Peer, end: float, transport: str, *args: Any) -> Any:
     TimeoutError at the time `end`. RayError where the peer does not answer or refuses.
     """
     answer = peer.store.serve.remote(peer.name, transport, *args)
-    return ray.get(answer, timeout=seconds_left(end))
+    return ray_calls.get(answer, timeout=seconds_left(end))
 
 
 def records_of(answer: bytes, kind: np.dtype[np.void], count: int) -> NDArray[np.void]:

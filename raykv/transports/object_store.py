@@ -3,12 +3,12 @@
 from typing import Any
 
 import numpy as np
-import ray
 from numpy.typing import NDArray
 from ray.exceptions import GetTimeoutError
 
 from raykv.arena.buffers import rows_within
 from raykv.arena.checksum import judge
+from raykv.cluster import ray_calls
 from raykv.protocol.transfers import ALTERED, BlocksRead, seconds_left
 from raykv.transports.base import Peer, PullRequest, Transport
 
@@ -27,9 +27,9 @@ class ObjectStore(Transport):
         answer = method.remote(source.tobytes(), keys.tobytes())
         # `wait` first: a `get` that waits keeps the lock of Ray's store client. A thread that frees an object meanwhile
         # would wait for that lock while it has the GIL.
-        if not ray.wait([answer], timeout=seconds_left(end))[0]:
+        if not ray_calls.wait([answer], timeout=seconds_left(end))[0]:
             raise GetTimeoutError(f"{len(source)} blocks did not arrive in time")
-        read, size = BlocksRead(*ray.get(answer, timeout=seconds_left(end))), int(source["bytes"][0])
+        read, size = BlocksRead(*ray_calls.get(answer, timeout=seconds_left(end))), int(source["bytes"][0])
         there = np.frombuffer(read.mask, np.uint8) > 0
         checksums, positions = np.frombuffer(read.checksums, np.uint64), np.frombuffer(read.positions, np.uint32)
         if not len(there) == len(checksums) == len(positions) == len(source):

@@ -9,13 +9,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import ray
 from numpy.typing import NDArray
 from ray.exceptions import RayError
 
 from raykv.arena.arena import Arena
 from raykv.arena.gpu.device import device
 from raykv.arena.gpu_arena import GpuArena
+from raykv.cluster import ray_calls
 from raykv.config import MIB
 from raykv.protocol.location import host_of
 from raykv.protocol.transfers import FAILED, PULLED, data_deadline, seconds_left
@@ -179,7 +179,7 @@ class TransportSelector:
             routes = [state.routes.setdefault(transport.name, RouteStats()) for transport in self._transports]
             offers = state.offers
         if offers is None or any(0.0 < route.retry_at <= now for route in routes):
-            offers = ray.get(peer.store.offers.remote(peer.name), timeout=OFFERS_S)
+            offers = ray_calls.get(peer.store.offers.remote(peer.name), timeout=OFFERS_S)
             with state.mutex:
                 state.offers = offers
                 for route in routes:

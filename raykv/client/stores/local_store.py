@@ -4,13 +4,12 @@ import weakref
 from collections.abc import Callable
 
 import numpy as np
-import ray
 from numpy.typing import NDArray
 
 from raykv.arena.arena import Arena
 from raykv.arena.gpu_arena import GpuArena
 from raykv.client.stores.store_client import Locations, StoreClient
-from raykv.cluster import named_actors
+from raykv.cluster import named_actors, ray_calls
 from raykv.protocol.transfers import StoreDescription
 
 DESCRIBE_DEADLINE_S = 60.0  # a store that has just started waits for the directory
@@ -30,7 +29,7 @@ class LocalStore(StoreClient):
         process sees other shared memory than the store.
         """
         super().__init__(named_actors.find(named_actors.node_store_name(pool, node_id)), on_failure)
-        described = StoreDescription(*ray.get(self.store.describe_arena.remote(gpu), timeout=DESCRIBE_DEADLINE_S))
+        described = StoreDescription(*ray_calls.get(self.store.describe_arena.remote(gpu), timeout=DESCRIBE_DEADLINE_S))
         self.name = described.name
         self.index = described.node
         if gpu and described.handle:

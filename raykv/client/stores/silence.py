@@ -5,10 +5,10 @@ import time
 from typing import Any
 
 import numpy as np
-import ray
 from numpy.typing import NDArray
 from ray.exceptions import RayError
 
+from raykv.cluster import ray_calls
 from raykv.config import SUSPECT_AFTER_S
 from raykv.protocol.location import is_tier
 
@@ -39,9 +39,9 @@ class Silence:
         with self._lock:
             if self._ping is None:
                 return False
-            if ray.wait([self._ping], timeout=0)[0]:
+            if ray_calls.wait([self._ping], timeout=0)[0]:
                 try:
-                    ray.get(self._ping)
+                    ray_calls.get(self._ping)
                     self._ping = None
                     return False
                 except RayError:  # the store is being restarted, or was replaced

@@ -4,13 +4,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
-import ray
 from numpy.typing import NDArray
 from ray.exceptions import RayError
 
 from raykv.client.directory_client import DirectoryClient, plain
 from raykv.client.stores.silence import PING_S, Silence
 from raykv.client.stores.workers import giving_way
+from raykv.cluster import ray_calls
 from raykv.protocol.transfers import PULLED, Transfer, data_deadline, verdicts_of
 
 Locations = NDArray[np.void]
@@ -53,11 +53,11 @@ class StoreClient:
         """The first finished pull of several. None if no pull ends in time: see `gave_up`."""
         with giving_way():
             patience = max(0.0, seconds - PING_S)
-            ready, _ = ray.wait(answers, timeout=patience)
+            ready, _ = ray_calls.wait(answers, timeout=patience)
             if not ready and patience > 0.0:  # with a shorter wait, a tier is late rather than the store
                 self._silence.ask(self.store)
             if not ready:
-                ready, _ = ray.wait(answers, timeout=seconds - patience)
+                ready, _ = ray_calls.wait(answers, timeout=seconds - patience)
         return ready[0] if ready else None
 
     def gave_up(self, nodes: NDArray[np.integer[Any]]) -> None:
@@ -84,7 +84,7 @@ class StoreClient:
         All FAILED if the store has not answered. Blocks that did not arrive count as a fault.
         """
         try:
-            data = ray.get(answer, timeout=0)
+            data = ray_calls.get(answer, timeout=0)
             verdicts = verdicts_of(data, len(target))
         except (RayError, ValueError) as error:
             directory.fault("pull", type(error).__name__)

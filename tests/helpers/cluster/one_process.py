@@ -31,7 +31,7 @@ from ray.remote_function import RemoteFunction
 from raykv import cluster
 from raykv.actors.directory import succession
 from raykv.actors.supervisor import supervisor
-from raykv.cluster import internal_kv
+from raykv.cluster import internal_kv, ray_calls
 from raykv.line.listener import Listener
 from raykv.line.periodic import Periodic
 from raykv.system import events
@@ -173,8 +173,10 @@ class OneProcess:
 
     def put_in_place(self, patch: pytest.MonkeyPatch) -> None:
         """Of the modules' names of Ray, the ones that raykv uses."""
-        for name in ("get", "wait", "kill", "get_actor", "remote", "get_runtime_context"):
+        for name in ("get", "wait", "kill", "get_actor", "get_runtime_context"):
             patch.setattr(ray, name, getattr(self, name))
+            patch.setattr(ray_calls, name, getattr(self, name))
+        patch.setattr(ray, "remote", self.remote)
         patch.setattr(ray, "nodes", self._nodes)
         patch.setattr(
             RemoteFunction, "_remote", lambda *args, **more: self._run(*args, **more)

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import ray
 from numpy.typing import NDArray
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
@@ -19,6 +18,7 @@ from helpers.arena import worker as w
 from raykv.arena.arena import Arena
 from raykv.arena.gpu import cuda
 from raykv.arena.gpu import device as devices
+from raykv.cluster import ray_calls
 from raykv.transports.base import Peer, PullRequest
 from raykv.transports.nccl import Nccl
 from raykv.transports.nccl_pair import READER, SENDER
@@ -126,7 +126,7 @@ def eventually(ask: Callable[[], object]) -> None:
 @pytest.fixture
 def nccl(on_host: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """The stand-in's NCCL, imported anew."""
-    monkeypatch.setattr(ray, "get", get)
+    monkeypatch.setattr(ray_calls, "get", get)
     stand_in = importlib.import_module("cupy.cuda.nccl")
     yield stand_in
     stand_in.end()

@@ -23,6 +23,7 @@ from raykv.actors.store.single_flight import SingleFlight
 from raykv.arena import header
 from raykv.arena.arena import Arena
 from raykv.arena.gpu_arena import copy_between
+from raykv.cluster import ray_calls
 from raykv.errors import ArenaMismatch
 from raykv.protocol import location, stores, transfers
 from raykv.protocol.location import ALIGN
@@ -278,7 +279,7 @@ def answers(gate: Guarded) -> dict[str, BlocksRead]:
 def pull_an_answer(name: str) -> None:
     with guarded() as gate, guarded("-reader") as reader:
         answer = answers(gate)[name]
-        ray.get, ray.wait = lambda _, timeout: tuple(answer), lambda _, timeout: ([answer], [])  # type: ignore[assignment,misc]
+        ray_calls.get, ray_calls.wait = lambda _, timeout: tuple(answer), lambda _, timeout: ([answer], [])
         peer = Peer("there", SimpleNamespace(read=SimpleNamespace(remote=lambda *_: answer)))
         order = np.lexsort((gate.at["slot"], gate.at["slab"]))
         request = PullRequest(gate.at[order], gate.keys[order], reader.arena, reader.grants(1), float("inf"))

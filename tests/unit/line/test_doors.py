@@ -30,6 +30,7 @@ from raykv.actors.store.node_store import NodeStore
 from raykv.actors.store.single_flight import SingleFlight
 from raykv.arena import header
 from raykv.arena.arena import Arena
+from raykv.cluster import ray_calls
 from raykv.errors import ArenaMismatch
 from raykv.protocol.location import ALIGN
 from raykv.protocol.transfers import PULLED, BlocksRead, Transfer
@@ -217,7 +218,7 @@ def adopt_a_copy(arena: Arena) -> None:
 
 
 @contextlib.contextmanager
-def ray_calls() -> Iterator[Step]:
+def store_calls() -> Iterator[Step]:
     with guarded() as gate:
         store: Any = object.__new__(NodeStore)
         memory = SimpleNamespace(arena=gate.arena, index=0, name="here", transports=Selector(nixl_of(gate.arena)))
@@ -305,7 +306,7 @@ def object_store_answer(
         wrong.runs[i] = m.choice(
             [runs[i][1:], runs[i].astype(float), runs[i][::2], runs[i].reshape(1, -1), runs[0][:0]]
         )
-    ray.wait, ray.get = lambda answer, timeout: (answer, []), lambda answer, timeout: tuple(wrong)  # type: ignore[assignment,misc]
+    ray_calls.wait, ray_calls.get = lambda answer, timeout: (answer, []), lambda answer, timeout: tuple(wrong)
     peer = Peer("there", SimpleNamespace(read=SimpleNamespace(remote=lambda *_: None)))
     return ObjectStore().pull(peer, None, request)
 
@@ -442,7 +443,7 @@ def tls_connections() -> Iterator[Step]:
         yield door.step
 
 
-DOORS: list[Door] = [reads, writes, altered_words, ray_calls, answers, tier_files, redis_values, messages]
+DOORS: list[Door] = [reads, writes, altered_words, store_calls, answers, tier_files, redis_values, messages]
 DOORS += [plain_connections, tls_connections]
 
 

@@ -12,6 +12,7 @@ from helpers.pools import WITH_NIXL
 from numpy.typing import NDArray
 from ray.exceptions import RayActorError
 
+import raykv.cluster
 import raykv.transports.nixl
 import raykv.transports.selector
 from raykv.actors.store.readiness import Question, answer
@@ -77,7 +78,7 @@ class World:
         self.selector = TransportSelector([self.fast, self.middle, self.last])
         self.peer = Peer("node", Store())
         monkeypatch.setattr(raykv.transports.selector.time, "monotonic", lambda: self.now)  # type: ignore[attr-defined]
-        monkeypatch.setattr(raykv.transports.selector.ray, "get", self.get)  # type: ignore[attr-defined]
+        monkeypatch.setattr(raykv.transports.selector.ray_calls, "get", self.get)  # type: ignore[attr-defined]
 
     def get(self, reference: str, timeout: float) -> dict[str, Any]:
         self.asked += 1
@@ -329,7 +330,7 @@ def test_without_nixl(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_nixl_that_is_required_and_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each node says so before anything is started."""
-    monkeypatch.setenv("RAY_ADDRESS", "local")  # not the Ray that somebody runs here
+    monkeypatch.setattr(raykv.cluster, "identity", lambda: bytes(8))  # no cluster runs here
     monkeypatch.setattr(raykv.transports.nixl, "why_not", lambda: "NIXL is not installed here")
     asked = ["nixl", "auto"]
     refusals = [answer(Question("p", 8 * MIB, 0, chosen, None, b"", None))["refusals"] for chosen in asked]
