@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import ray
+from helpers.engines import left_over
 from helpers.pools import MIB, eventually, node_store, other_node, pid, stopped
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -51,14 +52,15 @@ def engines(
     weights = model / "weights"
     weights.write_text("step 1")
     arguments = (pool.name, str(model), 128 * MIB)
-    streamed: Any = kind.remote(*arguments, str(weights))
-    reader = engine_on(other_node(pool), *arguments, "/fault", extra={"weights": str(weights)})
-    engines = Engines(pool, streamed, reader)
-    ray.get([engine.answer.remote([7] * 40) for engine in (streamed, reader)])
-    yield engines
-    ray.get(streamed.close.remote())
-    ray.kill(streamed)
-    close_engines(engines.reader)
+    with left_over.removed():
+        streamed: Any = kind.remote(*arguments, {"weights": str(weights)})
+        reader = engine_on(other_node(pool), *arguments, "/fault", extra={"weights": str(weights)})
+        engines = Engines(pool, streamed, reader)
+        ray.get([engine.answer.remote([7] * 40) for engine in (streamed, reader)])
+        yield engines
+        ray.get(streamed.close.remote())
+        ray.kill(streamed)
+        close_engines(engines.reader)
 
 
 @pytest.mark.parametrize(

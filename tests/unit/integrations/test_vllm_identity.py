@@ -16,7 +16,7 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'raykv[vllm]'")
 
 import torch
-from transformers import LlamaConfig, Phi3Config
+from transformers import LlamaConfig, Phi3Config, Qwen3MoeConfig
 from vllm import SamplingParams
 from vllm.config import MultiModalConfig
 from vllm.engine.arg_utils import EngineArgs
@@ -46,6 +46,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     llama = LlamaConfig(**SIZES, **HEADS, max_position_embeddings=4096, architectures=["LlamaForCausalLM"])
     for name in ("llama", "tuned"):
         llama.save_pretrained(folder / name)
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "architectures": ["Qwen3MoeForCausalLM"]}
+    Qwen3MoeConfig(**SIZES, **HEADS, **experts, max_position_embeddings=4096).save_pretrained(folder / "experts")
     factors = {"long_factor": [4.0] * 32, "short_factor": [1.0] * 32, "type": "longrope"}
     lengths = {"max_position_embeddings": 4096, "original_max_position_embeddings": 1024}
     phi = Phi3Config(**SIZES, **HEADS, **lengths, rope_scaling=factors, pad_token_id=0)
@@ -155,6 +157,19 @@ DRAFT_LAYERS = {
     "eagle": "model.layers.4.self_attn.attn",
     "ngram": "model.layers.3.self_attn.attn",  # it has none
 }
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"data_parallel_size": 2},
+        {"data_parallel_size": 4, "data_parallel_rank": 3},
+        {"data_parallel_size": 2, "enable_expert_parallel": True},
+    ],
+    ids=["size", "rank", "experts"],
+)
+def test_data_and_expert_parallel_change_no_key(models: Path, options: dict[str, Any]) -> None:
+    assert key(models, model="experts", **options) == key(models, model="experts")
 
 
 def test_engines_share_the_layers_of_the_target_and_drafters_of_one_kind_their_own(models: Path) -> None:

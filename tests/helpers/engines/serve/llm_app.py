@@ -56,6 +56,24 @@ def over_two_nodes(name: str, model: str, pool: str) -> LLMConfig:
     )
 
 
+def data_parallel(name: str, model: str, pool: str, ranks: int) -> LLMConfig:
+    """For `build_dp_openai_app`: a replica a rank, and a rank a node, by the Ray executor."""
+    environment = serve_vllm.ENVIRONMENT | {"PYTHONPATH": os.pathsep.join((PLUGIN, os.environ["PYTHONPATH"]))}
+    return LLMConfig(
+        model_loading_config={"model_id": name, "model_source": model},
+        engine_kwargs=engine_options(pool) | {"data_parallel_size": ranks},
+        deployment_config={"health_check_period_s": 1, "request_router_config": by_prefix(name, pool)},
+        placement_group_config={"bundles": [{"GPU": 1, "CPU": 1}]},
+        runtime_env={"env_vars": environment},
+    )
+
+
+def by_prefix(name: str, pool: str) -> RequestRouterConfig:
+    return RequestRouterConfig(
+        request_router_class=VLLMPrefixRouter, request_router_kwargs={"pool": pool, "model": name}
+    )
+
+
 def autoscaled(name: str, model: str, pool: str, environment: dict[str, str]) -> LLMConfig:
     """One or two replicas, with LoRA adapters. environment: where their bucket is."""
     scaling = {
@@ -73,9 +91,7 @@ def autoscaled(name: str, model: str, pool: str, environment: dict[str, str]) ->
         lora_config={"dynamic_lora_loading_path": f"s3://{BUCKET}"},
         deployment_config={
             "autoscaling_config": scaling,
-            "request_router_config": RequestRouterConfig(
-                request_router_class=VLLMPrefixRouter, request_router_kwargs={"pool": pool, "model": name}
-            ),
+            "request_router_config": by_prefix(name, pool),
         },
         accelerator_config={"kind": "cpu"},
         placement_group_config={"bundles": [{"CPU": 1}]},  # with the replica's own, two CPUs: one replica a node
@@ -105,10 +121,10 @@ class Replica(NamedTuple):
     node: str
 
 
-def replicas(model: str) -> list[Replica]:
-    """Those of a model that run."""
+def replicas(model: str, server: str = "LLMServer") -> list[Replica]:
+    """Those of a model that run. server: the class of Ray's that they are of."""
     (app,) = _get_global_client().get_serve_details()["applications"].values()
-    found = app["deployments"][f"LLMServer:{model}"]["replicas"]
+    found = app["deployments"][f"{server}:{model}"]["replicas"]
     return [Replica(one["pid"], one["node_id"]) for one in found if one["state"] == "RUNNING"]
 
 

@@ -13,7 +13,14 @@ import psutil
 import ray
 import torch
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-from transformers import DeepseekV2Config, DeepseekV2ForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    DeepseekV2Config,
+    DeepseekV2ForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 from vllm import LLM, SamplingParams
 from vllm.lora.request import LoRARequest
 from vllm.v1.engine.core_client import InprocClient
@@ -92,6 +99,16 @@ def save_mla_model(folder: Path) -> None:
     dense = {"first_k_dense_replace": 2, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
     config = DeepseekV2Config(**sizes, **heads, **dense, max_position_embeddings=4096)
     DeepseekV2ForCausalLM(config).save_pretrained(folder)
+
+
+def save_model_of_experts(folder: Path, vocabulary: int = 500) -> None:
+    """A small Qwen3 of random weights, whose ranks in data parallel exchange tokens in every layer."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "vocab_size": vocabulary}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 64, "initializer_range": 0.2}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
+    config = Qwen3MoeConfig(**sizes, **heads, **experts, max_position_embeddings=4096)
+    Qwen3MoeForCausalLM(config).save_pretrained(folder)
 
 
 Answer = tuple[list[int], int]  # greedy tokens, and how many of the prompt's were cached

@@ -14,7 +14,8 @@ class KVIndex:
     """Subscribes to an engine. It counts: a block is gone when it was removed as often as it was stored.
 
     counts: of blocks that are there. plain: of an index that does not count, what is there. removed: blocks that events
-    told of, by medium. gone: those that were there before a batch, and not after it.
+    told of, by medium. gone: those that were there before a batch, and not after it. ranks: in data
+    parallel.
     """
 
     def __init__(self, endpoint: str, topic: str = "") -> None:
@@ -22,6 +23,7 @@ class KVIndex:
         self.plain: set[Place] = set()
         self.removed: Counter[str] = Counter()
         self.gone: Counter[str] = Counter()
+        self.ranks = set[int]()
         self.next: int | None = None  # number of the next batch
         self._blocks: dict[tuple[Any, tuple[int, ...]], Any] = {}  # by parent's hash and tokens, that of a block
         self._socket: Any = zmq.Context.instance().socket(zmq.SUB)
@@ -72,7 +74,8 @@ class KVIndex:
         sequence = int.from_bytes(number, "big")
         assert self.next is None or sequence == self.next, f"batch {sequence} came, {self.next} did not"
         self.next = sequence + 1
-        _, events, *_ = msgspec.msgpack.decode(payload)
+        _, events, rank = msgspec.msgpack.decode(payload)
+        self.ranks.add(rank)
         before = self.plain.copy()
         for event in events:
             getattr(self, event["type"])(event)

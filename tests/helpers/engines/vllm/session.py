@@ -1,26 +1,30 @@
-"""A vLLM engine as an actor that is sent a prompt in pieces, as by who speaks to it."""
+"""vLLM's AsyncLLM as an actor: it takes a prompt in pieces, as from a user who speaks, and may have several ranks."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any
 from uuid import uuid4
 
+import psutil
 from vllm import SamplingParams
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.engine.protocol import StreamingInput
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 
+from helpers.pools import PATIENCE_S
 from raykv.integrations.vllm import kv_transfer_config
 
 
 class StreamedEngine:
     """vLLM's AsyncLLM on a pool, in float32: whatever was computed together gives the same tokens."""
 
-    def __init__(self, pool: str, model: str, cache_bytes: int, weights: str) -> None:
-        """weights: a file with what they are called."""
+    def __init__(
+        self, pool: str, model: str, cache_bytes: int, extra: dict[str, Any] | None = None, **options: Any
+    ) -> None:
+        """extra: of the connector's configuration. options: of vLLM."""
         transfer = kv_transfer_config(pool)
-        transfer["kv_connector_extra_config"] |= {"weights": weights, "verify_tokens": True}
+        transfer["kv_connector_extra_config"] |= {"verify_tokens": True} | (extra or {})
         arguments = AsyncEngineArgs(
             model=model,
             skip_tokenizer_init=True,
@@ -30,6 +34,7 @@ class StreamedEngine:
             dtype="float32",
             max_model_len=3200,
             block_size=32,
+            **options,
         )
         self.engine = AsyncLLM.from_engine_args(arguments)
 
@@ -58,10 +63,12 @@ class StreamedEngine:
                 answered.set()
         return answers[: len(turns)]
 
-    async def answer(self, prompt: list[int], tokens: int = 8) -> tuple[list[int], int]:
-        """What follows a prompt, and how many of its tokens were cached."""
+    async def answer(self, prompt: list[int], tokens: int = 8, rank: int | None = None) -> tuple[list[int], int]:
+        """What follows a prompt, and how many of its tokens were cached. rank: in data parallel, the one to ask."""
         sampling = SamplingParams(max_tokens=tokens, temperature=0, detokenize=False, ignore_eos=True)
-        outputs = [it async for it in self.engine.generate({"prompt_token_ids": prompt}, sampling, uuid4().hex)]
+        asked: Any = {"prompt_token_ids": prompt}
+        given = self.engine.generate(asked, sampling, uuid4().hex, data_parallel_rank=rank)
+        outputs = [output async for output in given]
         return list(outputs[-1].outputs[0].token_ids), outputs[-1].num_cached_tokens or 0
 
     async def reset(self, **options: bool) -> bool:
@@ -86,4 +93,9 @@ class StreamedEngine:
                 await asyncio.sleep(0.05)
 
     async def close(self) -> None:
+        """End the engine, and wait for its processes."""
+        processes = [
+            one for one in psutil.Process().children(recursive=True) if "tracker" not in "".join(one.cmdline())
+        ]
         self.engine.shutdown()
+        psutil.wait_procs(processes, timeout=PATIENCE_S)
