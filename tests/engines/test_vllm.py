@@ -226,7 +226,8 @@ def engine(**other: Any) -> tuple[str, Any, Any]:
     [
         ({"version": "0.28.1"}, r"pip install 'vllm>=0\.29,<0\.34'"),
         ({"hashes": "xxhash_cbor"}, "set prefix_caching_hash_algo to 'sha256'"),
-        ({"decode_context_parallel_size": 2}, "decode_context_parallel_size=2"),
+        ({"prefill_context_parallel_size": 2}, "prefill_context_parallel_size=2"),
+        ({"decode_context_parallel_size": 2, "extra": {"canonical_layout": True}}, "=2 and canonical_layout: a rank"),
         ({"nnodes": 2}, "nnodes=2"),
         ({"speculative": EAGLE, "pipeline_parallel_size": 2}, "method='eagle' and pipeline_parallel_size=2: only the"),
         ({"speculative": EAGLE, "extra": {"canonical_layout": True}}, "method='eagle' and canonical_layout: a drafter"),
@@ -238,6 +239,7 @@ def test_engines_that_are_not_supported_are_refused(other: dict[str, Any], said:
     check(*engine())
     check(*engine(pipeline_parallel_size=2, speculative=SimpleNamespace(method="ngram")))
     check(*engine(speculative=EAGLE))
+    check(*engine(decode_context_parallel_size=2))
     with pytest.raises(ValueError, match=said):
         check(*engine(**other))
 

@@ -43,7 +43,7 @@ from raykv.integrations.vllm.compat import TRIMS_HASHES, Connector, kv_replicas,
 from raykv.integrations.vllm.events.kv_events import KVEvents, Prompt, Sizes
 from raykv.integrations.vllm.identity.adapters import OwnCache, Told, ToldAdapters
 from raykv.integrations.vllm.identity.drafters import draft_layers, drafter_name, has_drafter, target_layers
-from raykv.integrations.vllm.identity.groups import blocks_within, groups_of, is_latent, loadable
+from raykv.integrations.vllm.identity.groups import blocks_within, groups_of, in_strides, is_latent, loadable
 from raykv.integrations.vllm.identity.identity import identity
 from raykv.integrations.vllm.identity.weights import Weights
 from raykv.integrations.vllm.scheduler.waiting import patience_of
@@ -306,7 +306,8 @@ class RayKVConnector(Connector):  # type: ignore[misc]
             return None
         spec = self._kv_cache_config.kv_cache_groups[group.group_idx].kv_cache_spec
         kind = get_kv_cache_spec_kind(spec).value
-        sizes = Sizes(group.tokens, spec.block_size, scheduler.config.tokens_per_hash, kind)
+        block = group.tokens // scheduler.config.blocks_per_chunk
+        sizes = Sizes(group.tokens, block, scheduler.config.tokens_per_hash, kind)
         return KVEvents(lambda: manager.caches.get(group.place, {}), sizes, config.buffer_steps // 2)
 
     def _tail_of(self, request: Any) -> Tail | None:
@@ -425,11 +426,14 @@ def _cut(vllm_config: Any, kv_cache_config: Any) -> Cut:
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     groups, tensor = kv_cache_config.kv_cache_groups, parallel.tensor_parallel_size
     latent = all(is_latent(group.kv_cache_spec) for group in groups)
-    replicated = latent and kv_replicas(kv_cache_config, tensor) == tensor
+    if parallel.decode_context_parallel_size > 1:
+        latent = latent and all(in_strides(group.kv_cache_spec) for group in groups)
+    else:
+        latent = latent and kv_replicas(kv_cache_config, tensor) == tensor
     heads, wanted = 0, vllm_config.kv_transfer_config.kv_connector_extra_config.get("canonical_layout")
-    if wanted and not replicated and len(groups) == 1:
+    if wanted and not latent and len(groups) == 1:
         heads = model.get_total_num_kv_heads()
-    return cut(parallel, heads, replicated)
+    return cut(parallel, heads, latent)
 
 
 def _block_bytes(vllm_config: Any, kv_cache_config: Any) -> int:

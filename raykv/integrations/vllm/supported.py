@@ -24,11 +24,17 @@ def check(version: str, vllm_config: Any, kv_cache_config: Any) -> None:
             f"can't share by it: set prefix_caching_hash_algo to 'sha256', or 'sha256_cbor' across Python versions"
         )
     parallel = vllm_config.parallel_config
-    for name, most in (("prefill_context_parallel_size", 1), ("decode_context_parallel_size", 1), ("nnodes", 1)):
+    for name, most in (("prefill_context_parallel_size", 1), ("nnodes", 1)):
         if getattr(parallel, name) > most:
             raise ValueError(f"{name}={getattr(parallel, name)} is not supported by raykv: set it to {most}, {WITHOUT}")
     if has_drafter(vllm_config):
         _check_drafter(vllm_config)
+    canonical = vllm_config.kv_transfer_config.kv_connector_extra_config.get("canonical_layout")
+    if canonical and (strides := parallel.decode_context_parallel_size) > 1:
+        raise ValueError(
+            f"decode_context_parallel_size={strides} and canonical_layout: a rank has some tokens of a page, and the "
+            f"canonical layout needs all: leave canonical_layout out or set decode_context_parallel_size to 1"
+        )
     groups = kv_cache_config.kv_cache_groups
     if not groups:
         raise ValueError("this model keeps no KV of a prompt, as BERT and other encoders: leave kv_transfer_config out")

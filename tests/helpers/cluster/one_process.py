@@ -263,6 +263,7 @@ class OneProcess:
             get_session_name=lambda: f"session_{id(self)}",
             was_current_actor_reconstructed=False,
             gcs_address=f"gcs-{id(self)}",
+            runtime_env={},  # which vLLM asks for
         )
 
     def _nodes(self) -> list[dict[str, Any]]:

@@ -41,7 +41,9 @@ READ = {
     f"{CONNECTORS}.offloading.scheduler.OffloadingConnectorScheduler": (
         "manager config _req_status _calc_num_offloadable_tokens _jobs _generate_job_id _mamba_align_size"
     ),
-    f"{CONNECTORS}.offloading.scheduler.SchedulerOffloadConfig": "tokens_per_hash kv_group_configs num_workers",
+    f"{CONNECTORS}.offloading.scheduler.SchedulerOffloadConfig": (
+        "tokens_per_hash kv_group_configs num_workers blocks_per_chunk"
+    ),
     f"{CONNECTORS}.offloading.scheduler.GroupOffloadConfig": (
         "group_idx tokens_per_chunk tokens_per_block sliding_window_size_in_chunks is_eagle_group"
     ),
@@ -61,6 +63,10 @@ READ = {
     f"{OFFLOAD}.base.CanonicalKVCacheTensor": "tensor",
     f"{OFFLOAD}.config.OffloadingConfig": "worker_kv_bytes_per_block parallel",
     f"{OFFLOAD}.config.OffloadingParallelConfig": "rank",
+    "vllm.config.parallel.ParallelConfig": (
+        "rank world_size tensor_parallel_size pipeline_parallel_size nnodes prefill_context_parallel_size "
+        "decode_context_parallel_size cp_kv_cache_interleave_size"
+    ),
     "vllm.config.speculative.SpeculativeConfig": (
         "method draft_model_config draft_load_config draft_tensor_parallel_size"
     ),

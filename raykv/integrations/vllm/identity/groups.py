@@ -115,6 +115,11 @@ def is_latent(spec: Any) -> bool:
     return all(isinstance(layer, MLAAttentionSpec) for layer in _layers(spec))
 
 
+def in_strides(spec: Any) -> bool:
+    """Whether decode context parallelism gives each rank a part of the tokens of all layers."""
+    return all(getattr(layer, "dcp_sharded", True) for layer in _layers(spec))  # before 0.31 there was no other way
+
+
 def _layers(spec: Any) -> Iterable[Any]:
     """The specs of a group's layers: each layer's where they differ, else the common one."""
     return spec.kv_cache_specs.values() if isinstance(spec, UniformTypeKVCacheSpecs) else [spec]

@@ -1,8 +1,9 @@
 """The ranks of an engine: their nodes, and their parts of a chunk.
 
 The pool has a part as one block. Ranks with nothing in common have a part each. Where all ranks have the same bytes
-(the latent of MLA models), the chunk is one part that all read and one rank stores. Where pages lie head by head,
-groups of heads are the parts (`canonical_layout`), so engines of other tensor-parallel sizes have the same parts.
+(the latent of MLA models), the chunk is one part that all read and one rank stores. With decode context parallelism the
+latent has as many parts, each of every so many tokens. Where pages lie head by head, groups of heads are the parts
+(`canonical_layout`), so engines of other tensor-parallel sizes have the same parts.
 """
 
 from __future__ import annotations
@@ -47,16 +48,20 @@ class Cut(NamedTuple):
         return self.name.startswith(HEADS)
 
 
-def cut(parallel: Any, heads: int, replicated: bool) -> Cut:
+def cut(parallel: Any, heads: int, latent: bool) -> Cut:
     """The parts of a chunk that each rank of an engine has.
 
     parallel: vLLM's parallel_config. heads: KV heads of the model, where engines of other tensor-parallel sizes must
-    have the same parts; else 0. replicated: every tensor-parallel rank has the same bytes.
+    have the same parts; else 0. latent: tensor-parallel ranks with the same tokens have the same bytes.
     """
-    tensor, stages = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
+    tensor, stages, strides = (
+        parallel.tensor_parallel_size,
+        parallel.pipeline_parallel_size,
+        parallel.decode_context_parallel_size,
+    )
     groups = max((n for n in range(1, GROUPS + 1) if heads and heads % n == 0), default=0)
-    if replicated:
-        name, of_stage, readers = "replicated", 1, tensor
+    if latent:
+        name, of_stage, readers = "replicated", strides, tensor // strides
     elif groups and groups % tensor == 0:
         name, of_stage, readers = f"{HEADS}{groups}", groups, 1
     elif groups == heads > 0 and tensor % heads == 0:
@@ -67,10 +72,14 @@ def cut(parallel: Any, heads: int, replicated: bool) -> Cut:
     parts, stores = [], []
     for stage in range(stages):
         for rank in range(tensor):
-            first = stage * of_stage + rank // readers * each
-            parts.append(list(range(first, first + each)))
-            stores.append(rank % readers == 0)
-    return Cut(name if stages == 1 else f"{name}pp{stages}", parts, stores)
+            own = rank % strides if latent else rank // readers * each  # vLLM's groups of strides are of adjacent ranks
+            parts.append(list(range(stage * of_stage + own, stage * of_stage + own + each)))
+            stores.append(rank < strides if latent else rank % readers == 0)
+    if stages > 1:
+        name += f"pp{stages}"
+    if strides > 1:
+        name += f"dcp{strides}x{parallel.cp_kv_cache_interleave_size}"
+    return Cut(name, parts, stores)
 
 
 def check_heads(kv_caches: Mapping[str, torch.Tensor], heads: int) -> None:
