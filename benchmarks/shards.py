@@ -28,7 +28,9 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from raykv.bench.directory.trace import Pool, Request, divided, percent, read
+from raykv.bench.trace.formats import Request, Trace, read
+from raykv.bench.trace.pool import Pool, percent
+from raykv.bench.trace.trace import divided
 from raykv.config import PoolConfig
 
 SLABS = 32  # of a node: see `raykv.config.slab_bytes`
@@ -105,13 +107,13 @@ class ByAge:
         for slab, size in enumerate(divided(capacity, nodes * SLABS)):
             self.shards[slab % shards].slots.add(slab, size)
 
-    def serve(self, requests: list[Request], choose: Choose) -> float:
+    def serve(self, trace: Trace, choose: Choose) -> float:
         hits = []
-        for now, request in enumerate(requests):
+        for now, request in enumerate(trace.requests):
             hits.append(self.shards[choose(request)].ask(request.ids, now))
             if self.moving and now % PERIOD == 0:
                 self._even_out(now)
-        return percent(requests, hits)
+        return percent(trace, hits)
 
     def _even_out(self, now: int) -> None:
         giver = max(self.shards, key=lambda shard: (shard.idle(now), len(shard.slots.free)))
@@ -135,31 +137,32 @@ def chooser(shards: int, depth: int, seed: int) -> Choose:
     return choose
 
 
-def serve_pools(requests: list[Request], capacity: int, nodes: int, shards: int, choose: Choose) -> float:
+def serve_pools(trace: Trace, capacity: int, nodes: int, shards: int, choose: Choose) -> float:
     """Hit percent of so many real directories, each with a share of every node."""
     of_shards = [divided(share, shards) for share in divided(capacity, nodes)]
     pools = [Pool([node[shard] for node in of_shards], LOCALITY) for shard in range(shards)]
-    return percent(requests, [pools[choose(request)].ask(i % nodes, request.ids) for i, request in enumerate(requests)])
+    asked = [pools[choose(request)].ask(i % nodes, request.ids) for i, request in enumerate(trace.requests)]
+    return percent(trace, [read for read, _ in asked])
 
 
-def busiest(requests: list[Request], choose: Choose) -> float:
+def busiest(trace: Trace, choose: Choose) -> float:
     """Percent of all requested blocks that the busiest shard is asked for."""
     asked: Counter[int] = Counter()
-    for request in requests:
+    for request in trace.requests:
         asked[choose(request)] += len(request.ids)
     return 100 * max(asked.values()) / asked.total()
 
 
-def row(requests: list[Request], capacity: int, nodes: int, shards: int, depth: int) -> list[str]:
+def row(trace: Trace, capacity: int, nodes: int, shards: int, depth: int) -> list[str]:
     """One row of the table."""
     pools, fixed, moving, shares, moves, copied = [], [], [], [], [], []
     for seed in range(SEEDS if shards > 1 else 1):
         choose = chooser(shards, depth, seed)
-        pools.append(serve_pools(requests, capacity, nodes, shards, choose))
-        fixed.append(ByAge(capacity, nodes, shards, moving=False).serve(requests, choose))
+        pools.append(serve_pools(trace, capacity, nodes, shards, choose))
+        fixed.append(ByAge(capacity, nodes, shards, moving=False).serve(trace, choose))
         pool = ByAge(capacity, nodes, shards, moving=True)
-        moving.append(pool.serve(requests, choose))
-        shares.append(busiest(requests, choose))
+        moving.append(pool.serve(trace, choose))
+        shares.append(busiest(trace, choose))
         moves.append(pool.moves)
         copied.append(100 * pool.copied / sum(shard.stored for shard in pool.shards))
     percents = [f"{mean(hits):.1f} ({min(hits):.1f})" for hits in (pools, fixed, moving)]
@@ -174,12 +177,12 @@ def row(requests: list[Request], capacity: int, nodes: int, shards: int, depth: 
 @click.option("--depth", default="1,2", show_default=True, help="Number of the block whose key decides.")
 def main(traces: tuple[str, ...], nodes: int, capacity: str, shards: str, depth: str) -> None:
     for path in traces:
-        requests = read(path)
+        trace = read(path)
         table = Table(*("depth", "blocks", "shards", "pool", "lru", "by age", "busiest", "moves", "copied"), title=path)
         for number in map(int, depth.split(",")):
             for blocks in map(int, capacity.split(",")):
                 for count in map(int, shards.split(",")):
-                    table.add_row(*map(str, (number, blocks, count)), *row(requests, blocks, nodes, count, number))
+                    table.add_row(*map(str, (number, blocks, count)), *row(trace, blocks, nodes, count, number))
         Console().print(table)
 
 

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks.scheduling.simulated_engine import Job, Policy, SimulatedEngine, Speed
-from raykv.bench.directory import mooncake
-from raykv.bench.directory.mooncake import BLOCK_TOKENS
+from raykv.bench.trace import formats
+from raykv.bench.trace.formats import MOONCAKE_TOKENS as BLOCK_TOKENS
 from raykv.scheduling import Budget, Request, Scheduled, plan
 
 PATIENCE_S = 60.0
@@ -69,11 +69,14 @@ def first_come(waiting: list[Request], running: list[Request], budget: Budget, n
 
 def read(path: str | PathLike[str], slower: float = 1.0) -> list[Job]:
     """The requests of a trace. Raises ValueError that names a malformed line."""
+    trace = formats.read(path)
+    if trace.block_tokens != BLOCK_TOKENS:
+        raise ValueError(f"{path}: blocks of {trace.block_tokens} tokens, and the engine has blocks of {BLOCK_TOKENS}")
     jobs = []
-    for line in mooncake.lines(path, "timestamp", "output_length"):
-        blocks, (milliseconds, output) = line.tokens // BLOCK_TOKENS, line.others
-        keys = np.array(line.ids[:blocks], np.uint64).view(np.uint8).reshape(blocks, 8)
-        jobs.append(Job(keys, line.tokens, milliseconds / 1000 * slower, max(1, int(output))))
+    for request in trace.requests:
+        blocks = request.tokens // BLOCK_TOKENS
+        keys = np.array(request.ids[:blocks], np.uint64).view(np.uint8).reshape(blocks, 8)
+        jobs.append(Job(keys, request.tokens, request.at * slower, max(1, request.output)))
     return jobs
 
 

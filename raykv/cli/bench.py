@@ -72,8 +72,8 @@ def bench_scale(nodes: str, entries: int, seconds: float, take_over: int, as_jso
 @click.option("--external", default=0, help="Blocks of their external tiers.")
 @JSON
 def bench_trace(file: str, nodes: int, capacity: str, external: int, as_json: bool) -> None:
-    """Hit rate on a trace in Mooncake's format, against exact LRU and isolated caches."""
-    from raykv.bench.directory import trace
+    """Hit rate on a trace of Mooncake, Bailian or AgentX, against exact caches, by where the blocks were read."""
+    from raykv.bench.trace import trace
 
     _report(lambda: trace.run(file, nodes, [int(part) for part in capacity.split(",")], external), as_json)
 

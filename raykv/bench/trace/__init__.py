@@ -1,0 +1,1 @@
+"""What a pool serves of the requests that others have recorded."""

@@ -1,0 +1,61 @@
+"""Floors and ceilings of a pool: exact caches that serve a trace. Each returns by request its served leading blocks."""
+
+from __future__ import annotations
+
+import heapq
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from raykv.bench.trace.formats import Request
+
+NEVER = 1 << 60  # number of a request that does not come
+
+
+def lru(requests: Sequence[Request], capacities: list[int], nodes: Sequence[int]) -> list[int]:
+    """Isolated LRUs. nodes: of each request, the LRU that serves it. A request touches its blocks last to first."""
+    caches: list[OrderedDict[int, None]] = [OrderedDict() for _ in capacities]
+    hits = []
+    for request, node in zip(requests, nodes, strict=True):
+        cache = caches[node]
+        hits.append(next((i for i, block in enumerate(request.ids) if block not in cache), len(request.ids)))
+        for block in reversed(request.ids):
+            cache[block] = None
+            cache.move_to_end(block)
+        while len(cache) > capacities[node]:
+            cache.popitem(last=False)
+    return hits
+
+
+def endless(requests: Sequence[Request]) -> list[int]:
+    """A cache that never evicts."""
+    cache, hits = set[int](), []
+    for request in requests:
+        hits.append(next((i for i, block in enumerate(request.ids) if block not in cache), len(request.ids)))
+        cache.update(request.ids)
+    return hits
+
+
+def optimum(requests: Sequence[Request], capacity: int) -> list[int]:
+    """A cache that knows all later requests: it evicts the block that is asked for last (Belady, 1966)."""
+    following = _following(requests)
+    due, farthest, hits = dict[int, int](), list[tuple[int, int, int]](), []
+    for request, later in zip(requests, following, strict=True):
+        hits.append(next((i for i, block in enumerate(request.ids) if block not in due), len(request.ids)))
+        for depth, (block, again) in enumerate(zip(request.ids, later, strict=True)):
+            due[block] = again
+            heapq.heappush(farthest, (-again, -depth, block))  # of equals a child goes before its parent
+        while len(due) > capacity:
+            again, _, block = heapq.heappop(farthest)
+            if due.get(block) == -again:  # else it was asked for since
+                del due[block]
+    return hits
+
+
+def _following(requests: Sequence[Request]) -> list[list[int]]:
+    """By request and block, the number of the next request for that block."""
+    due, found = dict[int, int](), list[list[int]]()
+    for number in reversed(range(len(requests))):
+        ids = requests[number].ids
+        found.append([due.get(block, NEVER) for block in ids])
+        due.update(dict.fromkeys(ids, number))
+    return found[::-1]

@@ -1,0 +1,99 @@
+"""Request traces, by their public descriptions. A prompt is a list of ids of its blocks. Equal ids are equal prefixes.
+
+- Mooncake's (github.com/kvcache-ai/Mooncake, FAST'25): a request a line, blocks of 512 tokens, `timestamp` in ms. A
+  line may have `session`, `turn` and `last` (of its session).
+- Alibaba Bailian's (github.com/alibaba-edu/qwen-bailian-usagetraces-anon): a request a line, blocks of 16 tokens,
+  `timestamp` in s. `parent_chat_id` is the `chat_id` of the turn before, -1 for a first turn.
+- AgentX's (semianalysisai/cc-traces at Hugging Face): a session a line, with `requests`. The requests of a sub-agent
+  are nested. Blocks have 64 tokens, and ids count within their session.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from os import PathLike
+from typing import Any, NamedTuple
+
+MOONCAKE_TOKENS, BAILIAN_TOKENS, AGENTX_TOKENS = 512, 16, 64  # of a block
+SESSION_IDS = 1 << 32  # ids of one session, at most, where ids count within it
+
+
+class Request(NamedTuple):
+    """A prompt. ids: of its blocks. tokens: of the prompt; its last block may be shorter than the others.
+
+    at: seconds. output: tokens of the answer. session: None where a trace does not tell. last: of its session, as far
+    as the trace tells.
+    """
+
+    ids: list[int]
+    tokens: int
+    at: float = 0.0
+    output: int = 0
+    session: int | None = None
+    last: bool = False
+
+
+class Trace(NamedTuple):
+    """Requests in the order of their times, and the tokens of a block."""
+
+    requests: list[Request]
+    block_tokens: int
+
+
+def read(path: str | PathLike[str]) -> Trace:
+    """A trace in any of the formats. ValueError that names a malformed line, or a trace without requests."""
+    requests, sizes, parents = list[Request](), set[int](), dict[int, int]()
+    with open(path, encoding="utf-8") as file:
+        for number, line in enumerate(file, 1):
+            try:
+                given = json.loads(line)
+                size, found = _parsed(given, number, parents)
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                raise ValueError(f"{path}, line {number}: not a request of a trace ({error!r})") from None
+            sizes.add(size)
+            for request in found:
+                if len(request.ids) != -(-request.tokens // size):
+                    raise ValueError(
+                        f"{path}, line {number}: {len(request.ids)} hash_ids for a prompt of {request.tokens} tokens: "
+                        f"one per {size} tokens would be {-(-request.tokens // size)}"
+                    )
+            requests += found
+    if len(sizes) != 1:
+        raise ValueError(f"{path}: a trace has requests of one format, and this file has {len(sizes)}")
+    return Trace(sorted(requests, key=lambda request: request.at), sizes.pop())
+
+
+def _parsed(given: Mapping[str, Any], number: int, parents: dict[int, int]) -> tuple[int, list[Request]]:
+    """(tokens of a block, requests) of a line. parents: Bailian's sessions, by their turns."""
+    if "requests" in given:
+        return int(given.get("block_size", AGENTX_TOKENS)), list(_of_session(given, number))
+    if "chat_id" in given:
+        chat, parent = int(given["chat_id"]), int(given["parent_chat_id"])
+        parents[chat] = parents.get(parent, chat)
+        return BAILIAN_TOKENS, [_flat(given, float(given["timestamp"]), parents[chat])]
+    session = int(given["session"]) if "session" in given else None
+    return MOONCAKE_TOKENS, [_flat(given, float(given.get("timestamp", 0)) / 1e3, session)]
+
+
+def _flat(given: Mapping[str, Any], at: float, session: int | None) -> Request:
+    ids = [int(block) for block in given["hash_ids"]]
+    output, last = int(given.get("output_length", 0)), bool(given.get("last", False))
+    return Request(ids, int(given["input_length"]), at, output, session, last)
+
+
+def _of_session(given: Mapping[str, Any], session: int) -> Iterator[Request]:
+    scope = 0 if given.get("hash_id_scope", "local") == "global" else session * SESSION_IDS
+    found = sorted(_nested(given["requests"]), key=lambda one: float(one["t"]))
+    for one in found:
+        ids = [scope + int(block) for block in one["hash_ids"]]
+        yield Request(ids, int(one["in"]), float(one["t"]), int(one["out"]), session, one is found[-1])
+
+
+def _nested(requests: list[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
+    """The requests of a session and of its sub-agents, whose times are of the session's clock too."""
+    for request in requests:
+        if request.get("type") == "subagent":
+            yield from _nested(request["requests"])
+        else:
+            yield request

@@ -1,0 +1,158 @@
+"""A pool that serves a trace without moving a byte: the real directory, and a simulated `KVCache` on every node."""
+
+import itertools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from raykv.bench.trace.formats import Trace
+from raykv.config import MIB
+from raykv.directory.directory import Directory
+from raykv.protocol.clients import Call, CommitRequest, MatchRequest, NextWindowRequest, ReserveRequest
+from raykv.protocol.location import ALIGN, KEY_BYTES, LOCATION
+from raykv.protocol.stores import ArenaDescription, Inventory
+from raykv.protocol.tiers import DemotionReport, ExistingBlocks, TierReport
+
+BLOCK_BYTES = 4 * MIB - ALIGN  # no bytes move. With a header, a power of two: so tiers have few spare slots
+CLIENT = 1
+MIN_WINDOW = 64  # staging slots of a node, at least
+
+KeyArray = NDArray[np.uint64]  # (n, 2)
+
+
+class Served(NamedTuple):
+    """Per cent of a trace's tokens: that were read, on the reader's node, and from other nodes.
+
+    crossed_bytes: bytes that crossed nodes, for a token that was read, of blocks of BLOCK_BYTES.
+    """
+
+    percent: float
+    here: float
+    crossed: float
+    crossed_bytes: float
+
+
+class Pool:
+    """The real directory, and a simulated `KVCache` on every node."""
+
+    def __init__(self, shares: list[int], locality: float, tiers: Sequence[int] = ()) -> None:
+        """shares: blocks of each node. tiers: blocks of each node's external tier, or of the single shared tier."""
+        self.directory = Directory(locality=locality)
+        self.window = max(MIN_WINDOW, sum(shares) // len(shares) // 50)
+        self.calls = itertools.count(1)
+        self.stored = self.local = 0
+        for node, share in enumerate(shares):
+            slab_bytes = (share + self.window) * BLOCK_BYTES  # one slab: the capacity is exact
+            arena = ArenaDescription(b"%d" % node, slab_bytes, 1, 0)
+            self.directory.join(str(node), arena, 0.0, self.window * BLOCK_BYTES)
+            self.directory.adopt(str(node), Inventory(b"", b"", b"", b"", b""), 0.0)
+            self.directory.heartbeat(str(node), 1, 0.0)
+            if tiers:
+                capacity = tiers[node % len(tiers)] * (BLOCK_BYTES + ALIGN)
+                report = TierReport(capacity, shared=len(tiers) < len(shares), reached=True, lost=b"")
+                self.directory.tier_heartbeat(str(node), report, 0.0)
+                self.directory.report_existing(str(node), ExistingBlocks(b"", b"", True), 0.0)
+
+    def serve(self, trace: Trace, nodes: Sequence[int]) -> Served:
+        """Send each request to its node. nodes: of the requests."""
+        asked = [self.ask(node, request.ids) for node, request in zip(nodes, trace.requests, strict=True)]
+        here = [read - crossed for read, crossed in asked]
+        hits, total = served(trace, [read for read, _ in asked]), sum(request.tokens for request in trace.requests)
+        crossed = sum(blocks for _, blocks in asked)
+        return Served(
+            percent(trace, [read for read, _ in asked]),
+            100 * sum(here) * trace.block_tokens / max(1, total),
+            100 * crossed * trace.block_tokens / max(1, total),
+            crossed * BLOCK_BYTES / max(1, hits),
+        )
+
+    def ask(self, node: int, ids: list[int]) -> tuple[int, int]:
+        """Serve a prompt on a node: read its stored blocks, store the rest.
+
+        Returns the number of blocks that were read, and how many of them came from other nodes.
+        """
+        keys = _keys(ids)
+        read, crossed = self._read(node, keys)
+        self._store(node, keys, read)
+        self._demote()
+        return read, crossed
+
+    def _read(self, node: int, keys: KeyArray) -> tuple[int, int]:
+        """Match and read. Remote blocks come through staging, a window at a time. Returns what `ask` returns."""
+        lease = next(self.calls)
+        held = np.uint64(lease).tobytes()
+        request = MatchRequest(lease, str(node), keys.tobytes(), BLOCK_BYTES, len(keys))
+        match = self.directory.match(self._call(), request, 0.0)
+        source, staged = np.frombuffer(match.source, LOCATION), np.frombuffer(match.staged, LOCATION).copy()
+        if len(staged) == 0:
+            staged = np.zeros(len(source), LOCATION)
+        remote = source["node"] != self.directory.nodes[str(node)].index
+        missing = remote & (staged["slab_gen"] == 0)
+        read, pulled = 0, b""
+        while True:
+            first = read + int(np.argmax(np.append(missing[read:], True)))  # the next block without a staging slot
+            pulled = staged[read:first][staged[read:first]["slab_gen"] > 0].tobytes()
+            read = first
+            if read == len(source):
+                break
+            wanted = NextWindowRequest(CLIENT, lease, read, len(source), BLOCK_BYTES)
+            more = self.directory.next_window(self._call(held, pulled), wanted, 0.0)
+            slots = np.frombuffer(more.staged, LOCATION)
+            staged[read : read + len(slots)] = slots
+            missing[read : read + len(slots)] &= slots["slab_gen"] == 0
+            pulled = b""
+            if missing[read]:
+                break
+        self.directory.client_heartbeat(self._call(pulled=pulled), 0.0)  # it does not list the lease, so releases it
+        return read, int(np.count_nonzero(remote[:read]))
+
+    def _store(self, node: int, keys: KeyArray, start: int) -> None:
+        """Store the blocks that were not read: in several calls, since staging limits stores on other nodes."""
+        index = self.directory.nodes[str(node)].index
+        while start < len(keys):
+            reservation = next(self.calls)
+            wanted = ReserveRequest(reservation, str(node), keys.tobytes(), start, BLOCK_BYTES)
+            granted = self.directory.reserve(self._call(), wanted, 0.0)
+            chosen = keys[np.frombuffer(granted.indices, np.int32)]
+            locations = np.frombuffer(granted.locations, LOCATION)
+            held = np.uint64(reservation).tobytes()
+            written = CommitRequest(reservation, granted.locations, chosen.tobytes(), b"\1" * len(locations))
+            self.directory.commit(self._call(held), written, 0.0)
+            self.stored += len(locations)
+            self.local += int(np.count_nonzero(locations["node"] == index))
+            if len(locations) == 0:
+                break
+            start = granted.covered
+
+    def _demote(self) -> None:
+        """Demote all due blocks at once, as node stores do over time."""
+        for node in self.directory.nodes:
+            demoted = self.directory.demote(node, DemotionReport(b"", b"", b"", 0, False), 0.0)
+            while demoted.source:
+                stored = b"\1" * (len(demoted.keys) // KEY_BYTES)
+                report = DemotionReport(demoted.target, demoted.keys, stored, demoted.number, False)
+                demoted = self.directory.demote(node, report, 0.0)
+
+    def _call(self, held: bytes = b"", pulled: bytes = b"") -> Call:
+        return Call(CLIENT, next(self.calls), held, pulled)
+
+
+def _keys(ids: list[int]) -> KeyArray:
+    keys = np.empty((len(ids), 2), np.uint64)
+    keys[:, 0] = ids
+    keys[:, 1] = keys[:, 0] * np.uint64(0x9E3779B97F4A7C15)
+    return keys
+
+
+def served(trace: Trace, hits: Sequence[int]) -> int:
+    """Tokens. hits: number of served leading blocks, by request."""
+    return sum(
+        min(blocks * trace.block_tokens, request.tokens) for request, blocks in zip(trace.requests, hits, strict=True)
+    )
+
+
+def percent(trace: Trace, hits: Sequence[int]) -> float:
+    """Token-weighted hit percent. hits: see `served`."""
+    return 100 * served(trace, hits) / max(1, sum(request.tokens for request in trace.requests))

@@ -1,0 +1,98 @@
+"""Share of a trace's prompt tokens that a pool serves, by capacity and by who serves a request. It needs no cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from os import PathLike
+from typing import Any
+
+from raykv.bench.trace import caches, formats
+from raykv.bench.trace.formats import Trace
+from raykv.bench.trace.pool import Pool, Served, percent
+from raykv.config import PoolConfig
+
+
+def run(
+    path: str | PathLike[str],
+    nodes: int,
+    capacities: list[int],
+    external: int = 0,
+    advance: Callable[[], None] = lambda: None,
+) -> dict[str, Any]:
+    """Token-weighted hit percent of a trace whose requests go to `nodes` nodes in turn, by capacity.
+
+    capacities: blocks of all nodes, without staging; a block is as long as the trace's. external: blocks of all
+    external tiers; 0: no tiers. advance: called after each figure.
+    ceiling: hit percent of an endless cache.
+    results: one row for each capacity: exact_lru, isolated, optimum (a cache that knows what comes), pool_strict
+    (locality 1), pool; pool_one_writer and pool_one_writer_strict, with all requests on one node; local_stores: percent
+    of the pool's stores that stayed on the writer's node. `pool` also by where a token was read: here, crossed; and
+    crossed_bytes, bytes from other nodes for each token that was read. Where the trace has sessions also `sticky`, and
+    the same of it: each session stays on a node. With `external` also exact_lru_external (an LRU of as many blocks),
+    pool_shared_tier (all nodes share a tier) and pool_own_tiers (each node has a tier).
+    Raises ValueError for a malformed trace, nodes < 1, or less than one block for each node.
+    """
+    if nodes < 1 or any(blocks < nodes for blocks in [*capacities, external or nodes]):
+        raise ValueError(f"nodes={nodes}, capacity={capacities}, external={external}: every node needs a block")
+    trace = formats.read(path)
+    requests, default = trace.requests, PoolConfig().locality
+    turns, one = [number % nodes for number in range(len(requests))], [0] * len(requests)
+    sessions = sticky(trace, nodes)
+    results = []
+    for capacity in capacities:
+        row: dict[str, Any] = {"capacity": capacity}
+        shares = divided(capacity, nodes)
+
+        def figure(name: str, percent: float, row: dict[str, Any] = row) -> None:
+            row[name] = round(percent, 2)
+            advance()
+
+        def served(name: str, found: Served, row: dict[str, Any] = row) -> None:
+            figure(name, found.percent)
+            row |= {
+                f"{name}_{field}": round(value, 2) for field, value in found._asdict().items() if field != "percent"
+            }
+
+        def pool(locality: float, to: Sequence[int], *tiers: list[int], shares: list[int] = shares) -> Served:
+            return Pool(shares, locality, *tiers).serve(trace, to)
+
+        figure("exact_lru", percent(trace, caches.lru(requests, [capacity], one)))
+        figure("isolated", percent(trace, caches.lru(requests, shares, turns)))
+        figure("optimum", percent(trace, caches.optimum(requests, capacity)))
+        figure("pool_strict", pool(1.0, turns).percent)
+        in_turn = Pool(shares, default)
+        served("pool", in_turn.serve(trace, turns))
+        row["local_stores"] = round(100 * in_turn.local / max(1, in_turn.stored), 2)
+        figure("pool_one_writer", pool(default, one).percent)
+        figure("pool_one_writer_strict", pool(1.0, one).percent)
+        if sessions:
+            served("sticky", pool(default, sessions))
+        if external:
+            figure("exact_lru_external", percent(trace, caches.lru(requests, [external], one)))
+            figure("pool_shared_tier", pool(default, turns, [external]).percent)
+            figure("pool_own_tiers", pool(default, turns, divided(external, nodes)).percent)
+        results.append(row)
+    return {
+        "requests": len(requests),
+        "sessions": len({request.session for request in requests if request.session is not None}),
+        "blocks": sum(len(request.ids) for request in requests),
+        "block_tokens": trace.block_tokens,
+        "nodes": nodes,
+        "locality": default,
+        "external": external,
+        "ceiling": round(percent(trace, caches.endless(requests)), 2),
+        "results": results,
+    }
+
+
+def sticky(trace: Trace, nodes: int) -> list[int]:
+    """The node of each request: sessions go to the nodes in turn, and stay there. [] for a trace without sessions."""
+    homes = dict[int, int]()
+    if any(request.session is None for request in trace.requests):
+        return []
+    return [homes.setdefault(request.session or 0, len(homes) % nodes) for request in trace.requests]
+
+
+def divided(capacity: int, parts: int) -> list[int]:
+    """A capacity, divided into shares that differ by at most one."""
+    return [capacity // parts + (i < capacity % parts) for i in range(parts)]
