@@ -7,11 +7,20 @@ from collections.abc import Callable
 from typing import Any
 
 import ray
+from ray.exceptions import RaySystemError
+
+
+def check_connected() -> None:
+    """RaySystemError in a process that is in no cluster."""
+    if not ray.is_initialized():
+        raise RaySystemError("this process is not connected to a Ray cluster: call ray.init()")
 
 
 def _bare(call: Callable[..., Any]) -> Callable[..., Any]:
-    """The call inside `ray._private.auto_init_hook.wrap_auto_init`."""
-    bare: Callable[..., Any] = getattr(call, "__wrapped__", call)
+    """The call inside `ray._private.auto_init_hook.wrap_auto_init`; the call itself in a Ray without such wrappers."""
+    if call.__code__.co_name != "auto_init_wrapper":
+        return call
+    bare: Callable[..., Any] = call.__wrapped__  # type: ignore[attr-defined]
     return bare
 
 

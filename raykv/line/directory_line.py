@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import ray
 from ray.exceptions import RayError
 
 from raykv.cluster import internal_kv, named_actors, ray_calls
@@ -165,7 +166,7 @@ class DirectoryLine:
             pipeline.close()
 
     def _found(self) -> Any:
-        if self.actor is None:
+        if self.actor is None or not ray.is_initialized():  # Ray's calls would join a cluster
             raise ConnectionError(f"pool {self._pool!r} has no directory")
         return self.actor
 

@@ -111,9 +111,12 @@ def after_shutdown(pool: str) -> dict[str, str]:
     """What all of it says in a process that has left its Ray cluster."""
     attached = raykv.attach(pool)
     cache = attached.cache(model="m", dtype="uint8", layout="rows", block_tokens=16, block_bytes=4096)
-    keys = cache.keys(range(160))
+    keys, out = cache.keys(range(160)), np.zeros((10, 4096), np.uint8)
+    leased = cache.match(cache.keys(range(160, 320)))
+    said = {"leased": str(leased.num_blocks)}
     ray.shutdown()
-    said = {"match": str(cache.match(keys).num_blocks), "store": str(cache.store(keys, np.zeros((10, 4096), np.uint8)))}
+    said |= {"match": str(cache.match(keys).num_blocks), "store": str(cache.store(keys, out))}
+    said |= {"read": str(leased.read(out)), "joined": str(ray.is_initialized())}
     for what, ask in {**asked_of(attached), "stop": attached.stop}.items():
         try:
             said[what] = repr(ask())
@@ -124,6 +127,8 @@ def after_shutdown(pool: str) -> dict[str, str]:
 
 def test_after_ray_shutdown_all_is_a_miss_or_says_how_to_join_again(start: Callable[..., raykv.KVPool]) -> None:
     pool = start()
+    there, keys = worker(pool, other_node(pool)), a_cache(pool, block_bytes=4096).keys(range(160, 320))
+    assert ray.get(there.store.remote(keys, block_bytes=4096)) == 10
     code = f"import json, test_pool_life as t; print(json.dumps(t.after_shutdown({pool.name!r})))"
     address = {"RAY_ADDRESS": ray.get_runtime_context().gcs_address}
     ran = subprocess.run(
@@ -131,7 +136,8 @@ def test_after_ray_shutdown_all_is_a_miss_or_says_how_to_join_again(start: Calla
     )
     assert ran.returncode == 0, ran.stderr
     said = json.loads(ran.stdout.splitlines()[-1])
-    assert (said.pop("match"), said.pop("store")) == ("0", "0")
+    assert said.pop("leased") == "10", "they are on the other node"
+    assert (said.pop("match"), said.pop("store"), said.pop("read"), said.pop("joined")) == ("0", "0", "0", "False")
     assert all(text.startswith("RayKVErrorthis process has left the Ray cluster") for text in said.values()), said
     assert pool.stats()["nodes"], "nothing was stopped"
 

@@ -227,6 +227,7 @@ def engine(**other: Any) -> tuple[str, Any, Any]:
         ({"version": "0.28.1"}, r"pip install 'vllm>=0\.29,<0\.34'"),
         ({"hashes": "xxhash_cbor"}, "set prefix_caching_hash_algo to 'sha256'"),
         ({"prefill_context_parallel_size": 2}, "prefill_context_parallel_size=2"),
+        ({"decode_context_parallel_size": 2, "version": "0.29.1"}, "wrong tokens in vLLM 0.29.1: install 0.30"),
         ({"decode_context_parallel_size": 2, "extra": {"canonical_layout": True}}, "=2 and canonical_layout: a rank"),
         ({"nnodes": 2}, "nnodes=2"),
         ({"speculative": EAGLE, "pipeline_parallel_size": 2}, "method='eagle' and pipeline_parallel_size=2: only the"),

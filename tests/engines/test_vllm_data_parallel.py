@@ -123,6 +123,7 @@ def test_a_rank_that_waits_for_the_pool_holds_no_other(engines: Engines) -> None
     with stopped(pid(node_store(engines.pool, other_node(engines.pool)))):
         waits = engines.ask(asked, 1)
         assert ray.get(engines.ask(other, 0))[1] == 0
+        assert not ray.wait([waits], timeout=0)[0], "rank 1 still waits"
     assert ray.get(waits)[0] == right
 
 

@@ -130,7 +130,7 @@ def test_how_patient_an_engine_is_comes_from_its_configuration() -> None:
 def test_the_connector_hands_its_patience_to_the_manager(pool: raykv.KVPool) -> None:
     spec: Any = object.__new__(RayKVOffloadingSpec)
     spec.extra_config, spec._pool, spec._manager = {"stores": [True], "patience": 3}, pool.name, None
-    spec._arguments = {"model": "m"}
+    spec._arguments = spec._drafter = {"model": "m"}
     manager = spec.get_manager()
     assert manager._patience == 3.0
     manager.shutdown()

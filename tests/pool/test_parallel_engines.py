@@ -87,6 +87,7 @@ def test_ranks_read_what_ranks_of_the_same_strides_stored(
     asked = prompt(1, chunks * CHUNK_BLOCKS * BLOCK * strides + 40)
     first, second = engines.start(of), engines.start(of)
     assert first.ask(asked) == 0
+    eventually(lambda: settled(engines.pool))
     assert engines.pool.stats()["keys"] == chunks * (strides if latent else tensor), "a latent is stored once"
     assert second.ask(asked) == first.ask(asked) == chunks * CHUNK_BLOCKS * BLOCK * strides
 
@@ -99,6 +100,17 @@ def test_ranks_with_other_strides_share_nothing(engines: Engines) -> None:
     assert all(engine.ask(asked) for engine in made)
 
 
+def test_the_interleave_is_that_of_the_ranks(engines: Engines) -> None:
+    """vLLM before 0.33 changes it on the workers only, by a deprecated option or beside NIXL."""
+    asked = prompt(5, 3 * CHUNK_BLOCKS * BLOCK * 2 + 10)
+    told, plain = shape(2, 2, 4, latent=True), shape(2, 2, 1, latent=True)
+    changed = engines.start(plain, dcp_kv_cache_interleave_size=4)
+    assert changed.ask(asked) == 0
+    eventually(lambda: settled(engines.pool))
+    assert engines.start(plain).ask(asked) == 0
+    assert engines.start(told).ask(asked) == 3 * CHUNK_BLOCKS * BLOCK * 2
+
+
 @pytest.mark.parametrize("latent", [False, True], ids=["heads", "latent"])
 @pytest.mark.parametrize(("tensor", "strides", "stages"), [(1, 1, 2), (2, 1, 2), (2, 2, 2), (1, 1, 4)])
 def test_stages_of_a_pipeline_read_what_the_same_stages_stored(
@@ -108,6 +120,7 @@ def test_stages_of_a_pipeline_read_what_the_same_stages_stored(
     asked = prompt(4, chunks * CHUNK_BLOCKS * BLOCK * strides + 40)
     first, second, other = engines.start(of), engines.start(of), engines.start(of._replace(stages=1))
     assert first.ask(asked) == 0
+    eventually(lambda: settled(engines.pool))
     assert engines.pool.stats()["keys"] == chunks * stages * (strides if latent else tensor)
     assert other.ask(asked) == 0
     assert second.ask(asked) == other.ask(asked) == chunks * CHUNK_BLOCKS * BLOCK * strides

@@ -5,6 +5,7 @@ import time
 from typing import Any
 
 import numpy as np
+import ray
 from numpy.typing import NDArray
 from ray.exceptions import RayError
 
@@ -31,12 +32,14 @@ class Silence:
     def ask(self, store: Any) -> None:
         """Ping a store whose answer is about to be late."""
         with self._lock:
-            if self._ping is None:
+            if self._ping is None and ray.is_initialized():
                 self._ping, self._asked = store.ping.remote(), time.monotonic()
 
     def of_store(self, store: Any) -> bool:
-        """Whether the store is silent."""
+        """Whether the store is silent, as all stores are after ray.shutdown()."""
         with self._lock:
+            if not ray.is_initialized():
+                return True
             if self._ping is None:
                 return False
             if ray_calls.wait([self._ping], timeout=0)[0]:

@@ -1,11 +1,12 @@
 """The store of a node, which pulls blocks to that node for the node's readers."""
 
+import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from ray.exceptions import RayError
+from ray.exceptions import RayError, RaySystemError
 
 from raykv.client.directory_client import DirectoryClient, plain
 from raykv.client.stores.silence import PING_S, Silence
@@ -51,14 +52,15 @@ class StoreClient:
 
     def first(self, answers: list[Any], seconds: float) -> Any | None:
         """The first finished pull of several. None if no pull ends in time: see `gave_up`."""
-        with giving_way():
+        with giving_way(), contextlib.suppress(RaySystemError):  # after ray.shutdown()
             patience = max(0.0, seconds - PING_S)
             ready, _ = ray_calls.wait(answers, timeout=patience)
             if not ready and patience > 0.0:  # with a shorter wait, a tier is late rather than the store
                 self._silence.ask(self.store)
             if not ready:
                 ready, _ = ray_calls.wait(answers, timeout=seconds - patience)
-        return ready[0] if ready else None
+            return ready[0] if ready else None
+        return None
 
     def gave_up(self, nodes: NDArray[np.integer[Any]]) -> None:
         """Transfers from or to these nodes are late. If this store answers, note the nodes as late."""

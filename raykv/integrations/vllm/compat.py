@@ -43,6 +43,11 @@ def _minor(version: str) -> tuple[int, int] | None:
     return (int(found[1]), int(found[2])) if found else None
 
 
+def knows_strides(version: str) -> bool:
+    """Whether vLLM's decode context parallelism works with a connector. 0.29's attention reads another interleave."""
+    return (_minor(version) or NEWEST) >= (0, 30)
+
+
 def missing(module: str, name: str) -> Exception:
     """The error for a connector name that our modules lack."""
     if name in REPLACING:

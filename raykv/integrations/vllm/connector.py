@@ -129,7 +129,8 @@ class RayKVConnector(Connector):  # type: ignore[misc]
             _name(self._vllm_config),
             self._vllm_config.parallel_config.world_size,
         )
-        if why := why_computed(self._vllm_config):
+        cuts = sorted({rank.cut for rank in ranks})
+        if why := why_computed(self._vllm_config) or (len(cuts) > 1 and f"its ranks cut chunks as {cuts}"):
             log.warning("this engine reads and stores nothing in the raykv pool: %s", why)
         else:
             scheduler.manager.set_ranks(ranks, groups_of(scheduler.config.kv_group_configs, ranks[0].layers))
@@ -345,7 +346,7 @@ class RayKVConnector(Connector):  # type: ignore[misc]
             extra.get("pool", "default"),
             _name(self._vllm_config),
             self._vllm_config.parallel_config.rank,
-            worker.rank,
+            worker.rank._replace(cut=parts.name),
         )
 
     def build_connector_worker_meta(self) -> Any:

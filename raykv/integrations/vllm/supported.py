@@ -7,7 +7,7 @@ from typing import Any
 from vllm.config import get_current_vllm_config_or_none
 from vllm.platforms import current_platform
 
-from raykv.integrations.vllm.compat import TAKES_GROUPS, check_version
+from raykv.integrations.vllm.compat import TAKES_GROUPS, check_version, knows_strides
 from raykv.integrations.vllm.identity.drafters import has_drafter
 from raykv.integrations.vllm.identity.groups import unsupported
 
@@ -29,8 +29,14 @@ def check(version: str, vllm_config: Any, kv_cache_config: Any) -> None:
             raise ValueError(f"{name}={getattr(parallel, name)} is not supported by raykv: set it to {most}, {WITHOUT}")
     if has_drafter(vllm_config):
         _check_drafter(vllm_config)
+    strides = parallel.decode_context_parallel_size
+    if strides > 1 and not knows_strides(version):
+        raise ValueError(
+            f"decode_context_parallel_size={strides} with a connector gives wrong tokens in vLLM {version}: install "
+            f"0.30 or later, set decode_context_parallel_size to 1, {WITHOUT}"
+        )
     canonical = vllm_config.kv_transfer_config.kv_connector_extra_config.get("canonical_layout")
-    if canonical and (strides := parallel.decode_context_parallel_size) > 1:
+    if canonical and strides > 1:
         raise ValueError(
             f"decode_context_parallel_size={strides} and canonical_layout: a rank has some tokens of a page, and the "
             f"canonical layout needs all: leave canonical_layout out or set decode_context_parallel_size to 1"

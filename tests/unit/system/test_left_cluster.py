@@ -8,7 +8,10 @@ import pytest
 import ray
 from ray.exceptions import RaySystemError
 
-from raykv.cluster import named_actors, ray_calls
+from raykv.cluster import internal_kv, named_actors, ray_calls
+from raykv.cluster.internal_kv import Kept
+from raykv.line.directory_line import DirectoryLine
+from raykv.protocol.calls import CLIENT
 
 ROOT = Path(__file__).resolve().parents[3] / "raykv"
 CALLS = {name for name in vars(ray_calls) if name in ray.__all__}
@@ -19,6 +22,18 @@ def test_an_actor_is_not_looked_for_without_a_cluster() -> None:
     assert not ray.is_initialized()
     with pytest.raises(RaySystemError, match="not been started"):
         named_actors.find("raykv/default/directory-1")
+    assert not ray.is_initialized()
+
+
+def test_a_line_finds_no_directory_without_a_cluster() -> None:
+    """Its actor is of a cluster that the process has left."""
+    line = DirectoryLine("default", CLIENT)
+    line.actor = object()
+    assert not line.find()
+    with pytest.raises(ConnectionError):
+        line.send("match")
+    with pytest.raises(RaySystemError, match="not connected"):
+        internal_kv.names("default", Kept.RANK)
     assert not ray.is_initialized()
 
 

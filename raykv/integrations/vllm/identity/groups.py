@@ -116,8 +116,11 @@ def is_latent(spec: Any) -> bool:
 
 
 def in_strides(spec: Any) -> bool:
-    """Whether decode context parallelism gives each rank a part of the tokens of all layers."""
-    return all(getattr(layer, "dcp_sharded", True) for layer in _layers(spec))  # before 0.31 there was no other way
+    """Whether decode context parallelism gives each rank some tokens of all layers, and of the tokens all bytes."""
+    return all(
+        getattr(layer, "dcp_sharded", True) and getattr(layer, "max_tp_shards", 1) == 1  # 0.30 has neither
+        for layer in _layers(spec)
+    )
 
 
 def _layers(spec: Any) -> Iterable[Any]:

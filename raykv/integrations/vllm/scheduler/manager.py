@@ -358,6 +358,8 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
 
     def _arguments_of(self, group: Group) -> dict[str, Any]:
         arguments = self._drafter if group.of_drafter else self._arguments
+        if cut := self._ranks[0].cut:
+            arguments = arguments | {"parallel": cut}
         return {**arguments, "revision": arguments.get("revision", "") + self.weights.name}
 
     def _ask(self, group: int, number: int, chain: Chain, request: str) -> Ask:

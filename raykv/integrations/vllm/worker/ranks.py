@@ -26,13 +26,15 @@ class Rank(NamedTuple):
     """What a worker tells the scheduler's side.
 
     memory: the directory's name of the memory on its node that it reads and writes. parts: its parts of a chunk.
-    part_bytes: of one part, by place. layers: by place; without any, those of vLLM's groups.
+    part_bytes: of one part, by place. layers: by place; without any, those of vLLM's groups. cut: name of its Cut,
+    which may differ from the scheduler's: vLLM changes the interleave of some workers' configuration. "": the same.
     """
 
     memory: str
     parts: tuple[int, ...]
     part_bytes: tuple[int, ...]
     layers: tuple[Layers, ...] = ()
+    cut: str = ""
 
 
 class Cut(NamedTuple):
@@ -116,6 +118,6 @@ def told(pool: str, engine: str, count: int) -> list[Rank]:
     for name in names:
         internal_kv.drop(pool, Kept.RANK, name)
     return [
-        Rank(memory, tuple(parts), tuple(part_bytes), tuple(Layers(*of) for of in layers))
-        for memory, parts, part_bytes, layers in found
+        Rank(memory, tuple(parts), tuple(part_bytes), tuple(Layers(*of) for of in layers), cut)
+        for memory, parts, part_bytes, layers, cut in found
     ]

@@ -64,6 +64,8 @@ class FakeRank:
         self.head = 0 if shape.latent else number % shape.tensor // shape.strides
         config = copy.deepcopy(config)
         config.parallel_config.rank = number
+        config.adjust_dcp_kv_cache_interleave_size(caches)  # as `ensure_kv_transfer_initialized` does
+        self.interleave = config.parallel_config.cp_kv_cache_interleave_size
         self.connector: Any = RayKVConnector(config, KVConnectorRole.WORKER, caches)
         layers = [name for group in caches.kv_cache_groups for name in group.layer_names]
         self.bytes: int = shape.spec.page_size_bytes // shape.spec.block_size  # of a token in a layer
@@ -78,10 +80,10 @@ class FakeRank:
         """
         shape = self.shape
         block, offset = divmod(position, shape.spec.block_size * shape.strides)
-        turn, within = divmod(offset, shape.interleave)
+        turn, within = divmod(offset, self.interleave)
         if turn % shape.strides != self.stride:
             return None
-        return blocks[block], turn // shape.strides * shape.interleave + within
+        return blocks[block], turn // shape.strides * self.interleave + within
 
     def step(self, metadata: Any, computed: dict[str, Computed], finished: set[str]) -> ModelRunnerOutput:
         connector = self.connector
