@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 import click
 
+from raykv.bench.trace.caches import leading
 from raykv.bench.trace.formats import Trace, read
 from raykv.bench.trace.trace import divided, sticky
 
@@ -136,7 +137,7 @@ def serve(trace: Trace, nodes: Sequence[int], shares: list[int], weight: int | N
     """nodes: of the requests. shares: blocks of each node. A request touches its blocks last to first."""
     places = Places(shares, weight)
     for request, node in zip(trace.requests, nodes, strict=True):
-        found = next((i for i, block in enumerate(request.ids) if block not in places.node), len(request.ids))
+        found = leading(request, places.node)
         for block in reversed(request.ids[:found]):
             if block in places.node:  # else a replica has just displaced it
                 places.read(block, node)

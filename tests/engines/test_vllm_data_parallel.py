@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -25,7 +24,7 @@ from helpers.engines.vllm.engine import (
     save_model_of_experts,
 )
 from helpers.engines.vllm.kv_index import KVIndex
-from helpers.engines.vllm.ray_engine import PLUGIN
+from helpers.engines.vllm.ray_engine import with_platform
 from helpers.engines.vllm.session import StreamedEngine
 
 pytestmark = pytest.mark.timeout(600)
@@ -65,7 +64,7 @@ def engines(
     MODELS[request.param](model)
     pool = start_for_module(cpu_memory=64 * MIB)
     told = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": f"tcp://*:{port}"}
-    environment = ENVIRONMENT | {"PYTHONPATH": os.pathsep.join((PLUGIN, os.environ["PYTHONPATH"]))}
+    environment = ENVIRONMENT | with_platform()
     kind = ray.remote(StreamedEngine).options(
         num_cpus=0,
         scheduling_strategy=NodeAffinitySchedulingStrategy(pool.node_id, soft=False),

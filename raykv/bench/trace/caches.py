@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import heapq
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 from raykv.bench.trace.formats import Request
 
 NEVER = 1 << 60  # number of a request that does not come
+
+
+def leading(request: Request, cache: Container[int]) -> int:
+    """How many leading blocks of a request a cache has."""
+    return next((i for i, block in enumerate(request.ids) if block not in cache), len(request.ids))
 
 
 def lru(requests: Sequence[Request], capacities: list[int], nodes: Sequence[int]) -> list[int]:
@@ -17,7 +22,7 @@ def lru(requests: Sequence[Request], capacities: list[int], nodes: Sequence[int]
     hits = []
     for request, node in zip(requests, nodes, strict=True):
         cache = caches[node]
-        hits.append(next((i for i, block in enumerate(request.ids) if block not in cache), len(request.ids)))
+        hits.append(leading(request, cache))
         for block in reversed(request.ids):
             cache[block] = None
             cache.move_to_end(block)
@@ -30,7 +35,7 @@ def endless(requests: Sequence[Request]) -> list[int]:
     """A cache that never evicts."""
     cache, hits = set[int](), []
     for request in requests:
-        hits.append(next((i for i, block in enumerate(request.ids) if block not in cache), len(request.ids)))
+        hits.append(leading(request, cache))
         cache.update(request.ids)
     return hits
 
@@ -40,7 +45,7 @@ def optimum(requests: Sequence[Request], capacity: int) -> list[int]:
     following = _following(requests)
     due, farthest, hits = dict[int, int](), list[tuple[int, int, int]](), []
     for request, later in zip(requests, following, strict=True):
-        hits.append(next((i for i, block in enumerate(request.ids) if block not in due), len(request.ids)))
+        hits.append(leading(request, due))
         for depth, (block, again) in enumerate(zip(request.ids, later, strict=True)):
             due[block] = again
             heapq.heappush(farthest, (-again, -depth, block))  # of equals a child goes before its parent

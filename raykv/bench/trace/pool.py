@@ -58,13 +58,14 @@ class Pool:
     def serve(self, trace: Trace, nodes: Sequence[int]) -> Served:
         """Send each request to its node. nodes: of the requests."""
         asked = [self.ask(node, request.ids) for node, request in zip(nodes, trace.requests, strict=True)]
-        here = [read - crossed for read, crossed in asked]
-        hits, total = served(trace, [read for read, _ in asked]), sum(request.tokens for request in trace.requests)
-        crossed = sum(blocks for _, blocks in asked)
+        read, crossed = (sum(blocks) for blocks in zip(*asked, strict=True))
+        hits = served(trace, [blocks for blocks, _ in asked])
+        one = 100 / max(1, sum(request.tokens for request in trace.requests))
+        here = read - crossed
         return Served(
-            percent(trace, [read for read, _ in asked]),
-            100 * sum(here) * trace.block_tokens / max(1, total),
-            100 * crossed * trace.block_tokens / max(1, total),
+            hits * one,
+            here * trace.block_tokens * one,
+            crossed * trace.block_tokens * one,
             crossed * BLOCK_BYTES / max(1, hits),
         )
 

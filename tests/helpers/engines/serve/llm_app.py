@@ -18,7 +18,7 @@ from ray.serve.llm import LLMConfig
 
 from examples import serve_vllm
 from helpers.engines.lora import save_adapter
-from helpers.engines.vllm.ray_engine import PLUGIN
+from helpers.engines.vllm.ray_engine import with_platform
 from helpers.pools import MIB
 from raykv.integrations.vllm.router import VLLMPrefixRouter, routed_config
 
@@ -46,7 +46,7 @@ def engine_options(pool: str) -> dict[str, Any]:
 
 def over_two_nodes(name: str, model: str, pool: str) -> LLMConfig:
     """Tensor parallel 2 by the Ray executor, a rank a node."""
-    environment = serve_vllm.ENVIRONMENT | {"PYTHONPATH": os.pathsep.join((PLUGIN, os.environ["PYTHONPATH"]))}
+    environment = serve_vllm.ENVIRONMENT | with_platform()
     return LLMConfig(
         model_loading_config={"model_id": name, "model_source": model},
         engine_kwargs=engine_options(pool) | {"tensor_parallel_size": 2},
@@ -58,7 +58,7 @@ def over_two_nodes(name: str, model: str, pool: str) -> LLMConfig:
 
 def data_parallel(name: str, model: str, pool: str, ranks: int) -> LLMConfig:
     """For `build_dp_openai_app`: a replica a rank, and a rank a node, by the Ray executor."""
-    environment = serve_vllm.ENVIRONMENT | {"PYTHONPATH": os.pathsep.join((PLUGIN, os.environ["PYTHONPATH"]))}
+    environment = serve_vllm.ENVIRONMENT | with_platform()
     return LLMConfig(
         model_loading_config={"model_id": name, "model_source": model},
         engine_kwargs=engine_options(pool) | {"data_parallel_size": ranks},

@@ -78,6 +78,12 @@ def close_engines(*engines: Any, killed: Sequence[Any] = ()) -> None:
         ray.kill(engine)
 
 
+def processes() -> list[psutil.Process]:
+    """Those that an engine of this process has started: not who removes files that they leave."""
+    children = psutil.Process().children(recursive=True)
+    return [process for process in children if "resource_tracker" not in " ".join(process.cmdline())]
+
+
 def prompt(seed: int, tokens: int) -> list[int]:
     """Tokens of the small models' vocabulary."""
     return np.random.default_rng(seed).integers(3, 500, tokens).tolist()  # type: ignore[no-any-return]
@@ -252,8 +258,7 @@ class Engine:
 
     def processes(self) -> list[int]:
         """Ids of the engine's own, which compute: this one is not among them, nor who removes files that they leave."""
-        children = psutil.Process().children(recursive=True)
-        return [process.pid for process in children if "resource_tracker" not in " ".join(process.cmdline())]
+        return [process.pid for process in processes()]
 
     def begin(self, prompt: list[int]) -> None:
         """Have a prompt computed that nobody waits for: vLLM's client of an engine that is killed would, for ever."""

@@ -18,6 +18,11 @@ PLUGIN = str(Path(__file__).parent / "ray_cpu")
 HEAD = "node:__internal_head__"  # a resource of the head's node
 
 
+def with_platform() -> dict[str, str]:
+    """The environment of engines that find the tests' platform."""
+    return {"PYTHONPATH": os.pathsep.join((PLUGIN, os.environ["PYTHONPATH"]))}
+
+
 class RayEngine(Engine):
     """By vLLM's Ray executor, tensor parallel over as many workers as it has places."""
 
@@ -54,7 +59,7 @@ def start(driver: str, places: Sequence[str], *arguments: Any, **extra: Any) -> 
     environment = {
         **ENVIRONMENT,
         **one_process.ENVIRONMENT,
-        "PYTHONPATH": os.pathsep.join((PLUGIN, os.environ["PYTHONPATH"])),
+        **with_platform(),
         "RAY_ADDRESS": ray.get_runtime_context().gcs_address,  # else vLLM joins the machine's newest cluster
         "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # of functions for all workers
         "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": "60",  # until it gives up a rank that has died

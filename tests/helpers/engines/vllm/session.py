@@ -12,6 +12,7 @@ from vllm.engine.protocol import StreamingInput
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 
+from helpers.engines.vllm.engine import processes
 from helpers.pools import PATIENCE_S
 from raykv.integrations.vllm import kv_transfer_config
 
@@ -94,8 +95,6 @@ class StreamedEngine:
 
     async def close(self) -> None:
         """End the engine, and wait for its processes."""
-        processes = [
-            one for one in psutil.Process().children(recursive=True) if "tracker" not in "".join(one.cmdline())
-        ]
+        started = processes()
         self.engine.shutdown()
-        psutil.wait_procs(processes, timeout=PATIENCE_S)
+        psutil.wait_procs(started, timeout=PATIENCE_S)
