@@ -3,7 +3,7 @@ PYTHON ?= python3
 unexport PYTHONDONTWRITEBYTECODE  # a run starts hundreds of processes, all of which would compile what they import
 
 # two at a time: of three, raylets do not start in Ray's 30 s
-LANES = .venv/bin/pytest -n 2 --dist loadfile --no-loadscope-reorder
+LANES = .venv/bin/pytest -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 NOT_HERE = not gpu and not slow and not wheels
 
 COMPAT = .venv-compat
