@@ -123,7 +123,7 @@ class DirectoryMetrics:
         with self._lock:
             directory = self._directory
             totals, gauges, tiers = directory.totals(), directory.gauges(), directory.tier_fill()
-            oldest, tenants = directory.oldest_lease(), directory.quotas.stats()
+            oldest, tenants, curve = directory.oldest_lease(), directory.quotas.stats(), directory.hit_curve.figures()
             for method in self._times:
                 self._fold(method)
             calls, times = dict(self.calls), {method: sums.copy() for method, sums in self._sums.items()}
@@ -133,6 +133,8 @@ class DirectoryMetrics:
             export.total(metric, totals[name])
         for source, hits in _by_source(totals).items():
             export.total("hit_blocks_total", hits, source=source)
+        for multiple, rate in curve.items():
+            export.set("hit_rate_by_memory", rate, times=multiple)
         for metric, name in GAUGES.items():
             export.set(metric, gauges[name])
         export.set("oldest_lease_seconds", max(0.0, now - oldest))

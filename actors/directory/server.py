@@ -35,6 +35,7 @@ FRAME_BYTES = {CLIENT: 4 << 20, STORE: 64 << 20}
 PARTS = 1024  # of a match: for each rank, one for each KV head and kind of layer
 ERROR_CHARS = 1000  # of the error text of a failed call
 LOG_EVERY_S = 60.0  # between two lines of the log about failed calls of one name
+PLAN_EVERY_S = 10.0  # of each node
 PREFIXES, HOLDERS = 20, 3  # how many `stats` has
 T = TypeVar("T")
 
@@ -96,6 +97,7 @@ class DirectoryServer:
         self._lock = threading.Lock()  # guards _state, _followers
         self._logged: dict[str, float] = {}  # by name of a call: when its failure was last logged
         self._followers = Followers()
+        self._planned: dict[str, float] = {}  # by node: when it last followed a plan
 
     def serve(self, directory: Directory) -> None:
         """Answer with this directory from now on."""
@@ -214,7 +216,16 @@ class DirectoryServer:
         """A Heartbeat and a SlabTarget; None where the node must `join` again."""
         target = self._directory.set_slab_target(name, slabs, self._clock())
         answer = self._directory.heartbeat(name, slabs.offered, self._clock())
-        return None if answer is None else (tuple(answer), tuple(target))
+        if answer is None:
+            return None
+        self._follow_plan(name, self._clock())
+        return tuple(answer), tuple(target)
+
+    def _follow_plan(self, name: str, now: float) -> None:
+        """Plan anew how a node uses its memory, once in PLAN_EVERY_S."""
+        if now - self._planned.get(name, -PLAN_EVERY_S) >= PLAN_EVERY_S:
+            self._planned[name] = now
+            self._directory.follow(name, self._directory.next_plan(), now)
 
     @one_at_a_time
     def nodes(self) -> dict[int, str]:

@@ -83,6 +83,7 @@ def see(pool: str) -> Sight:
         tuple(_node(overview, node_id, shown[node_id]) for node_id in overview.members),
         {name: count for name, count in counts.items() if isinstance(count, int)},
         hit_sources(counts) if counts else {},
+        counts.get("hit_curve", {}),
         tuple(_route(route, shown) for route in overview.transports),
         {shown.get(name, name) or "all nodes": tier["state"] for name, tier in counts.get("tiers", {}).items()},
         overview.upkeep,

@@ -24,6 +24,7 @@ class Directory(State):
     heartbeat = nodes.heartbeat
     sweep_result = nodes.sweep_result
     set_slab_target = nodes.set_slab_target
+    follow = nodes.follow
     leave = nodes.leave
     stay = nodes.stay
     sole_copies = nodes.sole_copies

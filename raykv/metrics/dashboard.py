@@ -72,6 +72,12 @@ PANELS = (
         (("{{node}} {{tier}}", "max by (node, tier) (@coldest_block_age_seconds)"),),
     ),
     Panel(
+        "Hit rate by memory",
+        "What half, twice and four times the memory would give, and any amount (ceiling).",
+        "percentunit",
+        (("{{times}}", "max by (times) (@hit_rate_by_memory)"),),
+    ),
+    Panel(
         "Hit rate of tenants",
         "Of the tokens that each one's engines asked for, those that the pool had.",
         "percentunit",

@@ -38,6 +38,12 @@ METRICS: dict[str, Metric] = {
             "Blocks that look-ups found, by place: memory, gpu, node, external.",
             ("source",),
         ),
+        (
+            "hit_rate_by_memory",
+            "gauge",
+            "Share of the blocks asked for that so many times the memory would have had (ceiling: any), by a sample.",
+            ("times",),
+        ),
         ("stored_blocks_total", "counter", "Blocks that were written and offered.", ()),
         ("refused_blocks_total", "counter", "Blocks that found no room.", ()),
         (

@@ -57,6 +57,7 @@ class Prefix:
 @dataclass(frozen=True)
 class Sight:
     """counts: of the directory; empty while it does not answer. hits: found blocks, by where they were.
+    hit_curve: hit rates by multiples of the memory, and the `ceiling`; empty before a block was asked for.
 
     tiers: state of external tiers by short id of their node, or "all nodes". upkeep: faults of the directory, its
     successor and the supervisor; "" if they are well.
@@ -67,6 +68,7 @@ class Sight:
     nodes: tuple[Node, ...]
     counts: dict[str, int]
     hits: dict[str, int]
+    hit_curve: dict[str, float]
     routes: tuple[Route, ...]
     tiers: dict[str, str]
     upkeep: dict[str, str]

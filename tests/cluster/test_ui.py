@@ -37,7 +37,7 @@ from raykv.ui.server import application
 from raykv.ui.sight import Node, Sight
 node = Node("id", "shown", "<b onclick='x'>host</b>", "address", (), "alive", "", None, None, None, {}, {})
 history, rest = History(), {"time": 0, "run": 1, "trouble": "nothing new"}
-history.add(Sight("p", None, (node,), {}, {}, (), {}, {}, ()), 0.0)
+history.add(Sight("p", None, (node,), {}, {}, {}, (), {}, {}, ()), 0.0)
 app = application(lambda after: history.since(after - 1) | rest, "the.page")
 uvicorn.run(app, port=int(sys.argv[1]), log_level="warning")
 """

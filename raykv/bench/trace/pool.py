@@ -17,6 +17,7 @@ from raykv.protocol.tiers import DemotionReport, ExistingBlocks, TierReport
 
 BLOCK_BYTES = 4 * MIB - ALIGN  # no bytes move. With a header, a power of two: so tiers have few spare slots
 CLIENT = 1
+PLAN_EVERY = 50  # requests
 MIN_WINDOW = 64  # staging slots of a node, at least
 
 KeyArray = NDArray[np.uint64]  # (n, 2)
@@ -41,7 +42,7 @@ class Pool:
         """shares: blocks of each node. tiers: blocks of each node's external tier, or of the single shared tier."""
         self.directory = Directory(locality=locality)
         self.window = max(MIN_WINDOW, sum(shares) // len(shares) // 50)
-        self.calls = itertools.count(1)
+        self.calls, self.asked = itertools.count(1), itertools.count(1)
         self.stored = self.local = 0
         for node, share in enumerate(shares):
             slab_bytes = (share + self.window) * BLOCK_BYTES  # one slab: the capacity is exact
@@ -78,6 +79,10 @@ class Pool:
         read, crossed = self._read(node, keys)
         self._store(node, keys, read)
         self._demote()
+        if next(self.asked) % PLAN_EVERY == 0:
+            plan = self.directory.next_plan()
+            for name in self.directory.nodes:
+                self.directory.follow(name, plan, 0.0)
         return read, crossed
 
     def _read(self, node: int, keys: KeyArray) -> tuple[int, int]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from raykv.bench.trace import caches, formats
 from raykv.bench.trace.formats import Trace
-from raykv.bench.trace.pool import Pool, Served, percent
+from raykv.bench.trace.pool import BLOCK_BYTES, Pool, Served, percent
 from raykv.config import PoolConfig
 
 
@@ -27,9 +27,10 @@ def run(
     results: one row for each capacity: exact_lru, isolated, optimum (a cache that knows what comes), pool_strict
     (locality 1), pool; pool_one_writer and pool_one_writer_strict, with all requests on one node; local_stores: percent
     of the pool's stores that stayed on the writer's node. `pool` also by where a token was read: here, crossed; and
-    crossed_bytes, bytes from other nodes for each token that was read. Where the trace has sessions also `sticky`, and
-    the same of it: each session stays on a node. With `external` also exact_lru_external (an LRU of as many blocks),
-    pool_shared_tier (all nodes share a tier) and pool_own_tiers (each node has a tier).
+    crossed_bytes, bytes from other nodes for each token that was read. hit_curve: what the pool's own curve says of
+    exact_lru, in blocks. Where the trace has sessions also `sticky`, and the same of it: each session stays on a node.
+    With `external` also exact_lru_external (an LRU of as many blocks), pool_shared_tier (all nodes share a tier) and
+    pool_own_tiers (each node has a tier).
     Raises ValueError for a malformed trace, nodes < 1, or less than one block for each node.
     """
     if nodes < 1 or any(blocks < nodes for blocks in [*capacities, external or nodes]):
@@ -62,6 +63,7 @@ def run(
         figure("pool_strict", pool(1.0, turns).percent)
         in_turn = Pool(shares, default)
         served("pool", in_turn.serve(trace, turns))
+        figure("hit_curve", 100 * in_turn.directory.hit_curve.hit_rate(capacity * BLOCK_BYTES))
         row["local_stores"] = round(100 * in_turn.local / max(1, in_turn.stored), 2)
         figure("pool_one_writer", pool(default, one).percent)
         figure("pool_one_writer_strict", pool(1.0, one).percent)

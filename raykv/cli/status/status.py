@@ -46,7 +46,7 @@ def lines(overview: Overview, width: int | None) -> list[str]:
         found += wrapped(text, width)
     if overview.counts:
         counts = overview.counts
-        for text in (*_growing(counts), _blocks(counts), hit_rate(counts), *_tenants(counts)):
+        for text in (*_growing(counts), _blocks(counts), hit_rate(counts), *hit_curve(counts), *_tenants(counts)):
             found += wrapped(text, width)
     return [*found, *wrapped(_faults(overview), width)]
 
@@ -206,6 +206,13 @@ def hit_rate(counts: dict[str, Any]) -> str:
         return "hit rate: no block was asked for yet"
     sources = ", ".join(f"{source} {found / asked:.1%}" for source, found in hit_sources(counts).items())
     return f"hit rate {counts['hits'] / asked:.1%} of {asked} blocks asked for: {sources}"
+
+
+def hit_curve(counts: dict[str, Any]) -> Iterator[str]:
+    """A line on the hit rates that other sizes of memory would give, if it is known."""
+    if curve := counts.get("hit_curve"):
+        names = {"0.5": "half", "1": "as now", "2": "twice", "4": "four times", "ceiling": "any"}
+        yield "hit rate by memory: " + ", ".join(f"{names[times]} {rate:.1%}" for times, rate in curve.items())
 
 
 def _tenants(counts: dict[str, Any]) -> Iterator[str]:

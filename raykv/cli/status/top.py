@@ -18,7 +18,7 @@ from rich.text import Text
 
 from raykv.cli.status.history import LOOKS, History, Rates, sparkline
 from raykv.cli.status.overview import Overview, look
-from raykv.cli.status.status import colored, hit_rate, node_rows, table, wrapped
+from raykv.cli.status.status import colored, hit_curve, hit_rate, node_rows, table, wrapped
 from raykv.client.session import settings_of
 from raykv.errors import PoolNotFound, RayKVError
 
@@ -137,8 +137,8 @@ def _key(seconds: float) -> str:
 def screen(overview: Overview, history: History, sort: str, trouble: str, width: int, height: int) -> list[str]:
     """At most `height` lines of `width` characters. trouble: the warning of `Watch.latest`."""
     head = [*wrapped(_title(overview), width), *wrapped(trouble, width), *_rates(history, width)]
-    if overview.counts:
-        head += wrapped(hit_rate(overview.counts), width)
+    if counts := overview.counts:
+        head += [line for text in (hit_rate(counts), *hit_curve(counts)) for line in wrapped(text, width)]
     foot = wrapped(f"q quits, s sorts by {SORTS[(SORTS.index(sort) + 1) % len(SORTS)]} (now by {sort})", width)
     room = height - len(head) - len(foot) - 2
     return [*[*head, "", *_nodes(overview, history, sort, width, room), ""][: height - len(foot)], *foot]

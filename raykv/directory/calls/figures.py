@@ -90,5 +90,6 @@ def stats(state: State, now: float) -> dict[str, Any]:
         "nodes": {name: state.allocator.stats(node, now) for name, node in state.nodes.items()},
         "tiers": tiers,
         "tenants": state.quotas.stats(),
+        "hit_curve": state.hit_curve.figures(),
         "external_cache_usage": used / max(1, sum(tier["capacity"] for tier in tiers.values())),
     }

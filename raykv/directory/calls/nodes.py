@@ -9,6 +9,7 @@ from raykv.directory.kernels import sole_copies as copies
 from raykv.directory.kernels.columns import CLOCK, EPOCH
 from raykv.directory.state.allocator import Node, staging_window
 from raykv.directory.state.arrays import key_array
+from raykv.directory.state.hit_curve import Plan
 from raykv.directory.state.state import State
 from raykv.protocol.location import EPOCHS, LOCATION, SLABS_MAX, host_of
 from raykv.protocol.stores import (
@@ -50,7 +51,7 @@ def join(state: State, name: str, arena: ArenaDescription, now: float, window: i
     node = Node(name, state.new_index(tier=False), arena.nonce, arena.slab_bytes, window, now, limit=arena.slab_count)
     node.leaving = node.host in state.leaving
     state.nodes[name] = node
-    state.quotas.resize(state.nodes.values())
+    state.resize()
     return Joined(node.index, state.epoch)
 
 
@@ -161,14 +162,27 @@ def set_slab_target(state: State, name: str, report: SlabReport, now: float) -> 
         return SlabTarget(0, b"")
     if report.limit != node.limit:
         node.limit, node.window_bytes = report.limit, staging_window(node.slab_bytes * report.limit)
-        state.quotas.resize(state.nodes.values())
-    for stride, size_class in node.size_classes.items():
-        state.size_classes.resize_window(size_class, max(1, node.window_bytes // stride))
+        state.resize()
+    state.allocator.resize_windows(node)
     given_back = set(numbers_back[numbers_back >= 0].tolist())
     if given_back != node.withdrawn:
         _set_withdrawn(state, node, given_back)
     numbers = state.allocator.withdraw(node, state.pins.rows()) if node.state != "joining" else []
     return SlabTarget(state.size_classes.next_gen() if numbers else 0, np.array(numbers, np.int32).tobytes())
+
+
+def follow(state: State, name: str, plan: Plan, now: float) -> None:
+    """Use the memory by a plan from now on, and make the node's room for copies.
+
+    A leaving node makes none: its primaries are yet to be copied. Nor does any node while tenants have quotas, as their
+    minima are of memory without copies.
+    """
+    check(state, now)
+    state.plan = plan
+    node = state.nodes.get(name)
+    if node is not None and not node.on_gpu:
+        node.copies = 0.0 if state.quotas else plan.copies
+        state.allocator.resize_windows(node)
 
 
 def _set_withdrawn(state: State, node: Node, given_back: set[int]) -> None:
@@ -245,7 +259,7 @@ def _remove(state: State, name: str) -> int:
     if node is None:
         return 0
     set_state(state, node, "dead")
-    state.quotas.resize(state.nodes.values())
+    state.resize()
     slots = sum(state.size_classes.span(record)[1] for record in node.slabs.values())
     for record in node.slabs.values():
         state.size_classes.close(node.index, record)

@@ -60,6 +60,7 @@ def match(state: State, call: Call, request: MatchRequest, now: float) -> Matche
     keys = key_array(request.keys)
     found = _hold_prefix(state, call, request, keys, request.lease, now)
     if request.counted:
+        state.hit_curve.asked(keys, request.block_bytes)
         _count_match(state, len(keys), found)
     if not found.counts[0]:
         return Matched(state.epoch, b"", b"")
@@ -100,6 +101,8 @@ def match_parts(
     for request, part, held in zip(requests, keys, found, strict=True):
         blocks = _needed(request, tokens)
         _cut(state, held, blocks.stop - blocks.start)
+        asked = part[blocks] if request.window and tokens else part[-request.window :]
+        state.hit_curve.asked(asked, request.block_bytes)
         _count_match(state, min(request.window or len(part), len(part)), held)
         if tokens:
             client.holds[request.lease] = held.hold
@@ -211,6 +214,7 @@ def _count_match(state: State, asked: int, prefix: HeldPrefix) -> None:
     counters = state.counters
     counters["lookups"] += asked
     counters["hits"] += n
+    state.hit_curve.found(n - external)
     counters["remote_hits"] += remote - external - promoted
     counters["external_hits"] += external
     counters["promoted"] += promoted

@@ -13,7 +13,7 @@ CHECK_EVERY_S = 0.5  # between two looks for nodes and clients that are gone
 
 
 def check(state: State, now: float) -> None:
-    """Suspect silent nodes and expire silent clients, leases, pins and intents; twice a second at most."""
+    """Suspect silent nodes, expire silent clients, leases, pins and intents, age the curve; twice a second at most."""
     if now < state.next_check:
         return
     state.next_check = now + CHECK_EVERY_S
@@ -26,6 +26,7 @@ def check(state: State, now: float) -> None:
     state.clients.end_unused(now)
     state.pins.expire(now)
     state.intents.expire(now)
+    state.hit_curve.check(now)
 
 
 def set_state(state: State, node: Node, new: str) -> None:

@@ -38,7 +38,16 @@ def reserve(state: State, call: Call, request: ReserveRequest, now: float) -> Re
     def ask(found: bool) -> tuple[int, int]:
         others, heaps = _classes_in_turn(state, writer, stride), state.size_classes.heaps[stride]
         block_bytes = int(request.block_bytes)
-        asks = int(start), size_class, others, heaps, state.locality, stride, block_bytes, tenant  # a Writer
+        asks = (
+            int(start),
+            size_class,
+            others,
+            heaps,
+            state.plan.locality(state.locality),
+            stride,
+            block_bytes,
+            tenant,
+        )  # a Writer
         answer: tuple[int, int] = placement.reserve(state.c, keys, firsts, asks, *outs, found)
         return answer
 
@@ -64,6 +73,7 @@ def reserve(state: State, call: Call, request: ReserveRequest, now: float) -> Re
         if state.pins.give_up(size_class, len(keys) - covered, may_go):
             return reserve(state, call, request, now)
         state.counters["refused"] += len(keys) - covered
+    state.hit_curve.stored(keys[start:], request.block_bytes)
     return Reserved(
         state.epoch,
         covered,

@@ -21,6 +21,7 @@ from raykv.protocol.location import LOCATION, host_of, slot_bytes
 
 QUARANTINED_PER_HEARTBEAT = 4096
 CLOSED_PER_CALL = 8  # slabs
+GROWTH = 16
 NOBODY = -1  # stands for the tenant where no writer asks
 SLOTS_MAX = 1 << 22  # of a slab: 16 times the slots of a 1 GiB slab
 
@@ -45,6 +46,7 @@ class Node:
     spare: list[int] = field(default_factory=list)  # slabs that serve no size; the last is taken first
     size_classes: dict[int, int] = field(default_factory=dict)  # by slot size
     slabs: dict[int, int] = field(default_factory=dict)  # slab record by slab number
+    copies: float = 0.0  # share of its slots that primaries leave to copies of other nodes' blocks, while it stays
     checked: dict[int, int] = field(default_factory=dict)  # by size class, evictions at the last `_oldest_slab`
 
     @cached_property
@@ -114,6 +116,20 @@ class Allocator:
             size_class = node.size_classes[stride]
             window = int(self._c.size_classes[size_class]["window"])
             lacking[size_class] = max(0, min(window, slots - window))  # a size of few slots has no window
+        self.restore_windows(lacking)
+
+    def resize_windows(self, node: Node) -> None:
+        """Set a node's windows: the room for copies is part of them.
+
+        Primaries in the way go as writers take slots, and one of GROWTH slots in each call.
+        """
+        copies = node.copies if node.offered_to == columns.TO_ALL else 0.0
+        slots = self.slots(node) if copies else dict.fromkeys(node.size_classes, 0)
+        lacking = np.zeros(len(self._c.size_classes), np.int64)
+        for stride, size_class in node.size_classes.items():
+            window = max(1, node.window_bytes // stride, int(copies * slots[stride]))
+            self._size_classes.resize_window(size_class, window)
+            lacking[size_class] = min(slots[stride] // GROWTH, max(0, -self._size_classes.room(size_class)))
         self.restore_windows(lacking)
 
     def restore_windows(self, lacking: RowArray) -> None:
@@ -312,11 +328,14 @@ class Allocator:
 
     def slots(self, node: Node) -> dict[int, int]:
         """A node's slots by their size."""
-        slots = dict.fromkeys(node.size_classes, 0)
-        strides = {size_class: stride for stride, size_class in node.size_classes.items()}
-        for record in node.slabs.values():
-            slots[strides[int(self._c.slabs[record]["size_class"])]] += self._size_classes.span(record)[1]
-        return slots
+        slabs_ = self._c.slabs[np.fromiter(node.slabs.values(), np.int64, len(node.slabs))]
+        slots = np.zeros(len(self._c.size_classes), np.int64)
+        np.add.at(slots, slabs_["size_class"], slabs_["slots"])
+        return {stride: int(slots[size_class]) for stride, size_class in node.size_classes.items()}
+
+    def capacity(self) -> int:
+        """The bytes that all nodes are to have for blocks, without staging windows and GPUs."""
+        return sum(node.limit * node.slab_bytes - node.window_bytes for node in self.nodes.values() if not node.on_gpu)
 
     def memory_bytes(self) -> int:
         """The bytes that all nodes are to have, without GPUs."""

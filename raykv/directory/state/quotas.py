@@ -4,12 +4,10 @@ Only tenants with a quota are told apart, each by a number. All others are tenan
 Kernels enforce quotas: `kernels/quotas.py: may_go` says whose blocks may go for whom.
 """
 
-from collections.abc import Iterable
 from typing import Any
 
 from raykv.config import Quota, check_tenant
 from raykv.directory.kernels.columns import NO_LIMIT, TENANTS_MAX
-from raykv.directory.state.allocator import Node
 from raykv.directory.state.size_classes import SizeClasses
 
 
@@ -51,9 +49,9 @@ class Quotas(dict[str, Quota]):
         self._tell_apart()
         return True
 
-    def resize(self, nodes: Iterable[Node]) -> None:
-        """Set the nodes of the pool. Shares are of their memory for blocks, without GPUs."""
-        self._capacity = sum(node.slab_bytes * node.limit - node.window_bytes for node in nodes if not node.on_gpu)
+    def resize(self, capacity: int) -> None:
+        """Set the bytes that shares are of: see `Allocator.capacity`."""
+        self._capacity = capacity
         self._apply()
 
     def stats(self) -> dict[str, dict[str, Any]]:

@@ -10,6 +10,7 @@ from raykv.directory.kernels.columns import CLOCK, EPOCH, NODE_BITS, Columns
 from raykv.directory.state.allocator import Allocator, Node
 from raykv.directory.state.arrays import KeyArray, RowArray, key_array
 from raykv.directory.state.gpu_demotion import GpuDemotion
+from raykv.directory.state.hit_curve import HitCurve, Plan
 from raykv.directory.state.holds import Clients
 from raykv.directory.state.intents import Intents
 from raykv.directory.state.pins import Pins
@@ -65,6 +66,7 @@ class State:
         self.quotas = Quotas(self.size_classes)
         self.intents = Intents()
         self.prefixes = Prefixes()
+        self.hit_curve, self.plan = HitCurve(), Plan()
         self.leaving: set[str] = set()  # nodes that are about to leave, joined or not
         self.stamped: set[bytes] = set()  # nonces of arenas that carry this epoch
         self.next_check = 0.0
@@ -95,6 +97,16 @@ class State:
         firsts = np.empty(len(found), np.int64)
         table.find(self.c, found, firsts)
         return found, firsts
+
+    def resize(self) -> None:
+        """The nodes, or the memory of a node, have changed."""
+        capacity = self.allocator.capacity()
+        self.quotas.resize(capacity)
+        self.hit_curve.resize(capacity)
+
+    def next_plan(self) -> Plan:
+        """How to use the memory from now on. A `locality` of 1 is an LRU over all nodes whatever was measured."""
+        return self.hit_curve.plan(self.plan) if self.locality > 1 else Plan()
 
     def of_host(self, name: str) -> list[Node]:
         """A node's memory and its GPUs, or one GPU."""

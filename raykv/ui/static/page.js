@@ -66,10 +66,12 @@ function drawTiles() {
   const faults = samples.names("fault:").filter((name) => samples.total(name));
   const worst = faults.map((name) => `${faultName(name.slice(6))} ${count(samples.total(name))}`).join(", ");
   const seconds = Math.max(1, Math.min(LATELY_S, samples.t.at(-1) - samples.t[0]));
+  const curve = now.hit_curve;
+  const twice = "2" in curve ? `; hit rate with twice as much ${percent(curve["2"])}, with this ${percent(curve["1"])}` : "";
   const tiles = [
     ["hit-rate", "Hit rate", hits, known ? `${count(counts.hits)} of ${count(counts.lookups)} blocks asked for` : "the directory does not answer"],
     ["lately", "Last minute", lately ? percent(found / lately) : "-", lately ? `${count(found)} of ${count(lately)} blocks` : "no block was asked for"],
-    ["memory", "Memory in use", size ? percent(used / size, 0) : "-", `${bytes(used)} of ${bytes(size)}`],
+    ["memory", "Memory in use", size ? percent(used / size, 0) : "-", `${bytes(used)} of ${bytes(size)}${twice}`],
     ["keys", "Blocks", known ? count(counts.keys) : "-", known ? `${count(counts.pinned)} pinned, ${count(counts.leases)} being read` : ""],
     ["moved", "Between nodes", `${rate(moved / seconds)}B/s`, "in the last minute"],
     ["evicted", "Evicted", `${rate(samples.lately("evicted", LATELY_S) / seconds).trim()}/s`, known ? `${count(counts.evicted)} since the pool started` : ""],

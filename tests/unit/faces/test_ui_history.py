@@ -12,7 +12,7 @@ from raykv.ui.sight import Node, Route, Sight
 COUNTS = {"lookups": 0, "corrupt": 0, "stored": 0, "evicted": 0, "refused": 0}
 NODE = Node("a" * 56, "aaaaaaaa", "h", "192.0.2.1", ("store", "directory"), "alive", "", 9.0, 0, 1 << 30, {}, {})
 WELL = {"directory": "", "successor": "", "supervisor": ""}
-SIGHT = Sight("p", 1, (NODE,), COUNTS, {"this node": 0}, (), {}, WELL, ())
+SIGHT = Sight("p", 1, (NODE,), COUNTS, {"this node": 0}, {}, (), {}, WELL, ())
 
 
 def counting(**counts: int) -> Sight:

@@ -11,7 +11,7 @@ from helpers.directory.oracle.tiers import Tiers
 class Allocator(Tiers):
     def __init__(self, epoch: int, share: float, min_hits: int) -> None:
         super().__init__(epoch, share, min_hits)
-        self.locality = 1.5
+        self.locality, self.plan = 1.5, (0.0, False)
         self.lacking: dict[SizeClass, int] = {}
 
     @staticmethod
@@ -58,7 +58,7 @@ class Allocator(Tiers):
             if self.room(other) > 0 and not self.is_full(tenant, other):
                 return other, None
         # with exact LRU the client asks again for another node's victim
-        far = others if can_leave or has_room or (away and self.locality == 1) else []
+        far = others if can_leave or has_room or (away and self.factor == 1) else []
         near_choices = self.choices_for(tenant, size_class)
         far_choices = self.choices_for(tenant, far[0]) if far else near_choices
         own = max(len(near_choices), len(far_choices)) - 1
@@ -76,7 +76,7 @@ class Allocator(Tiers):
         if not tails:
             return tail
         age = self.clock - min(row.last for row in tails)
-        if tail and age <= self.locality * (self.clock - tail.last):
+        if tail and age <= self.factor * (self.clock - tail.last):
             return tail
         coldest = [row for row in tails if self.clock - row.last == age]
         return next((row for row in coldest if row.slab.node == choice), coldest[0])
@@ -157,6 +157,27 @@ class Allocator(Tiers):
         gone = self.oldest_of(size_class, lambda owner: owner == tenant)
         if size_class.counts and self.used(tenant) > self.maximum(tenant) and gone:
             self.free(self.evict(gone))
+
+    @property
+    def factor(self) -> float:
+        """Of idle times: a block on another node must have been idle so many times as long."""
+        copies, exact = self.plan
+        return 1.0 if exact else max(self.locality, 2.0) if copies else self.locality
+
+    def follow(self, name: str, plan: tuple[float, bool], now: float) -> None:
+        """Use the memory by a plan: a window is the share that is for copies. The oldest blocks make room in parts."""
+        self.check(now)
+        self.plan = plan
+        node = self.nodes.get(name)
+        if node is None or node.on_gpu:
+            return
+        copies, lacking = 0.0 if self.quotas or not self.stores(node) else plan[0], Counter[SizeClass]()
+        for size_class in node.size_classes.values():
+            slots = len(size_class.rows)
+            window = max(1, node.window_bytes // size_class.stride, int(copies * slots))
+            size_class.window = max(window, len(size_class.of("staging")))
+            lacking[size_class] = min(slots // 16, max(0, -self.room(size_class))) if copies else 0
+        self.restore_windows(lacking)
 
     def restore_windows(self, promoted: Counter[SizeClass]) -> None:
         """Primaries took so many staging slots: spare slabs make up for them, else as many evictions."""

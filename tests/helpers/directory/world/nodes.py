@@ -8,6 +8,7 @@ from helpers.directory.oracle.slots import LOCATION, unpack
 from helpers.directory.world.cast import Cast, Store
 from helpers.directory.world.documents import DEPTH, SIZE_OF
 from helpers.directory.world.locations import garbled, keys_of, slot_size, split
+from raykv.directory.state.hit_curve import Plan
 from raykv.protocol.location import slot_bytes
 from raykv.protocol.stores import ArenaDescription, Inventory, SlabReport, SweepResult
 from raykv.protocol.tiers import GpuDemotionReport, GpuDemotions
@@ -17,6 +18,8 @@ SLAB = 8 * 4096
 
 class Nodes(Cast):
     """Those of GPUs too, which demote to their node's memory."""
+
+    follows = True
 
     def slabs(self, name: str) -> int:
         """How many slabs a node store has; a GPU has few, so that it is often full."""
@@ -133,6 +136,13 @@ class Nodes(Cast):
         if name in self.stores and rng.random() < 0.95:
             received.append(got)
             self.grants.update(zip(split(got.target), keys_of(got.keys), strict=True))
+
+    def follow(self) -> None:
+        """The memory is used otherwise."""
+        if not self.follows:
+            return
+        plan = Plan(self.rng.choice([0.0, 0.0, 0.125, 0.3, 0.5]), self.rng.random() < 0.3)
+        self.do("follow", self.rng.choice(self.names), plan, self.now)
 
     def set_slab_target(self) -> None:
         """A node's memory grows or shrinks."""

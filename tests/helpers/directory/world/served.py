@@ -21,7 +21,8 @@ from raykv.protocol.stores import ArenaDescription, Heartbeat, Joined, SlabRepor
 
 LINES = 3  # connections, which take turns
 
-OF_THE_SERVER = ("socket", "connections", "prefixes", "holders")  # in its stats, beside the directory's
+# in its stats, beside those that the oracle knows
+OF_THE_SERVER = ("socket", "connections", "prefixes", "holders", "hit_curve")
 
 
 class Windowed(Directory):
@@ -82,7 +83,7 @@ class SocketWay(RayWay):
 class ServedWorld(World):
     """Called through Ray. Each directory is in a server of its own, until there is another."""
 
-    kind = RayWay
+    kind, follows = RayWay, False  # the server plans, once there were enough look-ups
     way: RayWay | None = None
 
     def close(self) -> None:

@@ -73,7 +73,10 @@ class Twins:
         return real
 
     def _call(self, directory: Directory, name: str, args: tuple[Any, ...]) -> Any:
-        return getattr(directory, name)(*args)
+        answer = getattr(directory, name)(*args)
+        if name == "stats":
+            del answer["hit_curve"]  # see test_hit_curve
+        return answer
 
     @contextmanager
     def explained(self) -> Iterator[None]:

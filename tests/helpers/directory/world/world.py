@@ -190,7 +190,7 @@ World.MIXES = {
             World.stay_node: 0.2,
             World.sole_copies: 0.6,
         },
-        **{World.set_slab_target: 0.5, World.set_quota: 0.5},
+        **{World.set_slab_target: 0.5, World.set_quota: 0.5, World.follow: 0.5},
     },
     "use": {**_USE, World.heartbeats: 1},
     "gpus": {
@@ -211,6 +211,7 @@ World.MIXES = {
         **{World.pin: 0.2, World.unpin: 0.3, World.report: 0.5, World.node_lost: 0.2},
     },
     "write": {World.reserve: 4, World.commit: 3, World.release: 1},
+    "copies": {**_USE, World.heartbeats: 2, World.follow: 1},
     "read": {World.match: 6, World.next_window: 3, World.release: 2, World.reserve: 1, World.commit: 1},
     "nodes": {**_USE, World.heartbeats: 4, World.node_lost: 4, World.wait: 2},
     "tiers": {

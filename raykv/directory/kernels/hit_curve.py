@@ -1,0 +1,216 @@
+"""How much memory lay between two uses of a key, of a sample of all keys.
+
+SHARDS: Waldspurger, Park, Garthwaite, Ahmad, "Efficient MRC Construction with SHARDS", FAST 2015. A key is in the
+sample if its hash is below a limit, so all uses of a key are seen or none. The distance of a use is how many bytes of
+other keys were used since the key's last use, its own included: an LRU with that much memory would have had the key.
+"""
+
+from typing import NamedTuple
+
+import numba
+import numpy as np
+from numba import types
+from numpy.typing import NDArray
+
+from raykv.directory.kernels.columns import BOOL, FLOAT, INT, KEYS
+from raykv.system.jit import kernel
+
+KEY = np.dtype(
+    [
+        *(("k0", "<u8"), ("k1", "<u8"), ("bytes", "<i8")),
+        ("last", "<i4"),  # the place of its last use
+        ("free", "<i4"),  # of the first COUNT keys nothing; then the numbers that no key has
+        ("asked", "<i4"),  # of the first keys: which keys of a call are in the sample
+    ]
+)
+# Both an entry of a hash table, `hashed`, and the place of a use in the order of uses
+PLACE = np.dtype(
+    [
+        ("hashed", "<i4"),  # number of a key + 1, or 0
+        ("used", "<i4"),  # number of the key that was used there last + 1, or 0
+        ("sum", "<i8"),  # of a Fenwick tree of bytes
+    ]
+)
+NEXT, COUNT, BYTES, SHIFT, USES = range(5)  # of Sample.state
+FINENESS = 16  # counts for each doubling of a distance
+LEAST_BITS, MOST_BITS = 12, 52  # of a distance in bytes that is told from others
+DISTANCES = (MOST_BITS - LEAST_BITS) * FINENESS
+HASHES = np.uint64(0xFFFFFFFFFFFFFFFF)
+
+
+class Sample(NamedTuple):
+    """Some keys in the order of their last uses, and the distances between their uses."""
+
+    keys: NDArray[np.void]  # (n,) KEY
+    places: NDArray[np.void]  # (4 n,) PLACE
+    counts: NDArray[
+        np.float64
+    ]  # (DISTANCES + 1,) uses by distance, for all keys; then uses of keys that were not known
+    state: NDArray[np.int64]  # NEXT place, COUNT of keys, their BYTES, SHIFT: one of 2**SHIFT keys; USES ever
+
+
+def sample(keys: int) -> Sample:
+    """An empty sample of at most so many keys, a power of two."""
+    empty = Sample(np.zeros(keys, KEY), np.zeros(4 * keys, PLACE), np.zeros(DISTANCES + 1), np.zeros(5, np.int64))
+    empty.keys["free"], empty.state[NEXT] = np.arange(keys), 1
+    return empty
+
+
+SAMPLE = types.Tuple(tuple(numba.typeof(array) for array in sample(1)))
+
+
+@kernel(SAMPLE, KEYS, INT, BOOL, FLOAT)
+def use(sample, keys, size, asked, horizon):
+    """Count the uses of keys of `size` bytes each, last to first. asked: whether somebody looked for them.
+
+    horizon: bytes; keys with a larger distance may leave the sample.
+    """
+    s, n = Sample(*sample), 0
+    limit = HASHES >> np.uint64(s.state[SHIFT])
+    for i in range(len(keys)):
+        if keys[i, 1] > limit or n == len(s.keys):  # keys are hashes
+            continue
+        number = _find(s, keys[i, 0], keys[i, 1])
+        if asked:
+            s.counts[_distance(s, number)] += 1 << s.state[SHIFT]
+            s.state[USES] += 1
+        s.keys[n].asked = i
+        n += 1
+    for j in range(n):
+        which = np.int64(s.keys[n - 1 - j].asked)
+        _use_one(s, keys[which, 0], keys[which, 1], size, horizon)
+
+
+@kernel
+def _use_one(s, k0, k1, size, horizon):
+    """Make a key the last one that was used."""
+    number = _find(s, k0, k1)
+    if number < 0:
+        if s.state[COUNT] == len(s.keys):
+            _thin(s, horizon)
+        if k1 <= HASHES >> np.uint64(s.state[SHIFT]):  # else it is not in the sample any more
+            _append(s, _insert(s, k0, k1, size))
+    elif s.keys[number].last + 1 != s.state[NEXT]:
+        _remove(s, number)
+        _append(s, number)
+
+
+@kernel
+def _find(s, k0, k1):
+    """The number of a key, or -1."""
+    mask = len(s.places) - 1
+    at = np.int64(k1 & np.uint64(mask))
+    while s.places[at].hashed > 0:
+        number = np.int64(s.places[at].hashed) - 1
+        if s.keys[number].k0 == k0 and s.keys[number].k1 == k1:
+            return number
+        at = (at + 1) & mask
+    return np.int64(-1)
+
+
+@kernel
+def _insert(s, k0, k1, size):
+    """Give a key a number."""
+    number = np.int64(s.keys[s.state[COUNT]].free)
+    s.state[COUNT] += 1
+    s.keys[number].k0, s.keys[number].k1, s.keys[number].bytes = k0, k1, size
+    _enter(s, number)
+    return number
+
+
+@kernel
+def _enter(s, number):
+    """Put a key into the hash table."""
+    mask = len(s.places) - 1
+    at = np.int64(s.keys[number].k1 & np.uint64(mask))
+    while s.places[at].hashed > 0:
+        at = (at + 1) & mask
+    s.places[at].hashed = number + 1
+
+
+@kernel
+def _append(s, number):
+    """Make a key, which has no place, the last one that was used."""
+    if s.state[NEXT] == len(s.places):
+        _rebuild(s, np.int64(0), HASHES)
+    _place(s, number)
+
+
+@kernel
+def _place(s, number):
+    at = s.state[NEXT]
+    s.state[NEXT] += 1
+    s.places[at].used, s.keys[number].last = number + 1, at
+    _add(s, at, s.keys[number].bytes)
+
+
+@kernel
+def _remove(s, number):
+    """Take a key's place from it."""
+    at = np.int64(s.keys[number].last)
+    s.places[at].used = 0
+    _add(s, at, -s.keys[number].bytes)
+
+
+@kernel
+def _add(s, at, size):
+    s.state[BYTES] += size
+    while at < len(s.places):
+        s.places[at].sum += size
+        at += at & -at
+
+
+@kernel
+def _distance(s, number):
+    """Which of `counts` a use of a key belongs to. number: -1 for a key that is not known."""
+    if number < 0:
+        return DISTANCES
+    before, at = np.int64(0), np.int64(s.keys[number].last) - 1
+    while at > 0:
+        before += s.places[at].sum
+        at -= at & -at
+    bits = np.log2(float((s.state[BYTES] - before) << s.state[SHIFT]))
+    return min(max(np.int64((bits - LEAST_BITS) * FINENESS), 0), DISTANCES - 1)
+
+
+@kernel
+def _thin(s, horizon):
+    """Make room: drop the keys beyond the horizon, or half of all where that are few."""
+    gone, at, left = np.int64(0), np.int64(1), s.state[BYTES]
+    while at < s.state[NEXT] and float(left << s.state[SHIFT]) > horizon:
+        if s.places[at].used > 0:
+            left -= s.keys[s.places[at].used - 1].bytes
+            gone += 1
+        at += 1
+    if gone >= len(s.keys) // 8:
+        _rebuild(s, at, HASHES)
+    else:
+        s.state[SHIFT] += 1
+        _rebuild(s, np.int64(0), HASHES >> np.uint64(s.state[SHIFT]))
+
+
+@kernel
+def _rebuild(s, first, limit):
+    """Close the gaps between places. Drops keys at places before `first`, and keys whose hash is above `limit`."""
+    end, s.state[NEXT], s.state[BYTES] = s.state[NEXT], 1, 0
+    for at in range(len(s.places)):
+        s.places[at].hashed, s.places[at].sum = 0, 0
+    for at in range(1, end):
+        number = np.int64(s.places[at].used) - 1
+        s.places[at].used = 0
+        if number < 0:
+            continue
+        if at < first or s.keys[number].k1 > limit:
+            s.state[COUNT] -= 1
+            s.keys[s.state[COUNT]].free = number
+        else:
+            _enter(s, number)
+            _place(s, number)
+
+
+@kernel(SAMPLE)
+def halve(sample):
+    """Drop half of the keys, and take half as many from now on."""
+    s = Sample(*sample)
+    s.state[SHIFT] += 1
+    _rebuild(s, np.int64(0), HASHES >> np.uint64(s.state[SHIFT]))

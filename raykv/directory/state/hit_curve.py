@@ -1,0 +1,111 @@
+"""Which hit rate other sizes of the pool's memory would give: a curve that is measured while the pool runs."""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from raykv.directory.kernels import hit_curve
+from raykv.directory.kernels.hit_curve import DISTANCES, FINENESS, LEAST_BITS, USES
+from raykv.directory.state.arrays import KeyArray
+
+KEYS = 32_768  # of the sample: 3 MiB
+MULTIPLES = (0.5, 1.0, 2.0, 4.0)  # of the pool's memory, that figures tell
+CEILING = 16  # times the pool's memory: what is used again only after more counts as never
+USES_PER_S = 20_000  # of sampled keys: with more the sample takes fewer keys. Each costs 0.1 us
+HALF_LIFE_S = 1800.0  # in which what was counted loses half of its weight
+PLANNED_FROM = 100_000  # keys that were asked for
+LEAST_COPIES, MOST_COPIES, STEP = 0.125, 0.5, 1 / 32  # of a node's slots; a smaller share spares few reads
+PRICE = 0.0075  # of the hit rate, that the room for copies may cost
+SHORT = 0.01  # of the hit rate of an LRU over all nodes, that stores on the writers' nodes may cost
+SPARE_LOCALITY = 2.0  # where there is room for copies
+
+
+class Plan(NamedTuple):
+    """How a full pool uses its memory.
+
+    copies: share of a node's slots that primaries leave to copies of other nodes' blocks, which are read there.
+    exact: whether the oldest block of all nodes is evicted wherever it is.
+    """
+
+    copies: float = 0.0
+    exact: bool = False
+
+    def locality(self, usual: float) -> float:
+        """The factor of idle times (see PoolConfig), where it usually is `usual`."""
+        if self.exact:
+            return 1.0
+        return max(usual, SPARE_LOCALITY) if self.copies else usual
+
+
+class HitCurve:
+    """Uses of a sample of all keys that matches asked for, by how much memory a hit would have taken."""
+
+    def __init__(self) -> None:
+        self._sample = hit_curve.sample(KEYS)
+        self._arguments = tuple(self._sample)
+        self._asked = self._found = 0.0  # keys
+        self._capacity = 1.0
+        self._checked = self._decayed = 0.0
+        self._uses = 0
+
+    def resize(self, capacity: int) -> None:
+        """Set the bytes that all nodes have for blocks."""
+        self._capacity = max(1.0, float(capacity))
+
+    def asked(self, keys: KeyArray, block_bytes: int) -> None:
+        """Somebody looked for these keys of one prompt."""
+        self._asked += len(keys)
+        hit_curve.use(self._arguments, keys, int(block_bytes), True, CEILING * self._capacity)
+
+    def found(self, keys: int) -> None:
+        """Of the keys that were asked for, so many were in memory."""
+        self._found += keys
+
+    def stored(self, keys: KeyArray, block_bytes: int) -> None:
+        """Somebody stores these keys of one prompt."""
+        hit_curve.use(self._arguments, keys, int(block_bytes), False, CEILING * self._capacity)
+
+    def check(self, now: float) -> None:
+        """Keep the sample so small that it costs little, and let what was counted age."""
+        state = self._sample.state
+        if self._checked and state[USES] - self._uses > USES_PER_S * (now - self._checked):
+            hit_curve.halve(self._arguments)
+        self._checked, self._uses = now, int(state[USES])
+        if now - self._decayed > HALF_LIFE_S:
+            self._decayed = now
+            self._asked, self._found = self._asked / 2, self._found / 2
+            self._sample.counts[:] /= 2
+
+    def hit_rate(self, memory: float) -> float:
+        """Share of the keys asked for that an LRU of so many bytes would have had; nan before the first."""
+        if not self._asked:
+            return float("nan")
+        counts = self._sample.counts
+        missed_by_sample = self._asked - counts.sum()  # a hot key may be outside, and makes the sample too cold
+        place = (np.log2(max(1.0, memory)) - LEAST_BITS) * FINENESS
+        whole = int(min(max(place, 0), DISTANCES))
+        part = counts[whole] * (place - whole) if whole < DISTANCES else 0.0
+        hits = counts[:whole].sum() + part + missed_by_sample
+        return float(min(max(hits / self._asked, 0.0), 1.0))
+
+    def plan(self, before: Plan) -> Plan:
+        """The most room for copies that costs nearly no hit, where there is memory to spare.
+
+        Where there is none, and nodes that evict their own blocks find fewer than an LRU of the whole pool would, the
+        pool is that LRU from now on.
+        """
+        if self._asked < PLANNED_FROM:
+            return before
+        hit_rate, copies = self.hit_rate(self._capacity), 0.0
+        while copies < MOST_COPIES and self.hit_rate(self._capacity * (1 - copies - STEP)) >= hit_rate - PRICE:
+            copies += STEP
+        if copies >= LEAST_COPIES:
+            return Plan(copies)
+        return Plan(exact=before.exact or self._found / self._asked < hit_rate - SHORT)
+
+    def figures(self) -> dict[str, float]:
+        """Hit rates by multiples of the pool's memory, and the `ceiling`. {} before the first key is asked for."""
+        if not self._asked:
+            return {}
+        sizes = {f"{multiple:g}": multiple for multiple in MULTIPLES} | {"ceiling": CEILING}
+        return {name: round(self.hit_rate(multiple * self._capacity), 4) for name, multiple in sizes.items()}
