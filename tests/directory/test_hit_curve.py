@@ -51,7 +51,7 @@ def measured(prompts: list[range], capacity: int = ROOM) -> HitCurve:
     curve = HitCurve()
     curve.resize(capacity)
     for prompt in prompts:
-        curve.asked(keys_of(prompt), SIZE)
+        curve.asked(keys_of(prompt), SIZE, 0)
     return curve
 
 
@@ -101,13 +101,13 @@ def test_a_busy_directory_samples_fewer_keys() -> None:
     curve.check(1.0)
     for second in range(2, 30):
         for _ in range(10 * USES_PER_S // 1000):
-            curve.asked(keys_of(of_chain(second % 10, 100)), SIZE) if second < 4 else None
+            curve.asked(keys_of(of_chain(second % 10, 100)), SIZE, 0) if second < 4 else None
         curve.check(float(second))
     assert curve._sample.state[SHIFT] == 0, "fewer than the limit"
     many = keys_of(range(10 * USES_PER_S))
     shifts = []
     for second in range(30, 40):
-        curve.asked(many, SIZE)
+        curve.asked(many, SIZE, 0)
         curve.check(float(second))
         shifts.append(int(curve._sample.state[SHIFT]))
     assert shifts[-1] == shifts[-2] > 0, "until it costs little"
@@ -118,14 +118,14 @@ def test_what_was_counted_ages() -> None:
     curve.resize(ROOM)
     now = 1.0
     for chain in range(50):  # nothing is asked for twice
-        curve.asked(keys_of(of_chain(chain, 20)), SIZE)
+        curve.asked(keys_of(of_chain(chain, 20)), SIZE, 0)
     curve.check(now)
     assert curve.hit_rate(ROOM) == 0
     for _ in range(12):
         now += HALF_LIFE_S + 1
         curve.check(now)
         for _ in range(50):
-            curve.asked(keys_of(of_chain(99, 20)), SIZE)
+            curve.asked(keys_of(of_chain(99, 20)), SIZE, 0)
     assert curve.hit_rate(ROOM) > 0.95
 
 

@@ -60,8 +60,7 @@ def match(state: State, call: Call, request: MatchRequest, now: float) -> Matche
     keys = key_array(request.keys)
     found = _hold_prefix(state, call, request, keys, request.lease, now)
     if request.counted:
-        state.hit_curve.asked(keys, request.block_bytes)
-        _count_match(state, len(keys), found)
+        _count_match(state, request, keys, len(keys), found)
     if not found.counts[0]:
         return Matched(state.epoch, b"", b"")
     client.holds[request.lease] = found.hold
@@ -102,8 +101,7 @@ def match_parts(
         blocks = _needed(request, tokens)
         _cut(state, held, blocks.stop - blocks.start)
         asked = part[blocks] if request.window and tokens else part[-request.window :]
-        state.hit_curve.asked(asked, request.block_bytes)
-        _count_match(state, min(request.window or len(part), len(part)), held)
+        _count_match(state, request, asked, min(request.window or len(part), len(part)), held)
         if tokens:
             client.holds[request.lease] = held.hold
     first, n = requests[0], tokens // requests[0].tokens
@@ -209,12 +207,13 @@ def _cut(state: State, prefix: HeldPrefix, n: int) -> None:
     prefix.counts = n, int((nodes != prefix.hold.node).sum()), int(external.sum()), promoted
 
 
-def _count_match(state: State, asked: int, prefix: HeldPrefix) -> None:
+def _count_match(state: State, request: MatchRequest, keys: KeyArray, asked: int, prefix: HeldPrefix) -> None:
+    """keys: the keys that were used. asked: number of blocks that the reader needs."""
     n, remote, external, promoted = prefix.counts
     counters = state.counters
     counters["lookups"] += asked
     counters["hits"] += n
-    state.hit_curve.found(n - external)
+    state.hit_curve.asked(keys, request.block_bytes, n - external)
     counters["remote_hits"] += remote - external - promoted
     counters["external_hits"] += external
     counters["promoted"] += promoted

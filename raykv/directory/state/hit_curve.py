@@ -11,7 +11,7 @@ from raykv.directory.state.arrays import KeyArray
 KEYS = 32_768  # of the sample: 3 MiB
 MULTIPLES = (0.5, 1.0, 2.0, 4.0)  # of the pool's memory, that figures tell
 CEILING = 16  # times the pool's memory: what is used again only after more counts as never
-USES_PER_S = 20_000  # of sampled keys: with more the sample takes fewer keys. Each costs 0.1 us
+USES_PER_S = 5000  # of sampled keys: with more the sample takes fewer keys. Each costs 0.1 us
 HALF_LIFE_S = 1800.0  # in which what was counted loses half of its weight
 PLANNED_FROM = 100_000  # keys that were asked for
 LEAST_COPIES, MOST_COPIES, STEP = 0.125, 0.5, 1 / 32  # of a node's slots; a smaller share spares few reads
@@ -44,26 +44,24 @@ class HitCurve:
         self._sample = hit_curve.sample(KEYS)
         self._arguments = tuple(self._sample)
         self._asked = self._found = 0.0  # keys
-        self._capacity = 1.0
+        self._capacity = self._horizon = 1.0
         self._checked = self._decayed = 0.0
         self._uses = 0
 
     def resize(self, capacity: int) -> None:
         """Set the bytes that all nodes have for blocks."""
         self._capacity = max(1.0, float(capacity))
+        self._horizon = CEILING * self._capacity
 
-    def asked(self, keys: KeyArray, block_bytes: int) -> None:
-        """Somebody looked for these keys of one prompt."""
+    def asked(self, keys: KeyArray, block_bytes: int, found: int) -> None:
+        """Somebody looked for these keys of one prompt. found: how many were in memory."""
         self._asked += len(keys)
-        hit_curve.use(self._arguments, keys, int(block_bytes), True, CEILING * self._capacity)
-
-    def found(self, keys: int) -> None:
-        """Of the keys that were asked for, so many were in memory."""
-        self._found += keys
+        self._found += found
+        hit_curve.use(self._arguments, keys, block_bytes, True, self._horizon)
 
     def stored(self, keys: KeyArray, block_bytes: int) -> None:
         """Somebody stores these keys of one prompt."""
-        hit_curve.use(self._arguments, keys, int(block_bytes), False, CEILING * self._capacity)
+        hit_curve.use(self._arguments, keys, block_bytes, False, self._horizon)
 
     def check(self, now: float) -> None:
         """Keep the sample so small that it costs little, and let what was counted age."""

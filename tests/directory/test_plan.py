@@ -1,0 +1,117 @@
+"""How the hit curve says to use the memory: room for copies where some is to spare, one LRU where none is."""
+
+import itertools
+
+import pytest
+from helpers.directory.pool import KEYS, PAGE, Pool
+
+from raykv.actors.directory import server
+from raykv.actors.directory.metrics import DirectoryMetrics
+from raykv.actors.directory.server import DirectoryServer
+from raykv.config import Quota
+from raykv.directory.state import hit_curve
+from raykv.directory.state.arrays import key_array
+from raykv.directory.state.hit_curve import HitCurve, Plan
+from raykv.protocol.stores import SlabReport
+
+MEMORY = 100 * PAGE
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hit_curve, "PLANNED_FROM", 400)
+
+
+def curve_of(cycles: dict[int, int], found: float) -> HitCurve:
+    """Of blocks that are used again after so many others, so often. found: share of the keys asked for."""
+    curve = HitCurve()
+    curve.resize(MEMORY)
+    for blocks, times in cycles.items():
+        for _ in range(times):
+            curve.asked(key_array(b"".join(KEYS[:blocks])), PAGE, round(found * blocks))
+    return curve
+
+
+def test_few_look_ups_change_nothing() -> None:
+    curve = curve_of({10: 39}, found=0.0)
+    for before in (Plan(), Plan(exact=True), Plan(copies=0.25)):
+        assert curve.plan(before) == before
+
+
+@pytest.mark.parametrize(("blocks", "copies"), [(10, 0.5), (60, 0.375), (80, 0.1875)])
+def test_memory_that_is_not_needed_is_for_copies(blocks: int, copies: float) -> None:
+    assert curve_of({blocks: 400}, found=0.9).plan(Plan(exact=True)) == Plan(copies)
+
+
+def test_where_memory_is_scarce_there_is_one_lru_if_local_stores_cost_hits() -> None:
+    scarce = {97: 40}
+    assert curve_of(scarce, found=0.98).plan(Plan()) == Plan()
+    assert curve_of(scarce, found=0.90).plan(Plan()) == Plan(exact=True)
+    assert curve_of(scarce, found=0.98).plan(Plan(exact=True)) == Plan(exact=True), "it is exact because of that"
+
+
+def test_the_factor_of_idle_times() -> None:
+    assert [Plan().locality(1.5), Plan(exact=True).locality(1.5), Plan(0.25).locality(1.5)] == [1.5, 1.0, 2.0]
+    assert Plan(0.25).locality(4.0) == 4.0
+
+
+def test_a_pool_that_is_to_be_an_lru_makes_no_plan() -> None:
+    for locality, plan in ((1.0, Plan()), (1.5, Plan(0.5))):
+        pool = Pool(locality=locality, slots=100)
+        for _ in range(50):
+            pool.directory.hit_curve.asked(key_array(b"".join(KEYS[:10])), PAGE, 10)
+        assert pool.directory.next_plan() == plan
+
+
+def test_copies_keep_their_room_while_others_store() -> None:
+    def copies_left(copies: float) -> int:
+        pool = Pool(nodes="ab", slots=64, window=2, locality=1e9)
+        pool.store("a", KEYS[:24])
+        for key in KEYS[:24]:
+            pool.replicate("b", [key])
+        for _ in range(20):
+            pool.directory.follow("b", Plan(copies), pool.now)
+        for key in KEYS[100:300]:
+            pool.store("b", [key])
+        return pool.count("replica", "b")
+
+    assert copies_left(0.0) <= 2 and copies_left(0.5) == 24
+
+
+def test_primaries_make_room_for_copies_in_parts() -> None:
+    pool = Pool(nodes="ab", slots=64, window=2)
+    pool.store("a", KEYS[:64])
+    before = pool.count("ready", "a")
+    left = []
+    for _ in range(6):
+        pool.directory.follow("a", Plan(0.25), pool.now)
+        left.append(pool.count("ready", "a"))
+    assert [before, *left] == [62, 58, 54, 50, 48, 48, 48]
+    assert pool.has(KEYS[:64]) == [True] * 48 + [False] * 14 + [True] * 2
+
+
+@pytest.mark.parametrize("why", ["quota", "leaving"])
+def test_what_must_stay_makes_no_room_for_copies(why: str) -> None:
+    pool = Pool(nodes="ab", slots=64, window=2)
+    pool.store("a", KEYS[:64])
+    pool.directory.set_quota("t", Quota(0.5, 1.0), pool.now) if why == "quota" else pool.directory.leave("a", pool.now)
+    before = pool.count("ready", "a")
+    for _ in range(6):
+        pool.directory.follow("a", Plan(0.25), pool.now)
+    assert pool.count("ready", "a") == before
+
+
+def test_a_server_plans_for_each_node_once_in_a_while() -> None:
+    pool, now = Pool(nodes="ab", slots=64, window=2), itertools.count()
+    pool.store("a", KEYS[:64])
+    answering = DirectoryServer("p", DirectoryMetrics("p", "p/directory-1"), lambda: float(next(now)))
+    answering.serve(pool.directory)
+    pool.directory.hit_curve.asked(key_array(b"".join(KEYS[:10] * 50)), PAGE, 500)
+    report = SlabReport(1, 1, b"")
+    plans = 0
+    for _ in range(20):
+        answering.heartbeat("a", tuple(report))
+        plans += pool.directory.plan != Plan()
+        pool.directory.plan = Plan()
+    assert 0 < plans < 20 and plans == pytest.approx(next(now) / server.PLAN_EVERY_S, abs=2)
+    assert pool.directory.nodes["a"].copies > 0 and pool.directory.nodes["b"].copies == 0
