@@ -39,7 +39,8 @@ class PoolConfig:
     gpu_memory: of every GPU of a node: the same. Blocks of engines that attach with `device=` go there first. 0: no
         such tier.
     locality: a writer's node evicts its own coldest block, unless another node's block has been idle so many times as
-        long. Then that block is evicted instead. 1 is exact cluster-wide LRU.
+        long. Then that block is evicted instead. 1 is exact cluster-wide LRU. A value above 1 is where the pool begins:
+        it is exact LRU while memory is scarce, and leaves memory to copies while some is to spare.
     transport: how blocks cross nodes. "auto": each pair of nodes uses the best transport that both have: NIXL over
         RDMA, else TCP between node stores. While that fails they use Ray's object store. "nixl": NIXL over any network;
         "tcp": no NIXL; "object_store": always, for networks that only Ray may use. Where Ray uses TLS, TCP uses TLS

@@ -102,6 +102,7 @@ def test_a_reader_sees_what_was_done_and_what_happened(
     said = f"Hit rate {share} {done['hits']} of {done['lookups']} blocks asked for"
     eventually(lambda: figures(browser)["hit-rate"] == said)
     assert figures(browser)["keys"].startswith("Blocks 17 ") and done["remote_hits"] >= 12
+    assert "hit rate with twice as much" in figures(browser)["memory"]
     elsewhere = pool.stats()["hits"] - done["remote_hits"]
     eventually(lambda: sums(url)["hit:other nodes"] == done["remote_hits"])
     assert sums(url)["hit:this node"] == elsewhere and sums(url)["stored"] == done["stored"]

@@ -7,7 +7,7 @@ import pytest
 from raykv.cli.status.actors import Actor
 from raykv.cli.status.overview import Seen, state_of
 from raykv.cli.status.ray_nodes import RayNode, find_node, short_ids
-from raykv.cli.status.status import _growing, duration, resized, table, wrapped
+from raykv.cli.status.status import _growing, duration, hit_curve, resized, table, wrapped
 
 ONE = RayNode("06d9a10f" + 48 * "0", "gpu-1.example.com", "192.0.2.1", "192.0.2.1", True)
 TWO = RayNode("06d9a10f77" + 46 * "1", "gpu-2.example.com", "192.0.2.2", "left", False)
@@ -37,6 +37,14 @@ def test_memory_that_nodes_still_prepare_is_said() -> None:
         "7.00 GiB of 8.00 GiB of memory are there: the nodes are preparing the rest"
     ]
     assert not [*_growing({"nodes": {"a": whole}})]
+
+
+def test_the_hit_rates_of_other_sizes_of_memory_are_said() -> None:
+    curve = {"0.5": 0.694, "1": 0.92714, "2": 0.963, "4": 0.963, "ceiling": 1.0}
+    assert [*hit_curve({"hit_curve": curve})] == [
+        "hit rate by memory: half 69.4%, as now 92.7%, twice 96.3%, four times 96.3%, any 100.0%"
+    ]
+    assert not [*hit_curve({"hit_curve": {}})] and not [*hit_curve({})]
 
 
 def test_ids_are_shown_as_long_as_tells_them_apart() -> None:
