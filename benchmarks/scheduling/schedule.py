@@ -68,10 +68,14 @@ def first_come(waiting: list[Request], running: list[Request], budget: Budget, n
 
 
 def read(path: str | PathLike[str], slower: float = 1.0) -> list[Job]:
-    """The requests of a trace. Raises ValueError that names a malformed line."""
+    """The requests of a trace. ValueError for a malformed line, and for a trace without times or answers' lengths."""
     trace = formats.read(path)
     if trace.block_tokens != BLOCK_TOKENS:
         raise ValueError(f"{path}: blocks of {trace.block_tokens} tokens, and the engine has blocks of {BLOCK_TOKENS}")
+    if len(trace.requests) > 1 and not any(request.at for request in trace.requests):
+        raise ValueError(f"{path}: no request has a `timestamp`, so all would come at once: give a trace with times")
+    if not any(request.output for request in trace.requests):
+        raise ValueError(f"{path}: no request has an `output_length`: give a trace with the lengths of answers")
     jobs = []
     for request in trace.requests:
         blocks = request.tokens // BLOCK_TOKENS

@@ -1,5 +1,6 @@
 """Scheduling by what is cached: properties of `plan`, `order` and `split`, on engines without a model."""
 
+import json
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -11,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from benchmarks.scheduling.schedule import first_come
+from benchmarks.scheduling.schedule import first_come, read
 from benchmarks.scheduling.simulated_engine import Job, Policy, SimulatedEngine, Speed
 from raykv.scheduling import Budget, Request, order, plan, split
 
@@ -197,3 +198,15 @@ def test_the_page_is_true(tmp_path: Path) -> None:
 def test_a_job_that_does_not_fit_is_refused() -> None:
     with pytest.raises(ValueError, match="more than the 1 blocks"):
         SimulatedEngine([Job(keys([0]), 4, 0.0, 1)], 1, BLOCK_TOKENS, first_come, SPEED)
+
+
+@pytest.mark.parametrize(("left_out", "error"), [("timestamp", "all would come at once"), ("output_length", "lengths")])
+def test_a_trace_that_says_too_little_to_schedule_by_is_refused(tmp_path: Path, left_out: str, error: str) -> None:
+    request = {"timestamp": 7, "input_length": 512, "output_length": 3, "hash_ids": [1]}
+    path = tmp_path / "trace.jsonl"
+    path.write_text(2 * f"{json.dumps(request)}\n")
+    assert len(read(path)) == 2
+    del request[left_out]
+    path.write_text(2 * f"{json.dumps(request)}\n")
+    with pytest.raises(ValueError, match=error):
+        read(path)
