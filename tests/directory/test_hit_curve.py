@@ -11,10 +11,10 @@ from helpers.directory.pool import KEYS, Pool
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raykv.directory.kernels.hit_curve import COUNT, FINENESS, SHIFT
+from raykv.directory.kernels.hit_curve import COUNT, FINENESS, SHIFT, SHIFT_MAX
 from raykv.directory.state import hit_curve
 from raykv.directory.state.arrays import KeyArray
-from raykv.directory.state.hit_curve import HALF_LIFE_S, USES_PER_S, HitCurve
+from raykv.directory.state.hit_curve import CALM_S, HALF_LIFE_S, LOOK_S, HitCurve
 
 SIZE = 5000  # bytes of a block: no distance lies where two counts meet
 ROOM = 1 << 40  # bytes: nothing leaves the sample for its distance
@@ -96,21 +96,62 @@ def test_keys_that_were_used_too_long_ago_leave_the_sample(monkeypatch: pytest.M
     assert curve.hit_rate(21 * SIZE) == pytest.approx(0.5, abs=0.01)
 
 
-def test_a_busy_directory_samples_fewer_keys() -> None:
-    curve = measured([of_chain(chain, 100) for chain in range(10)])
-    curve.check(1.0)
-    for second in range(2, 30):
-        for _ in range(10 * USES_PER_S // 1000):
-            curve.asked(keys_of(of_chain(second % 10, 100)), SIZE, 0) if second < 4 else None
-        curve.check(float(second))
-    assert curve._sample.state[SHIFT] == 0, "fewer than the limit"
-    many = keys_of(range(10 * USES_PER_S))
+def test_a_busy_directory_samples_fewer_keys_and_a_calm_one_all_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hit_curve, "USES_MOST", 1000)
+    curve, now, many = measured([]), 0.0, keys_of(range(6000))
     shifts = []
-    for second in range(30, 40):
+    for _ in range(20):
+        now += LOOK_S
         curve.asked(many, SIZE, 0)
-        curve.check(float(second))
+        curve.check(now)
         shifts.append(int(curve._sample.state[SHIFT]))
-    assert shifts[-1] == shifts[-2] > 0, "until it costs little"
+    assert shifts[0] == 1 and shifts[-1] == shifts[-10] == 3, "until there are few enough"
+    for _ in range(int(CALM_S / LOOK_S) + 2):
+        now += LOOK_S
+        curve.asked(many[:900], SIZE, 0)
+        curve.check(now)
+    assert curve._sample.state[SHIFT] == 3, "with all keys they would be too many"
+    for _ in range(int(CALM_S / LOOK_S) + 2):
+        now += LOOK_S
+        curve.asked(many[:100], SIZE, 0)
+        curve.check(now)
+    assert curve._sample.state[SHIFT] == 0
+
+
+def test_a_sample_whose_places_are_used_up_forgets_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hit_curve, "KEYS", 4)
+    prompts = [of_chain(number % 2, 2) for number in range(200)]
+    curve = measured(prompts)
+    assert curve._sample.state[COUNT] == 4
+    assert curve.hit_rate(ROOM) == pytest.approx(simulated(prompts, ROOM)) == pytest.approx(396 / 400)
+
+
+def test_keys_whose_hashes_somebody_chose_break_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of them are in every sample."""
+    monkeypatch.setattr(hit_curve, "KEYS", 64)
+    inverse = pow(0xD6E8FEB86659FD93, -1, 1 << 64)
+    chosen = np.array([[number * inverse % (1 << 64), 0] for number in range(1, 1000)], np.uint64)
+    curve = measured([])
+    for _ in range(3):
+        curve.asked(chosen, SIZE, 0)
+        curve.stored(chosen, SIZE)
+    assert curve._sample.state[COUNT] <= 64 and curve._sample.state[SHIFT] <= SHIFT_MAX
+    assert 0 <= curve.hit_rate(ROOM) <= 1
+
+
+def test_a_prompt_of_more_keys_than_a_sample_has_is_counted_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hit_curve, "KEYS", 1024)
+    curve = measured([of_chain(0, 1000), range(10_000, 15_000)])
+    assert curve.hit_rate(ROOM) == pytest.approx(0, abs=0.05)
+
+
+def test_ranks_that_need_the_same_blocks_use_them_once() -> None:
+    pool = Pool(slots=16)
+    pool.store("a", KEYS[:4])
+    for _ in range(3):
+        pool.match_parts("a", [("a", KEYS[:8])] * 4)
+    figures = pool.directory.stats(0.0)["hit_curve"]
+    assert figures["ceiling"] == pytest.approx((4 + 8 + 8) / 24, abs=1e-4)
 
 
 def test_what_was_counted_ages() -> None:

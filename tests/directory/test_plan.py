@@ -78,27 +78,44 @@ def test_copies_keep_their_room_while_others_store() -> None:
     assert copies_left(0.0) <= 2 and copies_left(0.5) == 24
 
 
-def test_primaries_make_room_for_copies_in_parts() -> None:
-    pool = Pool(nodes="ab", slots=64, window=2)
-    pool.store("a", KEYS[:64])
-    before = pool.count("ready", "a")
-    left = []
-    for _ in range(6):
-        pool.directory.follow("a", Plan(0.25), pool.now)
+def test_primaries_make_room_for_copies_as_writers_take_slots() -> None:
+    pool = Pool(nodes="a", slots=64, window=2)
+    pool.store("a", KEYS[:62])
+    pool.directory.follow("a", Plan(0.25), pool.now)
+    left = [pool.count("ready", "a")]
+    for key in KEYS[100:120]:
+        pool.store("a", [key])
         left.append(pool.count("ready", "a"))
-    assert [before, *left] == [62, 58, 54, 50, 48, 48, 48]
-    assert pool.has(KEYS[:64]) == [True] * 48 + [False] * 14 + [True] * 2
+    assert left == [*range(62, 47, -1), *[48] * 6] and all(pool.has(KEYS[100:120]))
 
 
 @pytest.mark.parametrize("why", ["quota", "leaving"])
 def test_what_must_stay_makes_no_room_for_copies(why: str) -> None:
     pool = Pool(nodes="ab", slots=64, window=2)
-    pool.store("a", KEYS[:64])
+    pool.store("a", KEYS[:62])
+    pool.directory.follow("a", Plan(0.25), pool.now)
     pool.directory.set_quota("t", Quota(0.5, 1.0), pool.now) if why == "quota" else pool.directory.leave("a", pool.now)
-    before = pool.count("ready", "a")
-    for _ in range(6):
-        pool.directory.follow("a", Plan(0.25), pool.now)
-    assert pool.count("ready", "a") == before
+    pool.directory.follow("a", Plan(0.25), pool.now)
+    pool.store("a", KEYS[100:110])
+    assert pool.count("ready", "a") == 62
+
+
+def test_a_node_that_gives_memory_back_keeps_what_has_room() -> None:
+    pool = Pool(nodes="a", slots=32, slabs=16, window=2)
+    pool.store("a", KEYS[:256])
+    pool.directory.follow("a", Plan(0.5), pool.now)
+    for _ in range(4):
+        pool.directory.set_slab_target("a", SlabReport(16, 8, b""), pool.now)
+    assert pool.count("ready", "a") == 224, "less a slab's"
+
+
+def test_a_size_of_few_slots_keeps_its_blocks() -> None:
+    pool = Pool(nodes="a", slots=32, slabs=4, window=32)
+    pool.store("a", KEYS[:30])
+    for _ in range(20):
+        pool.directory.follow("a", Plan(0.125), pool.now)
+        pool.directory.set_slab_target("a", SlabReport(4, 4, b""), pool.now)
+    assert all(pool.has(KEYS[:30]))
 
 
 def test_a_server_plans_for_each_node_once_in_a_while() -> None:

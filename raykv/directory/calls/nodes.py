@@ -178,10 +178,10 @@ def follow(state: State, name: str, plan: Plan, now: float) -> None:
     minima are of memory without copies.
     """
     check(state, now)
-    state.plan = plan
+    state.plan = plan._replace(copies=0.0) if state.quotas else plan
     node = state.nodes.get(name)
     if node is not None and not node.on_gpu:
-        node.copies = 0.0 if state.quotas else plan.copies
+        node.copies = state.plan.copies
         state.allocator.resize_windows(node)
 
 

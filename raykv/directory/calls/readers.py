@@ -43,6 +43,11 @@ class HeldPrefix:
     counts: tuple[int, int, int, int]
 
     @property
+    def in_memory(self) -> int:
+        """How many blocks are in memory."""
+        return self.counts[0] - self.counts[2]
+
+    @property
     def source(self) -> bytes:
         return self.places.locations[: self.counts[0]].tobytes()
 
@@ -60,7 +65,8 @@ def match(state: State, call: Call, request: MatchRequest, now: float) -> Matche
     keys = key_array(request.keys)
     found = _hold_prefix(state, call, request, keys, request.lease, now)
     if request.counted:
-        _count_match(state, request, keys, len(keys), found)
+        state.hit_curve.asked(keys, request.block_bytes, found.in_memory)
+        _count_match(state, len(keys), found)
     if not found.counts[0]:
         return Matched(state.epoch, b"", b"")
     client.holds[request.lease] = found.hold
@@ -97,11 +103,15 @@ def match_parts(
         found.append(held)
         if held.counts[0] < blocks.stop - blocks.start:  # no room to stage it
             tokens = _shortened(requests, held.counts[0] * request.tokens)
+    watched = set()  # last keys of parts: ranks that need the same blocks have equal ones, and use the blocks once
     for request, part, held in zip(requests, keys, found, strict=True):
         blocks = _needed(request, tokens)
         _cut(state, held, blocks.stop - blocks.start)
-        asked = part[blocks] if request.window and tokens else part[-request.window :]
-        _count_match(state, request, asked, min(request.window or len(part), len(part)), held)
+        if (last := request.keys[-KEY_BYTES:]) not in watched:
+            watched.add(last)
+            asked = part[blocks] if request.window and tokens else part[-request.window :]
+            state.hit_curve.asked(asked, request.block_bytes, held.in_memory)
+        _count_match(state, min(request.window or len(part), len(part)), held)
         if tokens:
             client.holds[request.lease] = held.hold
     first, n = requests[0], tokens // requests[0].tokens
@@ -207,13 +217,11 @@ def _cut(state: State, prefix: HeldPrefix, n: int) -> None:
     prefix.counts = n, int((nodes != prefix.hold.node).sum()), int(external.sum()), promoted
 
 
-def _count_match(state: State, request: MatchRequest, keys: KeyArray, asked: int, prefix: HeldPrefix) -> None:
-    """keys: the keys that were used. asked: number of blocks that the reader needs."""
+def _count_match(state: State, asked: int, prefix: HeldPrefix) -> None:
     n, remote, external, promoted = prefix.counts
     counters = state.counters
     counters["lookups"] += asked
     counters["hits"] += n
-    state.hit_curve.asked(keys, request.block_bytes, n - external)
     counters["remote_hits"] += remote - external - promoted
     counters["external_hits"] += external
     counters["promoted"] += promoted

@@ -27,9 +27,17 @@ def clear(state: State, now: float) -> int:
 
 
 def set_quota(state: State, tenant: str, quota: Quota, now: float) -> None:
-    """Set a tenant's minimum and maximum. ValueError where the minima of all tenants would exceed 1."""
+    """Set a tenant's minimum and maximum. ValueError where the minima of all tenants would exceed 1.
+
+    No memory is left to copies any more: see `nodes.follow`.
+    """
     check(state, now)
     state.quotas.set(tenant, quota)
+    state.plan = state.plan._replace(copies=0.0)
+    for node in state.nodes.values():
+        if node.copies:
+            node.copies = 0.0
+            state.allocator.resize_windows(node)
 
 
 def remove_quota(state: State, tenant: str, now: float) -> bool:

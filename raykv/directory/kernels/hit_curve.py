@@ -35,6 +35,7 @@ NEXT, COUNT, BYTES, SHIFT, USES = range(5)  # of Sample.state
 FINENESS = 16  # counts for each doubling of a distance
 LEAST_BITS, MOST_BITS = 12, 52  # of a distance in bytes that is told from others
 DISTANCES = (MOST_BITS - LEAST_BITS) * FINENESS
+SHIFT_MAX = 20  # lower bits of a hash are for the table
 HASHES = np.uint64(0xFFFFFFFFFFFFFFFF)
 
 
@@ -59,20 +60,26 @@ def sample(keys: int) -> Sample:
 SAMPLE = types.Tuple(tuple(numba.typeof(array) for array in sample(1)))
 
 
+@kernel
+def _hash(k0, k1):
+    """Its upper bits say whether a key is in the sample, others where the key is in the hash table."""
+    return (k0 ^ (k1 * np.uint64(0x9E3779B97F4A7C15))) * np.uint64(0xD6E8FEB86659FD93)
+
+
 @kernel(SAMPLE, KEYS, INT, BOOL, FLOAT)
 def use(sample, keys, size, asked, horizon):
-    """Count the uses of keys of `size` bytes each, last to first. asked: whether somebody looked for them.
+    """Count the uses of at most as many keys as a sample has, of `size` bytes each, last to first.
 
-    horizon: bytes; keys with a larger distance may leave the sample.
+    asked: whether somebody looked for them. horizon: bytes; keys with a larger distance may leave the sample.
     """
     s, n = Sample(*sample), 0
     limit = HASHES >> np.uint64(s.state[SHIFT])
     for i in range(len(keys)):
-        if keys[i, 1] > limit or n == len(s.keys):  # keys are hashes
+        hashed = _hash(keys[i, 0], keys[i, 1])
+        if hashed > limit or n == len(s.keys):
             continue
-        number = _find(s, keys[i, 0], keys[i, 1])
         if asked:
-            s.counts[_distance(s, number)] += 1 << s.state[SHIFT]
+            s.counts[_distance(s, _find(s, hashed, keys[i, 0], keys[i, 1]))] += 1 << s.state[SHIFT]
             s.state[USES] += 1
         s.keys[n].asked = i
         n += 1
@@ -84,22 +91,26 @@ def use(sample, keys, size, asked, horizon):
 @kernel
 def _use_one(s, k0, k1, size, horizon):
     """Make a key the last one that was used."""
-    number = _find(s, k0, k1)
+    if s.state[NEXT] == len(s.places):
+        _rebuild(s, np.int64(0), HASHES)
+    hashed = _hash(k0, k1)
+    number = _find(s, hashed, k0, k1)
     if number < 0:
         if s.state[COUNT] == len(s.keys):
             _thin(s, horizon)
-        if k1 <= HASHES >> np.uint64(s.state[SHIFT]):  # else it is not in the sample any more
-            _append(s, _insert(s, k0, k1, size))
+        # else it is not in the sample any more, or all keys are, as somebody chose their hashes
+        if hashed <= HASHES >> np.uint64(s.state[SHIFT]) and s.state[COUNT] < len(s.keys):
+            _place(s, _insert(s, hashed, k0, k1, size))
     elif s.keys[number].last + 1 != s.state[NEXT]:
         _remove(s, number)
-        _append(s, number)
+        _place(s, number)
 
 
 @kernel
-def _find(s, k0, k1):
+def _find(s, hashed, k0, k1):
     """The number of a key, or -1."""
     mask = len(s.places) - 1
-    at = np.int64(k1 & np.uint64(mask))
+    at = np.int64(hashed >> np.uint64(SHIFT_MAX)) & mask
     while s.places[at].hashed > 0:
         number = np.int64(s.places[at].hashed) - 1
         if s.keys[number].k0 == k0 and s.keys[number].k1 == k1:
@@ -109,35 +120,28 @@ def _find(s, k0, k1):
 
 
 @kernel
-def _insert(s, k0, k1, size):
+def _insert(s, hashed, k0, k1, size):
     """Give a key a number."""
     number = np.int64(s.keys[s.state[COUNT]].free)
     s.state[COUNT] += 1
     s.keys[number].k0, s.keys[number].k1, s.keys[number].bytes = k0, k1, size
-    _enter(s, number)
+    _enter(s, hashed, number)
     return number
 
 
 @kernel
-def _enter(s, number):
+def _enter(s, hashed, number):
     """Put a key into the hash table."""
     mask = len(s.places) - 1
-    at = np.int64(s.keys[number].k1 & np.uint64(mask))
+    at = np.int64(hashed >> np.uint64(SHIFT_MAX)) & mask
     while s.places[at].hashed > 0:
         at = (at + 1) & mask
     s.places[at].hashed = number + 1
 
 
 @kernel
-def _append(s, number):
-    """Make a key, which has no place, the last one that was used."""
-    if s.state[NEXT] == len(s.places):
-        _rebuild(s, np.int64(0), HASHES)
-    _place(s, number)
-
-
-@kernel
 def _place(s, number):
+    """Give a key the next place."""
     at = s.state[NEXT]
     s.state[NEXT] += 1
     s.places[at].used, s.keys[number].last = number + 1, at
@@ -185,6 +189,13 @@ def _thin(s, horizon):
     if gone >= len(s.keys) // 8:
         _rebuild(s, at, HASHES)
     else:
+        _halve(s)
+
+
+@kernel
+def _halve(s):
+    """Drop half of the keys, and take half as many from now on."""
+    if s.state[SHIFT] < SHIFT_MAX:
         s.state[SHIFT] += 1
         _rebuild(s, np.int64(0), HASHES >> np.uint64(s.state[SHIFT]))
 
@@ -200,17 +211,16 @@ def _rebuild(s, first, limit):
         s.places[at].used = 0
         if number < 0:
             continue
-        if at < first or s.keys[number].k1 > limit:
+        hashed = _hash(s.keys[number].k0, s.keys[number].k1)
+        if at < first or hashed > limit:
             s.state[COUNT] -= 1
             s.keys[s.state[COUNT]].free = number
         else:
-            _enter(s, number)
+            _enter(s, hashed, number)
             _place(s, number)
 
 
 @kernel(SAMPLE)
 def halve(sample):
-    """Drop half of the keys, and take half as many from now on."""
-    s = Sample(*sample)
-    s.state[SHIFT] += 1
-    _rebuild(s, np.int64(0), HASHES >> np.uint64(s.state[SHIFT]))
+    """See `_halve`."""
+    _halve(Sample(*sample))

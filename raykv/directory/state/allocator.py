@@ -21,7 +21,6 @@ from raykv.protocol.location import LOCATION, host_of, slot_bytes
 
 QUARANTINED_PER_HEARTBEAT = 4096
 CLOSED_PER_CALL = 8  # slabs
-GROWTH = 16
 NOBODY = -1  # stands for the tenant where no writer asks
 SLOTS_MAX = 1 << 22  # of a slab: 16 times the slots of a 1 GiB slab
 
@@ -57,6 +56,10 @@ class Node:
     @cached_property
     def on_gpu(self) -> bool:
         return self.name != self.host
+
+    def least_window(self, stride: int) -> int:
+        """Slots of a size's staging window, without room for copies."""
+        return max(1, self.window_bytes // stride)
 
     @property
     def is_half_adopted(self) -> bool:
@@ -119,18 +122,12 @@ class Allocator:
         self.restore_windows(lacking)
 
     def resize_windows(self, node: Node) -> None:
-        """Set a node's windows: the room for copies is part of them.
-
-        Primaries in the way go as writers take slots, and one of GROWTH slots in each call.
-        """
+        """Set a node's windows, in which copies have their room. Primaries in the way go as writers take slots."""
         copies = node.copies if node.offered_to == columns.TO_ALL else 0.0
         slots = self.slots(node) if copies else dict.fromkeys(node.size_classes, 0)
-        lacking = np.zeros(len(self._c.size_classes), np.int64)
         for stride, size_class in node.size_classes.items():
-            window = max(1, node.window_bytes // stride, int(copies * slots[stride]))
+            window = max(node.least_window(stride), int(copies * slots[stride]))
             self._size_classes.resize_window(size_class, window)
-            lacking[size_class] = min(slots[stride] // GROWTH, max(0, -self._size_classes.room(size_class)))
-        self.restore_windows(lacking)
 
     def restore_windows(self, lacking: RowArray) -> None:
         """Make up for slots of staging windows, by size class, that primaries took: open spare slabs, or evict."""
@@ -170,8 +167,10 @@ class Allocator:
         node.closing = closing & node.slabs.keys()
         node.spare = [number for number in node.spare if number not in numbers]
         node.withdrawn.update(numbers)
-        for size_class in node.size_classes.values() if closing else ():  # the free slots were retired first
-            eviction.restore_window(self._c, size_class, self._c.size_classes[size_class]["window"])
+        if closing:  # the free slots were retired first
+            self.resize_windows(node)
+        for stride, size_class in node.size_classes.items() if closing else ():
+            eviction.restore_window(self._c, size_class, node.least_window(stride))
         return numbers
 
     def _slabs_to_close(self, node: Node, count: int, pinned: RowArray) -> set[int]:
@@ -196,9 +195,8 @@ class Allocator:
         if not 0 < stride <= node.slab_bytes <= stride * SLOTS_MAX:
             return -1
         if stride not in node.size_classes:
-            window = max(1, node.window_bytes // stride)
             node.size_classes[stride] = self._size_classes.add(
-                node.index, stride, window, node.offered_to, charge=0 if node.on_gpu else stride
+                node.index, stride, node.least_window(stride), node.offered_to, charge=0 if node.on_gpu else stride
             )
         return node.size_classes[stride]
 

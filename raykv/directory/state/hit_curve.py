@@ -11,9 +11,10 @@ from raykv.directory.state.arrays import KeyArray
 KEYS = 32_768  # of the sample: 3 MiB
 MULTIPLES = (0.5, 1.0, 2.0, 4.0)  # of the pool's memory, that figures tell
 CEILING = 16  # times the pool's memory: what is used again only after more counts as never
-USES_PER_S = 5000  # of sampled keys: with more the sample takes fewer keys. Each costs 0.1 us
+USES_MOST, LOOK_S = 50_000, 10.0  # of sampled keys, each of 0.1 us, in so many seconds: with more it takes fewer keys
+CALM_S = 600.0  # without so many uses, after which it begins anew with all keys
 HALF_LIFE_S = 1800.0  # in which what was counted loses half of its weight
-PLANNED_FROM = 100_000  # keys that were asked for
+PLANNED_FROM = 20_000  # uses of sampled keys
 LEAST_COPIES, MOST_COPIES, STEP = 0.125, 0.5, 1 / 32  # of a node's slots; a smaller share spares few reads
 PRICE = 0.0075  # of the hit rate, that the room for copies may cost
 SHORT = 0.01  # of the hit rate of an LRU over all nodes, that stores on the writers' nodes may cost
@@ -41,12 +42,15 @@ class HitCurve:
     """Uses of a sample of all keys that matches asked for, by how much memory a hit would have taken."""
 
     def __init__(self) -> None:
+        self._capacity = self._horizon = 1.0
+        self._checked = self._calm = self._decayed = 0.0
+        self._begin()
+
+    def _begin(self) -> None:
         self._sample = hit_curve.sample(KEYS)
         self._arguments = tuple(self._sample)
         self._asked = self._found = 0.0  # keys
-        self._capacity = self._horizon = 1.0
-        self._checked = self._decayed = 0.0
-        self._uses = 0
+        self._uses = self._halved = 0  # at the last look; how often the load halved the sample
 
     def resize(self, capacity: int) -> None:
         """Set the bytes that all nodes have for blocks."""
@@ -57,18 +61,30 @@ class HitCurve:
         """Somebody looked for these keys of one prompt. found: how many were in memory."""
         self._asked += len(keys)
         self._found += found
-        hit_curve.use(self._arguments, keys, block_bytes, True, self._horizon)
+        self._use(keys, block_bytes, True)
 
     def stored(self, keys: KeyArray, block_bytes: int) -> None:
         """Somebody stores these keys of one prompt."""
-        hit_curve.use(self._arguments, keys, block_bytes, False, self._horizon)
+        self._use(keys, block_bytes, False)
+
+    def _use(self, keys: KeyArray, block_bytes: int, asked: bool) -> None:
+        while len(keys) > KEYS:
+            hit_curve.use(self._arguments, keys[-KEYS:], block_bytes, asked, self._horizon)
+            keys = keys[:-KEYS]
+        hit_curve.use(self._arguments, keys, block_bytes, asked, self._horizon)
 
     def check(self, now: float) -> None:
         """Keep the sample so small that it costs little, and let what was counted age."""
-        state = self._sample.state
-        if self._checked and state[USES] - self._uses > USES_PER_S * (now - self._checked):
+        uses = int(self._sample.state[USES]) - self._uses
+        if uses > USES_MOST:
             hit_curve.halve(self._arguments)
-        self._checked, self._uses = now, int(state[USES])
+            self._halved += 1
+        if uses > USES_MOST or now - self._checked >= LOOK_S:
+            if uses << self._halved > USES_MOST // 2:  # it would be too many without halving
+                self._calm = now
+            self._checked, self._uses = now, int(self._sample.state[USES])
+        if self._halved and now - self._calm > CALM_S:
+            self._begin()
         if now - self._decayed > HALF_LIFE_S:
             self._decayed = now
             self._asked, self._found = self._asked / 2, self._found / 2
@@ -92,7 +108,7 @@ class HitCurve:
         Where there is none, and nodes that evict their own blocks find fewer than an LRU of the whole pool would, the
         pool is that LRU from now on.
         """
-        if self._asked < PLANNED_FROM:
+        if self._sample.state[USES] < PLANNED_FROM:
             return before
         hit_rate, copies = self.hit_rate(self._capacity), 0.0
         while copies < MOST_COPIES and self.hit_rate(self._capacity * (1 - copies - STEP)) >= hit_rate - PRICE:

@@ -6,12 +6,14 @@ from collections.abc import Callable
 from helpers.directory.oracle.slots import PRESENT, Node, Row, SizeClass, Slab
 from helpers.directory.oracle.tenants import Whose
 from helpers.directory.oracle.tiers import Tiers
+from raykv.config import Quota
 
 
 class Allocator(Tiers):
     def __init__(self, epoch: int, share: float, min_hits: int) -> None:
         super().__init__(epoch, share, min_hits)
         self.locality, self.plan = 1.5, (0.0, False)
+        self.copies: dict[int, float] = {}  # by node, the share that it leaves to them
         self.lacking: dict[SizeClass, int] = {}
 
     @staticmethod
@@ -165,19 +167,26 @@ class Allocator(Tiers):
         return 1.0 if exact else max(self.locality, 2.0) if copies else self.locality
 
     def follow(self, name: str, plan: tuple[float, bool], now: float) -> None:
-        """Use the memory by a plan: a window is the share that is for copies. The oldest blocks make room in parts."""
+        """Use the memory by a plan: a window is the share that is for copies, if no tenant has a quota."""
         self.check(now)
-        self.plan = plan
+        self.plan = (0.0 if self.quotas else plan[0], plan[1])
         node = self.nodes.get(name)
-        if node is None or node.on_gpu:
-            return
-        copies, lacking = 0.0 if self.quotas or not self.stores(node) else plan[0], Counter[SizeClass]()
+        if node and not node.on_gpu:
+            self.copies[node.index] = self.plan[0]
+            self.resize_windows(node)
+
+    def resize_windows(self, node: Node) -> None:
+        copies = self.copies.get(node.index, 0.0) if self.stores(node) else 0.0
         for size_class in node.size_classes.values():
-            slots = len(size_class.rows)
-            window = max(1, node.window_bytes // size_class.stride, int(copies * slots))
+            window = max(1, node.window_bytes // size_class.stride, int(copies * len(size_class.rows)))
             size_class.window = max(window, len(size_class.of("staging")))
-            lacking[size_class] = min(slots // 16, max(0, -self.room(size_class))) if copies else 0
-        self.restore_windows(lacking)
+
+    def set_quota(self, tenant: str, quota: Quota, now: float) -> None:
+        super().set_quota(tenant, quota, now)
+        self.plan = (0.0, self.plan[1])
+        for node in self.nodes.values():
+            if self.copies.pop(node.index, 0.0):
+                self.resize_windows(node)
 
     def restore_windows(self, promoted: Counter[SizeClass]) -> None:
         """Primaries took so many staging slots: spare slabs make up for them, else as many evictions."""
