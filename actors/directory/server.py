@@ -35,7 +35,7 @@ FRAME_BYTES = {CLIENT: 4 << 20, STORE: 64 << 20}
 PARTS = 1024  # of a match: for each rank, one for each KV head and kind of layer
 ERROR_CHARS = 1000  # of the error text of a failed call
 LOG_EVERY_S = 60.0  # between two lines of the log about failed calls of one name
-PLAN_EVERY_S = 10.0  # of each node
+PLAN_EVERY_S = 10.0  # between two plans of a node's memory
 PREFIXES, HOLDERS = 20, 3  # how many `stats` has
 T = TypeVar("T")
 
