@@ -6,6 +6,7 @@ A bar reaches to the highest value that was seen, its dark part to the lowest.
 """
 
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from docs import svg
 from docs.tables import figures
 
 FOLDER = Path(__file__).parent / "plots"
-LABELS, BARS, VALUES, ROW = 290, 380, 110, 24  # pixels
+LABELS, BARS, VALUES, ROW, CURVES = 290, 380, 110, 24, 480  # pixels
 DARK, LIGHT = "#1d4ed8", "#93c5fd"
 
 
@@ -40,7 +41,38 @@ def draw(plot: dict[str, Any]) -> str:
 def draw_all() -> dict[Path, str]:
     """The plots, by the file that each belongs in."""
     others = json.loads((FOLDER / "figures.json").read_text(encoding="utf-8"))
-    return {FOLDER / plot["file"]: draw(plot) for plot in _measured(figures()) + others}
+    found = figures()
+    drawn = {FOLDER / plot["file"]: draw(plot) for plot in _measured(found) + others}
+    return {
+        **drawn,
+        FOLDER / "agents.svg": _curves("Hit rate of coding agents, 8 nodes, by blocks of all nodes", found),
+    }
+
+
+def _curves(title: str, found: Any) -> str:
+    """Hit rates over memory."""
+    results = found["agents"]["results"]
+    names = {
+        "a cache that knows what comes": ("optimum", svg.FAINT),
+        "exact LRU": ("exact_lru", svg.INK),
+        "the pool": ("sticky", DARK),
+        "of that on the reader's node": ("sticky_here", LIGHT),
+        "isolated caches": ("isolated", "#f59e0b"),
+    }
+    left, top, right = 50, 40, 50 + CURVES
+    at = [left + CURVES * row["capacity"] / results[-1]["capacity"] for row in results]
+    shapes = [svg.text(14, 24, title, size=14, bold=True)]
+    for percent in range(0, 101, 20):
+        y = top + 2 * (100 - percent)
+        shapes += [svg.line(left, y, right, y, "#e5e7eb"), svg.text(left - 8, y + 4, f"{percent}%", anchor="end")]
+    for x, row in zip(at, results, strict=True):
+        shapes.append(svg.text(x, top + 220, f"{row['capacity']:,}", anchor="middle"))
+    for i, (label, (name, stroke)) in enumerate(names.items()):
+        points = [(x, top + 2 * (100 - row[name])) for x, row in zip(at, results, strict=True)]
+        shapes += [svg.line(*one, *other, stroke) for one, other in pairwise(points)]
+        y = top + 20 + ROW * i
+        shapes += [svg.line(right + 20, y - 4, right + 44, y - 4, stroke), svg.text(right + 52, y, label)]
+    return svg.document(right + LABELS, top + 235, shapes)
 
 
 def _measured(found: Any) -> list[dict[str, Any]]:

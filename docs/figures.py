@@ -1,10 +1,10 @@
 """Measures what README.md, docs/benchmarks.md and docs/scale.md state, and writes it there.
 
-    python -m docs.figures [--trace FILE] [NAME...]
+    python -m docs.figures [--trace FILE] [--agents FILE] [NAME...]
     python -m docs.tables
 
 Each figure is measured beside its floor, so nothing else may run meanwhile. NAME: of BENCHES; all by default, for half
-an hour. FILE: a trace in Mooncake's format, for `trace` and `tier-trace`.
+an hour. FILE: traces in Mooncake's format, for `trace` and `tier-trace`, and for `agents`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import psutil
 
 ROOT = Path(__file__).resolve().parent.parent
 FILE = ROOT / "docs" / "figures.json"
-TRACE = "synthetic_trace.jsonl"
+TRACE, AGENTS = "synthetic_trace.jsonl", "agent_trace.jsonl"
 BENCHES = {
     "start": "start",
     "local": "local",
@@ -37,6 +37,7 @@ BENCHES = {
     "directory": "directory --entries 10000000",
     "scale": "scale --nodes 8,64,128,136,144,152,160 --entries 5000000 --take-over 64",
     "trace": f"trace {TRACE} --nodes 8 --capacity 5000,10000,30000",
+    "agents": f"trace {AGENTS} --nodes 8 --capacity 1000,2000,3000,5000,8000",
     "tier-trace": f"trace {TRACE} --nodes 8 --capacity 5000 --external 30000",
     "ttft": "ttft --engine vllm",
     "flight": "flight",
@@ -44,9 +45,9 @@ BENCHES = {
 }
 
 
-def measured(name: str, trace: str) -> dict[str, Any]:
-    """What one command says. CalledProcessError if it fails."""
-    words = BENCHES[name].replace(TRACE, trace).split()
+def measured(name: str, traces: dict[str, Path]) -> dict[str, Any]:
+    """What one command says. traces: files by the names in BENCHES. CalledProcessError if it fails."""
+    words = [str(traces[word].resolve()) if word in traces else word for word in BENCHES[name].split()]
     command = [sys.executable, "-m", "raykv.cli", "bench", *words, "--json"]
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
     figures: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
@@ -72,11 +73,12 @@ def main() -> None:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("names", nargs="*", metavar="NAME")
     options.add_argument("--trace", type=Path, default=Path(TRACE), metavar="FILE")
+    options.add_argument("--agents", type=Path, default=Path(AGENTS), metavar="FILE")
     given = options.parse_args()
     if unknown := set(given.names) - BENCHES.keys():
         options.error(f"nothing is named {', '.join(sorted(unknown))}: give some of {', '.join(BENCHES)}")
     for name in given.names or BENCHES:
-        found = {"commit": commit(), "machine": machine(), **measured(name, str(given.trace.resolve()))}
+        found = {"commit": commit(), "machine": machine(), **measured(name, {TRACE: given.trace, AGENTS: given.agents})}
         kept = json.loads(FILE.read_text(encoding="utf-8")) if FILE.exists() else {}
         FILE.write_text(json.dumps({**kept, name: found}, indent=1) + "\n", encoding="utf-8")
 

@@ -238,6 +238,22 @@ def hit_rate(figures: Figures) -> str:
     return _table(("blocks", "hit rate", "floor"), [*rows, ("5k in memory, 30k in an external tier", tiers, lru)])
 
 
+def agents(figures: Figures) -> str:
+    results = figures["agents"]["results"]
+    names = {
+        "the pool, requests in turn": "pool",
+        "of that on the reader's node": "pool_here",
+        "the pool, sessions stay on a node": "sticky",
+        "of that, on the reader's node": "sticky_here",
+        "exact LRU": "exact_lru",
+        "the same, by the pool's own [hit curve](operations.md#how-much-memory-a-pool-needs)": "hit_curve",
+        "isolated caches": "isolated",
+        "a cache that knows what comes": "optimum",
+    }
+    rows = [(what, *(f"{row[name]:.1f}" for row in results)) for what, name in names.items()]
+    return _table(("blocks", *(f"{row['capacity']:,}" for row in results)), rows)
+
+
 def scale(figures: Figures) -> str:
     rows = [
         (
@@ -281,7 +297,7 @@ def _table(heads: tuple[str, ...], rows: list[Any]) -> str:
 
 WRITERS: dict[str, Callable[[Figures], str]] = {
     writer.__name__: writer
-    for writer in (summary, throughput, ttft, sizes, directory, hit_rate, scale, take_over, commits)
+    for writer in (summary, throughput, ttft, sizes, directory, hit_rate, agents, scale, take_over, commits)
 }
 
 
