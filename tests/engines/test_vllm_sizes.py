@@ -38,6 +38,10 @@ if torch.cpu._is_amx_tile_supported():  # on others vLLM can't go on from a pref
     KINDS["latent"] = Kind(save_mla_model, "bfloat16", {}, 480, 1)
 
 
+# one model is enough for `make test`
+PARAMS = [pytest.param(name, marks=[pytest.mark.promise] if name == "heads" else []) for name in KINDS]
+
+
 class Engines(NamedTuple):
     """Of tensor parallel 1, and 2, on different nodes."""
 
@@ -47,7 +51,7 @@ class Engines(NamedTuple):
     two: Any
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=PARAMS)
 def engines(
     request: pytest.FixtureRequest,
     cluster: Any,
@@ -69,7 +73,6 @@ def engines(
     close_engines(*actors)
 
 
-@pytest.mark.promise
 def test_tensor_parallel_2_reads_what_1_stored_and_the_other_way_round(engines: Engines) -> None:
     pool, kind = engines.pool, engines.kind
     for seed, writer, reader in ((1, engines.one, engines.two), (2, engines.two, engines.one)):
