@@ -79,7 +79,8 @@ def test_copies_keep_their_room_while_others_store() -> None:
 
 
 def test_primaries_make_room_for_copies_as_writers_take_slots() -> None:
-    pool = Pool(nodes="a", slots=64, window=2)
+    pool = Pool(nodes="ab", slots=64, window=2, locality=1e9)
+    pool.store("b", KEYS[200:262])
     pool.store("a", KEYS[:62])
     pool.directory.follow("a", Plan(0.25), pool.now)
     left = [pool.count("ready", "a")]
@@ -89,19 +90,24 @@ def test_primaries_make_room_for_copies_as_writers_take_slots() -> None:
     assert left == [*range(62, 47, -1), *[48] * 6] and all(pool.has(KEYS[100:120]))
 
 
-@pytest.mark.parametrize("why", ["quota", "leaving"])
+@pytest.mark.parametrize("why", ["quota", "leaving", "alone"])
 def test_what_must_stay_makes_no_room_for_copies(why: str) -> None:
     pool = Pool(nodes="ab", slots=64, window=2)
     pool.store("a", KEYS[:62])
     pool.directory.follow("a", Plan(0.25), pool.now)
-    pool.directory.set_quota("t", Quota(0.5, 1.0), pool.now) if why == "quota" else pool.directory.leave("a", pool.now)
+    if why == "quota":
+        pool.directory.set_quota("t", Quota(0.5, 1.0), pool.now)
+    elif why == "leaving":
+        pool.directory.leave("a", pool.now)
+    else:
+        pool.directory.remove_node("b", pool.now)
     pool.directory.follow("a", Plan(0.25), pool.now)
     pool.store("a", KEYS[100:110])
     assert pool.count("ready", "a") == 62
 
 
 def test_a_node_that_gives_memory_back_keeps_what_has_room() -> None:
-    pool = Pool(nodes="a", slots=32, slabs=16, window=2)
+    pool = Pool(nodes="ab", slots=32, slabs=16, window=2)
     pool.store("a", KEYS[:256])
     pool.directory.follow("a", Plan(0.5), pool.now)
     for _ in range(4):
@@ -110,7 +116,7 @@ def test_a_node_that_gives_memory_back_keeps_what_has_room() -> None:
 
 
 def test_a_size_of_few_slots_keeps_its_blocks() -> None:
-    pool = Pool(nodes="a", slots=32, slabs=4, window=32)
+    pool = Pool(nodes="ab", slots=32, slabs=4, window=32)
     pool.store("a", KEYS[:30])
     for _ in range(20):
         pool.directory.follow("a", Plan(0.125), pool.now)

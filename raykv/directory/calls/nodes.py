@@ -175,10 +175,11 @@ def follow(state: State, name: str, plan: Plan, now: float) -> None:
     """Use the memory by a plan from now on, and make the node's room for copies.
 
     A leaving node makes none: its primaries are yet to be copied. Nor does any node while tenants have quotas, as their
-    minima are of memory without copies.
+    minima are of memory without copies, nor a node that has no other node to copy from.
     """
     check(state, now)
-    state.plan = plan._replace(copies=0.0) if state.quotas else plan
+    alone = sum(not node.on_gpu for node in state.nodes.values()) < 2
+    state.plan = plan._replace(copies=0.0) if state.quotas or alone else plan
     node = state.nodes.get(name)
     if node is not None and not node.on_gpu:
         node.copies = state.plan.copies

@@ -167,9 +167,10 @@ class Allocator(Tiers):
         return 1.0 if exact else max(self.locality, 2.0) if copies else self.locality
 
     def follow(self, name: str, plan: tuple[float, bool], now: float) -> None:
-        """Use the memory by a plan: a window is the share that is for copies, if no tenant has a quota."""
+        """Use the memory by a plan: a window is the share that is for copies, if there are two nodes and no quota."""
         self.check(now)
-        self.plan = (0.0 if self.quotas else plan[0], plan[1])
+        hosts = [node for node in self.nodes.values() if not node.on_gpu]
+        self.plan = (0.0 if self.quotas or len(hosts) < 2 else plan[0], plan[1])
         node = self.nodes.get(name)
         if node and not node.on_gpu:
             self.copies[node.index] = self.plan[0]
