@@ -157,7 +157,9 @@ class FakeEngine:
             **options,
         ).create_engine_config()
         config.cache_config.kv_cache_layout = "LBHNC"
-        config.cache_config.enable_prefix_caching = True  # which CPUs do not have for a latent
+        # a latent on CPUs has neither, and without AMX blocks of 16 tokens
+        config.cache_config.enable_prefix_caching = config.scheduler_config.enable_chunked_prefill = True
+        config.cache_config.block_size = shape.spec.block_size
         each = layers // shape.stages
         names = [
             [f"model.layers.{each * stage + n}.self_attn.attn" for n in range(each)] for stage in range(shape.stages)
