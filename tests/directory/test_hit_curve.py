@@ -177,3 +177,5 @@ def test_matches_and_stores_of_a_pool_are_counted() -> None:
     assert pool.read("a", KEYS[:4]) == 4 and pool.read("a", KEYS[:8]) == 4
     figures = pool.directory.stats(0.0)["hit_curve"]
     assert figures["ceiling"] == figures["4"] == pytest.approx(8 / 12, abs=1e-4)
+    pool.directory.clear(0.0)
+    assert pool.directory.stats(0.0)["hit_curve"] == {}

@@ -23,6 +23,7 @@ def clear(state: State, now: float) -> int:
             slabs.clear_rows(state.c, *state.size_classes.span(record))
     state.tier_catalog.clear()
     state.pins.repair()
+    state.hit_curve.begin()  # which would miss what was cleared
     return keys
 
 

@@ -44,9 +44,10 @@ class HitCurve:
     def __init__(self) -> None:
         self._capacity = self._horizon = 1.0
         self._checked = self._calm = self._decayed = 0.0
-        self._begin()
+        self.begin()
 
-    def _begin(self) -> None:
+    def begin(self) -> None:
+        """Forget what was counted."""
         self._sample = hit_curve.sample(KEYS)
         self._arguments = tuple(self._sample)
         self._asked = self._found = 0.0  # keys
@@ -84,7 +85,7 @@ class HitCurve:
                 self._calm = now
             self._checked, self._uses = now, int(self._sample.state[USES])
         if self._halved and now - self._calm > CALM_S:
-            self._begin()
+            self.begin()
         if now - self._decayed > HALF_LIFE_S:
             self._decayed = now
             self._asked, self._found = self._asked / 2, self._found / 2
