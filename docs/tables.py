@@ -240,17 +240,18 @@ def hit_rate(figures: Figures) -> str:
 
 def agents(figures: Figures) -> str:
     results = figures["agents"]["results"]
-    names = {
-        "the pool, requests in turn": "pool",
-        "of that on the reader's node": "pool_here",
-        "the pool, sessions stay on a node": "sticky",
-        "of that, on the reader's node": "sticky_here",
-        "exact LRU": "exact_lru",
-        "the same, by the pool's own [hit curve](operations.md#how-much-memory-a-pool-needs)": "hit_curve",
-        "isolated caches": "isolated",
-        "a cache that knows what comes": "optimum",
-    }
-    rows = [(what, *(f"{row[name]:.1f}" for row in results)) for what, name in names.items()]
+    here, curve = "of that on the reader's node", "[hit curve](operations.md#how-much-memory-a-pool-needs)"
+    names = [
+        ("the pool, requests in turn", "pool"),
+        (here, "pool_here"),
+        ("the pool, sessions stay on a node", "sticky"),
+        (here, "sticky_here"),
+        ("exact LRU", "exact_lru"),
+        (f"the same, by the pool's own {curve}", "hit_curve"),
+        ("isolated caches", "isolated"),
+        ("a cache that knows what comes", "optimum"),
+    ]
+    rows = [(what, *(f"{row[name]:.1f}" for row in results)) for what, name in names]
     return _table(("blocks", *(f"{row['capacity']:,}" for row in results)), rows)
 
 

@@ -1,7 +1,6 @@
 """The hit rate by memory, beside an LRU that is simulated with each size."""
 
 import hashlib
-from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from itertools import accumulate
 
@@ -11,6 +10,8 @@ from helpers.directory.pool import KEYS, Pool
 from hypothesis import given
 from hypothesis import strategies as st
 
+from raykv.bench.trace import caches
+from raykv.bench.trace.formats import Request
 from raykv.directory.kernels.hit_curve import COUNT, FINENESS, SHIFT, SHIFT_MAX
 from raykv.directory.state import hit_curve
 from raykv.directory.state.arrays import KeyArray
@@ -35,16 +36,9 @@ def of_chain(chain: int, length: int) -> range:
 
 
 def simulated(prompts: list[range], memory: float) -> float:
-    """Hit rate of an LRU that a prompt's blocks are touched in last to first."""
-    lru, hits = OrderedDict[int, None](), 0
-    for prompt in prompts:
-        hits += sum(block in lru for block in prompt)
-        for block in reversed(prompt):
-            lru[block] = None
-            lru.move_to_end(block)
-        while len(lru) * SIZE > memory:
-            lru.popitem(last=False)
-    return hits / sum(map(len, prompts))
+    """Hit rate of an exact LRU. A block that is there has all blocks before it there."""
+    requests = [Request(list(prompt), len(prompt)) for prompt in prompts]
+    return sum(caches.lru(requests, [int(memory // SIZE)], [0] * len(requests))) / sum(map(len, prompts))
 
 
 def measured(prompts: list[range], capacity: int = ROOM) -> HitCurve:

@@ -37,17 +37,8 @@ def reserve(state: State, call: Call, request: ReserveRequest, now: float) -> Re
 
     def ask(found: bool) -> tuple[int, int]:
         others, heaps = _classes_in_turn(state, writer, stride), state.size_classes.heaps[stride]
-        block_bytes = int(request.block_bytes)
-        asks = (
-            int(start),
-            size_class,
-            others,
-            heaps,
-            state.plan.locality(state.locality),
-            stride,
-            block_bytes,
-            tenant,
-        )  # a Writer
+        block_bytes, locality = int(request.block_bytes), state.plan.locality(state.locality)
+        asks = int(start), size_class, others, heaps, locality, stride, block_bytes, tenant  # a Writer
         answer: tuple[int, int] = placement.reserve(state.c, keys, firsts, asks, *outs, found)
         return answer
 

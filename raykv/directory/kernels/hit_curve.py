@@ -13,6 +13,7 @@ from numba import types
 from numpy.typing import NDArray
 
 from raykv.directory.kernels.columns import BOOL, FLOAT, INT, KEYS
+from raykv.directory.kernels.table import hash_of
 from raykv.system.jit import kernel
 
 KEY = np.dtype(
@@ -35,7 +36,7 @@ NEXT, COUNT, BYTES, SHIFT, USES = range(5)  # of Sample.state
 FINENESS = 16  # counts for each doubling of a distance
 LEAST_BITS, MOST_BITS = 12, 52  # of a distance in bytes that is told from others
 DISTANCES = (MOST_BITS - LEAST_BITS) * FINENESS
-SHIFT_MAX = 20  # lower bits of a hash are for the table
+SHIFT_MAX = 20  # as many upper bits of a hash say whether a key is in the sample; the table takes the bits below
 HASHES = np.uint64(0xFFFFFFFFFFFFFFFF)
 
 
@@ -44,9 +45,7 @@ class Sample(NamedTuple):
 
     keys: NDArray[np.void]  # (n,) KEY
     places: NDArray[np.void]  # (4 n,) PLACE
-    counts: NDArray[
-        np.float64
-    ]  # (DISTANCES + 1,) uses by distance, for all keys; then uses of keys that were not known
+    counts: NDArray[np.float64]  # (DISTANCES + 1,) uses by distance, of all keys; the last: of keys not known before
     state: NDArray[np.int64]  # NEXT place, COUNT of keys, their BYTES, SHIFT: one of 2**SHIFT keys; USES ever
 
 
@@ -60,12 +59,6 @@ def sample(keys: int) -> Sample:
 SAMPLE = types.Tuple(tuple(numba.typeof(array) for array in sample(1)))
 
 
-@kernel
-def _hash(k0, k1):
-    """Its upper bits say whether a key is in the sample, others where the key is in the hash table."""
-    return (k0 ^ (k1 * np.uint64(0x9E3779B97F4A7C15))) * np.uint64(0xD6E8FEB86659FD93)
-
-
 @kernel(SAMPLE, KEYS, INT, BOOL, FLOAT)
 def use(sample, keys, size, asked, horizon):
     """Count the uses of at most as many keys as a sample has, of `size` bytes each, last to first.
@@ -75,7 +68,7 @@ def use(sample, keys, size, asked, horizon):
     s, n = Sample(*sample), 0
     limit = HASHES >> np.uint64(s.state[SHIFT])
     for i in range(len(keys)):
-        hashed = _hash(keys[i, 0], keys[i, 1])
+        hashed = hash_of(keys[i, 0], keys[i, 1])
         if hashed > limit or n == len(s.keys):
             continue
         if asked:
@@ -93,7 +86,7 @@ def _use_one(s, k0, k1, size, horizon):
     """Make a key the last one that was used."""
     if s.state[NEXT] == len(s.places):
         _rebuild(s, np.int64(0), HASHES)
-    hashed = _hash(k0, k1)
+    hashed = hash_of(k0, k1)
     number = _find(s, hashed, k0, k1)
     if number < 0:
         if s.state[COUNT] == len(s.keys):
@@ -211,7 +204,7 @@ def _rebuild(s, first, limit):
         s.places[at].used = 0
         if number < 0:
             continue
-        hashed = _hash(s.keys[number].k0, s.keys[number].k1)
+        hashed = hash_of(s.keys[number].k0, s.keys[number].k1)
         if at < first or hashed > limit:
             s.state[COUNT] -= 1
             s.keys[s.state[COUNT]].free = number

@@ -29,10 +29,15 @@ def prefetch(typing_context: Any, array: Any, at: Any) -> Any:
 
 
 @kernel
+def hash_of(k0, k1):
+    """64 bits; the upper ones depend on all bits of the key."""
+    return (k0 ^ (k1 * np.uint64(0x9E3779B97F4A7C15))) * np.uint64(0xD6E8FEB86659FD93)
+
+
+@kernel
 def tag_of(k0, k1):
     """31 bits of a key's hash: the upper half of its table entry."""
-    mixed = (k0 ^ (k1 * np.uint64(0x9E3779B97F4A7C15))) * np.uint64(0xD6E8FEB86659FD93)
-    return np.int64(mixed >> np.uint64(33))
+    return np.int64(hash_of(k0, k1) >> np.uint64(33))
 
 
 @kernel

@@ -326,9 +326,9 @@ class Allocator:
 
     def slots(self, node: Node) -> dict[int, int]:
         """A node's slots by their size."""
-        slabs_ = self._c.slabs[np.fromiter(node.slabs.values(), np.int64, len(node.slabs))]
+        records = self._c.slabs[np.fromiter(node.slabs.values(), np.int64, len(node.slabs))]
         slots = np.zeros(len(self._c.size_classes), np.int64)
-        np.add.at(slots, slabs_["size_class"], slabs_["slots"])
+        np.add.at(slots, records["size_class"], records["slots"])
         return {stride: int(slots[size_class]) for stride, size_class in node.size_classes.items()}
 
     def capacity(self) -> int:
