@@ -71,6 +71,14 @@ def zipf(seed: int, chains: int, count: int) -> list[range]:
     ]
 
 
+def test_a_full_queue_of_uses_is_counted_call_by_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hit_curve, "KEYS", 512)  # 128 uses can wait
+    prompts = zipf(0, 9, 100)
+    curve = measured(prompts)
+    for memory in (*edges(13, 15), *edges(16, 21)):
+        assert curve.hit_rate(memory) == pytest.approx(simulated(prompts, memory), abs=1e-6)
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_a_sample_of_few_keys_gives_nearly_the_same(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hit_curve, "KEYS", 4096)

@@ -69,13 +69,18 @@ class HitCurve:
         self._use(keys, block_bytes, False)
 
     def _use(self, keys: KeyArray, block_bytes: int, asked: bool) -> None:
-        while len(keys) > KEYS:
-            hit_curve.use(self._arguments, keys[-KEYS:], block_bytes, asked, self._horizon)
-            keys = keys[:-KEYS]
+        most = len(self._sample.waiting)
+        while len(keys) > most:
+            hit_curve.use(self._arguments, keys[-most:], block_bytes, asked, self._horizon)
+            keys = keys[:-most]
         hit_curve.use(self._arguments, keys, block_bytes, asked, self._horizon)
 
+    def _count(self) -> None:
+        hit_curve.count(self._arguments, self._horizon)
+
     def check(self, now: float) -> None:
-        """Keep the sample so small that it costs little, and let what was counted age."""
+        """Count, keep the sample so small that it costs little, and let what was counted age."""
+        self._count()
         uses = int(self._sample.state[USES]) - self._uses
         if uses > USES_MOST:
             hit_curve.halve(self._arguments)
@@ -95,6 +100,7 @@ class HitCurve:
         """Share of the keys asked for that an LRU of so many bytes would have had; nan before the first."""
         if not self._asked:
             return float("nan")
+        self._count()
         counts = self._sample.counts
         missed_by_sample = self._asked - counts.sum()  # a hot key may be outside, and makes the sample too cold
         place = (np.log2(max(1.0, memory)) - LEAST_BITS) * FINENESS
@@ -109,6 +115,7 @@ class HitCurve:
         Where there is none, and nodes that evict their own blocks find fewer than an LRU of the whole pool would, the
         pool is that LRU from now on.
         """
+        self._count()
         if self._sample.state[USES] < PLANNED_FROM:
             return before
         hit_rate, copies = self.hit_rate(self._capacity), 0.0
