@@ -37,13 +37,13 @@ CHUNK = 128  # tokens: 8 KiB each
 
 
 class Engines(NamedTuple):
-    """Two on this node, of which `small` has room for one long prompt only, and one on `node`, that may be killed."""
+    """One on this node, and one on `node`, that may be killed."""
 
     pool: raykv.KVPool
     node: Any
     here: Any
-    small: Any
     there: Any
+    model: Path
     fault: Path
 
     def answer(self, engine: Any, *prompts: list[int], **how: Any) -> list[tuple[list[int], int]]:
@@ -76,15 +76,25 @@ def engines(
     model, fault = tmp_path_factory.mktemp("model"), tmp_path_factory.mktemp("vllm") / "fault"
     save_model(model)
 
-    places = (pool.node_id, 128 * MIB), (pool.node_id, 26 * MIB), (node.node_id, 128 * MIB)
-    here, small, there = (
-        engine_on(place, pool.name, str(model), cache_bytes, str(fault), apart=True) for place, cache_bytes in places
+    here, there = (
+        engine_on(place, pool.name, str(model), 128 * MIB, str(fault), apart=True)
+        for place in (pool.node_id, node.node_id)
     )
-    engines = Engines(pool, node, here, small, there, fault)
-    for actor in (here, small, there):
+    engines = Engines(pool, node, here, there, model, fault)
+    for actor in (here, there):
         engines.answer(actor, prompt(0, 40))
     yield engines
-    close_engines(here, small, killed=[there])
+    close_engines(here, killed=[there])
+
+
+@pytest.fixture(scope="module")
+def small(engines: Engines) -> Iterator[Any]:
+    """Another engine on this node, with room for one long prompt only."""
+    pool = engines.pool
+    engine = engine_on(pool.node_id, pool.name, str(engines.model), 26 * MIB, str(engines.fault), apart=True)
+    engines.answer(engine, prompt(0, 40))
+    yield engine
+    close_engines(engine)
 
 
 @pytest.mark.promise
@@ -95,13 +105,20 @@ def test_engines_share_a_prefix(engines: Engines) -> None:
     hit = engines.answer(engines.here, long)[0]
     assert cold[1] == 0 and hit == (cold[0], 2976)
     before = engines.pool.stats()
-    assert engines.answer(engines.small, long)[0] == (hit[0], 2944)
-    assert engines.pool.stats()["remote_hits"] == before["remote_hits"]
     assert engines.answer(engines.there, long)[0] == (hit[0], 2944)
     assert engines.pool.stats()["remote_hits"] == before["remote_hits"] + 23
     eventually(lambda: settled(engines.pool))
     assert ray.get(engines.there.metrics.remote())[HITS] == 23
     assert prompt(1, 3000) != prompt(2, 3000) and engines.answer(engines.here, prompt(2, 3000))[0] != hit
+
+
+def test_an_engine_on_the_same_node_reads_it_in_place(engines: Engines, small: Any) -> None:
+    long = prompt(99, 3000)
+    engines.stored(long)
+    right = engines.answer(engines.here, long, cold=True)[0][0]
+    before = engines.pool.stats()
+    assert engines.answer(small, long)[0] == (right, 2944)
+    assert engines.pool.stats()["remote_hits"] == before["remote_hits"]
 
 
 def test_decoded_blocks_are_stored(engines: Engines) -> None:
@@ -136,44 +153,44 @@ def test_a_request_whose_load_fails_is_computed(engines: Engines) -> None:
     eventually(lambda: settled(engines.pool))
 
 
-def test_a_pool_hit_gives_the_tokens_of_a_hit_in_the_engines_own_cache(engines: Engines) -> None:
+def test_a_pool_hit_gives_the_tokens_of_a_hit_in_the_engines_own_cache(engines: Engines, small: Any) -> None:
     """Exactly: prompts of which the pool has as many tokens as the engine's own cache, so that the same is computed."""
     prompts = [prompt(100 + i, CHUNK * (1 + i % 6) + 1 + i) for i in range(20)]
     for known in prompts:
         engines.stored(known)
-    for engine in (engines.small, engines.there):
+    for engine in (small, engines.there):
         for known in prompts:
             cached = len(known) // CHUNK * CHUNK
             from_pool, own = (ray.get(engine.spell.remote(known)) for _ in range(2))
             assert from_pool == own and from_pool[2] == cached
 
 
-def test_500_mixed_requests_get_the_right_tokens(engines: Engines) -> None:
+def test_500_mixed_requests_get_the_right_tokens(engines: Engines, small: Any) -> None:
     """Common prefixes, aborts and resets, in an engine with room for a tenth of what is asked at a time."""
     random = np.random.default_rng(6)
     common = [prompt(200 + i, 60 + 60 * i) for i in range(5)]
     prompts = [common[random.integers(5)] + prompt(300 + i, int(random.integers(10, 120))) for i in range(500)]
     right = [answer[0] for answer in engines.answer(engines.here, *prompts, tokens=20, cold=True)]
-    before = ray.get(engines.small.metrics.remote())
+    before = ray.get(small.metrics.remote())
     finished = 0
     for first in range(0, 500, 100):
-        engine = engines.there if first == 200 else engines.small  # there its blocks are on another node
+        engine = engines.there if first == 200 else small  # there its blocks are on another node
         wave = ray.get(engine.mix.remote(*prompts[first : first + 100], tokens=20))
         assert wave == {i: right[first + i] for i in wave}
         finished += len(wave)
         eventually(lambda engine=engine: ray.get(engine.reset.remote()))  # type: ignore[misc]
-    after = ray.get(engines.small.metrics.remote())
+    after = ray.get(small.metrics.remote())
     assert finished == 5 * 83
     assert after["vllm:num_preemptions"] > before["vllm:num_preemptions"] and after[HITS] > before[HITS] + 100
     eventually(lambda: settled(engines.pool))
 
 
-def test_other_weights_share_nothing(engines: Engines) -> None:
+def test_other_weights_share_nothing(engines: Engines, small: Any) -> None:
     known = prompt(50, 500)
     engines.stored(known)
-    assert ray.get(engines.small.reset.remote(connector=True))
-    assert engines.answer(engines.small, known)[0][1] == 0
-    eventually(lambda: engines.afresh(engines.small, known)[1] == 384)  # what it stored since is its own
+    assert ray.get(small.reset.remote(connector=True))
+    assert engines.answer(small, known)[0][1] == 0
+    eventually(lambda: engines.afresh(small, known)[1] == 384)  # what it stored since is its own
     eventually(lambda: settled(engines.pool))
 
 
