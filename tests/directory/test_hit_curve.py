@@ -71,6 +71,14 @@ def zipf(seed: int, chains: int, count: int) -> list[range]:
     ]
 
 
+def test_a_prompt_of_more_keys_than_usually_wait_is_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hit_curve, "KEYS", 1024)  # 256 uses wait
+    prompts = [of_chain(1, 5), of_chain(0, 1000), of_chain(0, 1000)]
+    curve = measured(prompts)
+    for memory in edges(16, 23):
+        assert curve.hit_rate(memory) == pytest.approx(simulated(prompts, memory), abs=1e-6)
+
+
 def test_a_full_queue_of_uses_is_counted_call_by_call(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hit_curve, "KEYS", 512)  # 128 uses can wait
     prompts = zipf(0, 9, 100)

@@ -47,14 +47,14 @@ class Sample(NamedTuple):
     keys: NDArray[np.void]  # (n,) KEY
     places: NDArray[np.void]  # (4 n,) PLACE
     counts: NDArray[np.float64]  # (DISTANCES + 1,) uses by distance, of all keys; the last: of keys not known before
-    waiting: NDArray[np.void]  # (n / 4,) USE
+    waiting: NDArray[np.void]  # (n,) USE: a whole call, or calls of a quarter as many keys
     state: NDArray[np.int64]  # NEXT place, COUNT of keys, their BYTES, SHIFT: one of 2**SHIFT keys; USES that were
     # counted, WAITING uses, number of the last CALL
 
 
 def sample(keys: int) -> Sample:
     """An empty sample of at most so many keys, a power of two."""
-    counts, waiting = np.zeros(DISTANCES + 1), np.zeros(keys // 4, USE)
+    counts, waiting = np.zeros(DISTANCES + 1), np.zeros(keys, USE)
     empty = Sample(np.zeros(keys, KEY), np.zeros(4 * keys, PLACE), counts, waiting, np.zeros(7, np.int64))
     empty.keys["free"], empty.state[NEXT] = np.arange(keys), 1
     return empty
@@ -70,7 +70,7 @@ def use(sample, keys, size, asked, horizon):
     asked: whether somebody looked for them. horizon: bytes; keys with a larger distance may leave the sample.
     """
     s = Sample(*sample)
-    if s.state[WAITING] + len(keys) > len(s.waiting):
+    if s.state[WAITING] > 0 and s.state[WAITING] + len(keys) > len(s.waiting) // 4:
         _count(s, horizon)
     limit, waiting = HASHES >> np.uint64(s.state[SHIFT]), s.state[WAITING]
     s.state[CALL] = (s.state[CALL] + 1) & 0xFFFF

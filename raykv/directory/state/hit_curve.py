@@ -8,7 +8,7 @@ from raykv.directory.kernels import hit_curve
 from raykv.directory.kernels.hit_curve import DISTANCES, FINENESS, LEAST_BITS, USES
 from raykv.directory.state.arrays import KeyArray
 
-KEYS = 32_768  # of the sample: 3 MiB
+KEYS = 32_768  # of the sample: 4 MiB
 MULTIPLES = (0.5, 1.0, 2.0, 4.0)  # of the pool's memory, that figures tell
 CEILING = 16  # times the pool's memory: what is used again only after more counts as never
 USES_MOST, LOOK_S = 50_000, 10.0  # of sampled keys, each of 0.1 us, in so many seconds: with more it takes fewer keys
