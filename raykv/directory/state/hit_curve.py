@@ -69,10 +69,9 @@ class HitCurve:
         self._use(keys, block_bytes, False)
 
     def _use(self, keys: KeyArray, block_bytes: int, asked: bool) -> None:
-        most = len(self._sample.waiting)
-        while len(keys) > most:
-            hit_curve.use(self._arguments, keys[-most:], block_bytes, asked, self._horizon)
-            keys = keys[:-most]
+        while len(keys) > KEYS:
+            hit_curve.use(self._arguments, keys[-KEYS:], block_bytes, asked, self._horizon)
+            keys = keys[:-KEYS]
         hit_curve.use(self._arguments, keys, block_bytes, asked, self._horizon)
 
     def _count(self) -> None:
