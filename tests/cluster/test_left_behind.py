@@ -1,5 +1,6 @@
 """A pool's files in shared memory: what its end leaves of them, and what becomes of them in others' hands."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -21,7 +22,6 @@ from helpers.pools import (
     shm_files,
     stopped,
     store,
-    suspend,
     tokens,
     worker,
 )
@@ -49,9 +49,11 @@ def test_a_store_that_dies_after_the_others_have_stopped_leaves_nothing(
     pool = start()
     node = third_node()
     eventually(lambda: served(pool, 3))
-    suspend(pid(node_store(pool, node.node_id)))  # its answer would tell that it has removed what is its own
+    process = pid(node_store(pool, node.node_id))
     dying = files.create(f"{files.SHM}/raykv-{pool.name}-{os.getuid()}-99", bytes(16), 4 << 20, 1)
     cluster.remove_node(node, allow_graceful=graceful)
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(process, signal.SIGKILL)  # its answer to `stop` would tell that it has removed what is its own
     stopping = threading.Thread(target=pool.stop)
     stopping.start()
     eventually(lambda: not actor_names(pool.name))
