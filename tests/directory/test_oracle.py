@@ -128,6 +128,7 @@ def test_directory_gives_the_answers_of_the_oracle(number: int) -> None:
     assert steps * len(SEEDS) >= 200_000
 
 
+@pytest.mark.full
 @pytest.mark.timeout(900)
 def test_leases_that_are_soon_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     """A world's clients stay for seconds: a lease is unused sooner here."""
@@ -135,6 +136,7 @@ def test_leases_that_are_soon_forgotten(monkeypatch: pytest.MonkeyPatch) -> None
     assert run(Cluster, 8, 20_000) >= 20_000
 
 
+@pytest.mark.full
 @pytest.mark.timeout(900)
 def test_invariants_hold_for_confused_callers() -> None:
     assert run(Confused, 6, 20_000) >= 20_000

@@ -4,6 +4,7 @@ import re
 import subprocess
 import sys
 
+import pytest
 from helpers.project import durations
 from helpers.project.pages import ROOT
 
@@ -12,6 +13,7 @@ LANES = re.compile(r"(?m)^LANES = \.venv/bin/pytest (.*)")
 PASSED = re.compile(r"\[(gw\d)\].* PASSED (tests/\S+?)::")
 
 
+@pytest.mark.full
 def test_a_file_stays_in_one_lane() -> None:
     """Fixtures of a module would else be made twice, at the same time."""
     (options,) = LANES.findall((ROOT / "Makefile").read_text(encoding="utf-8"))
