@@ -54,6 +54,7 @@ def _curves(title: str, found: Any) -> str:
     results = found["agents"]["results"]
     names = {
         "a cache that knows what comes": ("optimum", svg.FAINT),
+        "the pool, told what is over": ("told", "#0d9488"),
         "exact LRU": ("exact_lru", svg.INK),
         "the pool": ("sticky", DARK),
         "of that on the reader's node": ("sticky_here", LIGHT),

@@ -246,6 +246,7 @@ def agents(figures: Figures) -> str:
         (here, "pool_here"),
         ("the pool, sessions stay on a node", "sticky"),
         (here, "sticky_here"),
+        ("the pool, told what sessions are done with", "told"),
         ("exact LRU", "exact_lru"),
         (f"the same, by the pool's own {curve}", "hit_curve"),
         ("isolated caches", "isolated"),

@@ -27,6 +27,7 @@ TOTALS = {  # by metric, names in Directory.totals
     "refused_blocks_total": "refused",
     "corrupt_blocks_total": "corrupt",
     "evicted_blocks_total": "evicted",
+    "done_blocks_total": "done",
     "preempted_requests_total": "num_cumulative_preemption",
 }
 GAUGES = {

@@ -186,6 +186,10 @@ class DirectoryServer:
         return tuple(self._directory.pin(call, keys, self._clock(), ttl, priority))
 
     @one_at_a_time
+    def done(self, call: Call, keys: bytes, again: bool = False, tenant: str = "") -> Message:
+        return tuple(self._directory.done(call, keys, self._clock(), again, tenant))
+
+    @one_at_a_time
     def report_requests(self, lines: tuple[bytes, ...], left_out: int) -> None:
         """A client's finished requests; see Followers."""
         self._followers.report(lines, left_out, self._clock())

@@ -43,6 +43,7 @@ class Directory(State):
 
     pin = clients.pin
     unpin = clients.unpin
+    done = clients.done
     forget = clients.forget
     preempted = clients.preempted
     client_heartbeat = clients.client_heartbeat

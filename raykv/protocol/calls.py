@@ -9,7 +9,7 @@ from raykv.protocol.tiers import Demotions, GpuDemotions, TierReply
 
 # The version of all messages, headers and superblocks: raise it when any of them changes. A process needs its pool's
 # version to join: `raykv.cluster.internal_kv.settings` checks it.
-VERSION = 18
+VERSION = 19
 
 CLIENT, STORE = b"client", b"store"  # who may make a call
 ADMINISTRATOR = b"administrator"  # through Ray only
@@ -43,6 +43,7 @@ CALLS = {
     "commit": Asked(CLIENT, Counted, frequent=True),
     "pin": Asked(CLIENT, Counted, few=True),
     "unpin": Asked(CLIENT, Counted, few=True),
+    "done": Asked(CLIENT, Counted, few=True),
     "forget": Asked(CLIENT, Counted, few=True),
     "preempted": Asked(CLIENT, Counted, few=True),
     "locate_prefix": Asked(CLIENT),

@@ -47,6 +47,7 @@ METHODS: dict[str, Callable[[raykv.KVCache, Any], object]] = {
     "reserve": lambda cache, keys: cache.reserve(keys),
     "pin": lambda cache, keys: cache.pin(keys),
     "unpin": lambda cache, keys: cache.unpin(keys),
+    "done": lambda cache, keys: cache.done(keys),
 }
 OTHERS: dict[str, dict[str, Any]] = {
     "another model": {"model": "n"},

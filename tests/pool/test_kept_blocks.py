@@ -147,6 +147,22 @@ def test_what_was_dropped_unreleased_is_released(cache: raykv.KVCache, pool: ray
     eventually(lambda: pool.stats()["intents"] == 0 and not directory._held)
 
 
+@pytest.mark.parametrize("again", [False, True])
+def test_an_ended_session_leaves_before_others_its_end_first(
+    cache: raykv.KVCache, monkeypatch: pytest.MonkeyPatch, again: bool
+) -> None:
+    """Of two sessions with one beginning, in steps of seven keys."""
+    monkeypatch.setattr(raykv.client.directory_client, "KEYS_PER_CALL", 7)
+    beginning = tokens(70, 20)
+    goes, stays = (cache.keys(np.concatenate([beginning, tokens(seed, 100)])) for seed in (71, 72))
+    for keys in (stays, goes):
+        keep(cache, keys)
+    assert cache.done(goes[20:], again=again) == 100
+    for seed in range(2 * ROOM - 220 + 40):  # 40 blocks more than there is room for
+        store(cache, cache.keys(tokens(1000 + seed, 1)))
+    assert read(cache, stays).matched == 120 and 20 + 50 <= read(cache, goes).matched <= 20 + 60
+
+
 def test_many_keys_are_kept_in_steps(cache: raykv.KVCache, pool: raykv.KVPool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Others' calls are answered between two of them."""
     clients = raykv.client.directory_client, raykv.client.leases.match, raykv.client.reservation

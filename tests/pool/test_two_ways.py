@@ -74,13 +74,14 @@ def test_blocks_are_stored_matched_and_read(pool: raykv.KVPool) -> None:
     asyncio.run(ask())
 
 
-def test_blocks_are_pinned_swapped_prefetched_and_cleared(pool: raykv.KVPool) -> None:
+def test_blocks_are_pinned_done_with_swapped_prefetched_and_cleared(pool: raykv.KVPool) -> None:
     cache = a_cache(pool)
     keys = cache.keys(tokens(3, 10))
     keep(cache, keys)
     assert cache.pin(keys) == 10 and pool.stats()["pinned"] == 10
     cache.unpin(keys)
     assert pool.stats()["pinned"] == 0
+    assert cache.done(keys) == cache.done(keys, again=True) == 10
     paged = np.random.default_rng(1).integers(0, 255, (10, BLOCK), np.uint8)
     before = paged.copy()
     assert cache.swap_out(paged, range(10), "r").result(60) == 10

@@ -1,6 +1,7 @@
 """A pool that serves a trace without moving a byte: the real directory, and a simulated `KVCache` on every node."""
 
 import itertools
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -18,6 +19,7 @@ from raykv.protocol.tiers import DemotionReport, ExistingBlocks, TierReport
 BLOCK_BYTES = 4 * MIB - ALIGN  # no bytes move. With a header, a power of two: so tiers have few spare slots
 CLIENT = 1
 PLAN_EVERY = 50  # requests
+LONG_WAIT_S = 10.0  # a person answers, and no tool
 MIN_WINDOW = 64  # staging slots of a node, at least
 
 KeyArray = NDArray[np.uint64]  # (n, 2)
@@ -56,9 +58,18 @@ class Pool:
                 self.directory.tier_heartbeat(str(node), report, 0.0)
                 self.directory.report_existing(str(node), ExistingBlocks(b"", b"", True), 0.0)
 
-    def serve(self, trace: Trace, nodes: Sequence[int]) -> Served:
-        """Send each request to its node. nodes: of the requests."""
-        asked = [self.ask(node, request.ids) for node, request in zip(nodes, trace.requests, strict=True)]
+    def serve(self, trace: Trace, nodes: Sequence[int], waits: Sequence[float] = ()) -> Served:
+        """Send each request to its node. nodes: of the requests.
+
+        waits: after each request, seconds until its session's next; inf: the session ends. With `waits` the pool is
+        told what a session is done with, of the blocks that its first request did not find.
+        """
+        asked, own = [], dict[int | None, int]()
+        for number, (node, request) in enumerate(zip(nodes, trace.requests, strict=True)):
+            asked.append(self.ask(node, request.ids))
+            start = own.setdefault(request.session, asked[-1][0])
+            if waits and waits[number] >= LONG_WAIT_S:
+                self.done(request.ids[start:], again=waits[number] < math.inf)
         read, crossed = (sum(blocks) for blocks in zip(*asked, strict=True))
         hits = served(trace, [blocks for blocks, _ in asked])
         one = 100 / max(1, sum(request.tokens for request in trace.requests))
@@ -69,6 +80,10 @@ class Pool:
             crossed * trace.block_tokens * one,
             crossed * BLOCK_BYTES / max(1, hits),
         )
+
+    def done(self, ids: list[int], again: bool) -> None:
+        """Nobody asks for these blocks any more; `again`: or later than for others."""
+        self.directory.done(self._call(), _keys(ids).tobytes(), 0.0, again)
 
     def ask(self, node: int, ids: list[int]) -> tuple[int, int]:
         """Serve a prompt on a node: read its stored blocks, store the rest.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from os import PathLike
 from typing import Any
@@ -28,7 +29,8 @@ def run(
     (locality 1), pool; pool_one_writer and pool_one_writer_strict, with all requests on one node; local_stores: percent
     of the pool's stores that stayed on the writer's node. `pool` also by where a token was read: here, crossed; and
     crossed_bytes, bytes from other nodes for each token that was read. hit_curve: what the pool's own curve says of
-    exact_lru, in blocks. Where the trace has sessions also `sticky`, and the same of it: each session stays on a node.
+    exact_lru, in blocks. Where the trace has sessions also `sticky`, and the same of it: each session stays on a
+    node; and `told`: as `pool`, where sessions say after which of their requests a long wait comes, or none.
     With `external` also exact_lru_external (an LRU of as many blocks), pool_shared_tier (all nodes share a tier) and
     pool_own_tiers (each node has a tier).
     Raises ValueError for a malformed trace, nodes < 1, or less than one block for each node.
@@ -69,6 +71,7 @@ def run(
         figure("pool_one_writer_strict", pool(1.0, one).percent)
         if sessions:
             served("sticky", pool(default, sessions))
+            figure("told", Pool(shares, default).serve(trace, turns, waits(trace)).percent)
         if external:
             figure("exact_lru_external", percent(trace, caches.lru(requests, [external], one)))
             figure("pool_shared_tier", pool(default, turns, [external]).percent)
@@ -93,6 +96,15 @@ def sticky(trace: Trace, nodes: int) -> list[int]:
     if any(request.session is None for request in trace.requests):
         return []
     return [homes.setdefault(request.session or 0, len(homes) % nodes) for request in trace.requests]
+
+
+def waits(trace: Trace) -> list[float]:
+    """Seconds from each request to the next request of its session; inf after the last request."""
+    following, found = dict[int | None, float](), list[float]()
+    for request in reversed(trace.requests):
+        found.append(following.get(request.session, math.inf) - request.at)
+        following[request.session] = request.at
+    return found[::-1]
 
 
 def divided(capacity: int, parts: int) -> list[int]:

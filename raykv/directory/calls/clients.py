@@ -5,10 +5,7 @@ import math
 import numpy as np
 
 from raykv.directory.calls.upkeep import check, forget_keys, forget_swapped
-from raykv.directory.kernels import (
-    leases,
-    slabs,
-)
+from raykv.directory.kernels import eviction, leases, slabs
 from raykv.directory.state.arrays import LocationArray, split_keys
 from raykv.directory.state.holds import Client
 from raykv.directory.state.state import State
@@ -83,6 +80,21 @@ def unpin(state: State, call: Call, keys: bytes, now: float) -> Counted:
     """End pins. Counts the keys that were pinned."""
     on_call(state, call, now)
     return Counted(state.epoch, state.pins.unpin(split_keys(keys)))
+
+
+def done(state: State, call: Call, keys: bytes, now: float, again: bool = False, tenant: str = "") -> Counted:
+    """Make blocks that their user asks for no more, or later than others, older than all blocks in use. Counts copies.
+
+    Blocks that somebody holds, and blocks that are charged to another tenant, stay as they are. ValueError for a bad
+    `again` or tenant.
+    """
+    on_call(state, call, now)
+    if not isinstance(again, bool) or not isinstance(tenant, str):
+        raise ValueError(f"again={again!r}, tenant={tenant!r}: give True or False, and a name")
+    count = int(eviction.done(state.c, state.find(keys)[1], state.quotas.number(tenant), again))
+    state.size_classes.reset_heaps()
+    state.counters["done"] += count
+    return Counted(state.epoch, count)
 
 
 def forget(state: State, call: Call, keys: bytes, now: float) -> Counted:

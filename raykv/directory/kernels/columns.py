@@ -34,7 +34,7 @@ ROW = np.dtype(
         ("k0", "<u8"),  # written by lists
         ("k1", "<u8"),  # written by lists
         ("gen", "<i8"),  # written by lists, slabs
-        ("last", "<i8"),  # tick of the last touch; written by lists, slabs
+        ("last", "<i8"),  # tick of the last touch; written by lists, slabs, eviction
         ("prev", "<i4"),  # towards the young end; NOWHERE; written by lists
         ("next", "<i4"),  # towards the old end; written by lists
         ("same", "<i4"),  # next row of the same key; written by table
@@ -45,10 +45,12 @@ ROW = np.dtype(
 )
 # clean_tail: the youngest of the oldest rows that are all clean, -1 if there are none; clean_count: how many these are.
 # An eviction loses nothing of a clean row: its block is in the external tier, being demoted, or not wanted there.
+# done: the youngest of the oldest rows that `eviction.done` put there, -1 if there are none.
 LIST = np.dtype(
     [
         *(("head", "<i4"), ("tail", "<i4"), ("count", "<i8")),  # written by lists
-        *(("clean_tail", "<i8"), ("clean_count", "<i8")),  # written by lists, demotion
+        *(("clean_tail", "<i8"), ("clean_count", "<i8")),  # written by lists, eviction, demotion
+        ("done", "<i8"),  # written by lists, eviction
     ]
 )
 SIZE_CLASS = np.dtype(  # the slots of one size on one node
@@ -76,6 +78,9 @@ LISTS_PER_CLASS = READY_LISTS + TENANTS_MAX
 HEAP = np.dtype([("tick", "<i8"), ("size_class", "<i8")])
 
 CLOCK, COUNTER, EPOCH, ENTRIES, TENANTS = range(5)  # of Columns.state
+FIRST_TICK = 1 << 52  # so that floats tell all idle times apart
+AGAIN, FOR_GOOD = 1 << 50, 1 << 51  # by so many ticks a row that is done with is older than its last use
+IN_USE = FIRST_TICK - AGAIN // 2  # ticks of rows that are not done with are above
 
 
 class Columns(NamedTuple):
@@ -91,7 +96,7 @@ class Columns(NamedTuple):
     pages: NDArray[np.int32]  # slab of each page of rows; written by no kernel
     grid: NDArray[np.int32]  # slab of (node, number of the slab there), or -1; written by no kernel
     quotas: NDArray[np.void]  # TENANT, of each tenant
-    state: NDArray[np.int64]  # CLOCK, COUNTER, EPOCH, ENTRIES, TENANTS (how many); written by lists, table
+    state: NDArray[np.int64]  # CLOCK, COUNTER, EPOCH, ENTRIES, TENANTS (how many); written by lists, table, eviction
 
 
 class Blocks(NamedTuple):

@@ -30,7 +30,7 @@ from raykv.directory.kernels.lists import (
     forget,
     free,
     grant,
-    is_tier_row,
+    in_external_tier,
     list_of,
     node_of,
     present,
@@ -87,17 +87,6 @@ def start_demotion(c, row, target_row, holds, source, target, n):
     grant(c, target_row, c.rows[row].k0, c.rows[row].k1, DEMOTING, holds)
     source[n] = row
     target[n] = target_row
-
-
-@kernel
-def in_external_tier(c, row):
-    """Whether a row's key is in an external tier, or being demoted to one (not from a GPU to memory)."""
-    other = first_of(c, row)
-    while other >= 0:
-        if c.rows[other].state == EXTERNAL or (c.rows[other].state == DEMOTING and is_tier_row(c, other)):
-            return True
-        other = np.int64(c.rows[other].same)
-    return False
 
 
 @kernel

@@ -8,8 +8,33 @@ tenant, all.
 
 import numpy as np
 
-from raykv.directory.kernels.columns import CLOCK, INT, REPLICA, TENANTS, TO_ALL, C
-from raykv.directory.kernels.lists import forget_at, free, list_of, ready_list, size_class_of, unlink
+from raykv.directory.kernels.columns import (
+    AGAIN,
+    BOOL,
+    CLOCK,
+    FIRST_TICK,
+    FOR_GOOD,
+    INT,
+    READY,
+    REPLICA,
+    ROWS,
+    TENANTS,
+    TO_ALL,
+    C,
+)
+from raykv.directory.kernels.lists import (
+    forget_at,
+    free,
+    in_external_tier,
+    link_between,
+    link_old,
+    list_of,
+    oldest_in,
+    ready_list,
+    size_class_of,
+    stored,
+    unlink,
+)
 from raykv.directory.kernels.quotas import ANYBODY, OTHERS, OWN, may_go, tenant_of, whose
 from raykv.directory.kernels.slots import room
 from raykv.directory.kernels.table import alone, delete, prefetch, prefetch_entry, probe, row_at
@@ -25,12 +50,7 @@ def oldest(c, size_class):
 @kernel
 def oldest_of(c, size_class, tenant):
     """As `oldest`, of one tenant."""
-    which = ready_list(size_class, tenant)
-    row = np.int64(c.lists[which].tail)
-    while row >= 0 and c.rows[row].holds > 0:
-        unlink(c, which, row)
-        row = np.int64(c.lists[which].tail)
-    return row
+    return oldest_in(c, ready_list(size_class, tenant))
 
 
 @kernel
@@ -216,3 +236,63 @@ def next_ahead(c, row):
     if row >= 0:
         prefetch(c.rows, row)
     return row
+
+
+@kernel(C, ROWS, INT, BOOL)
+def done(c, firsts, tenant, again):
+    """Make all copies of a tenant's keys older than any that is in use, but those that somebody holds.
+
+    firsts: of `find`. again: the keys are asked for again, later than others: those done with first go first. The
+    others go before them, those done with last first. Of one call the last key goes first. Returns how many copies.
+    """
+    count = 0
+    for i in range(len(firsts)):
+        row = np.int64(firsts[len(firsts) - 1 - i if again else i])
+        if row >= 0 and c.state[TENANTS] > 1 and tenant_of(c, row) != tenant:
+            continue
+        while row >= 0:
+            if stored(c.rows[row].state) and c.rows[row].holds == 0:
+                which = list_of(c, row, c.rows[row].state)
+                oldest_in(c, which)  # else held rows at the old end would come back into the midst of it
+                if again:
+                    count += _rest(c, which, row)
+                else:
+                    _end(c, which, row)
+                    count += 1
+            row = np.int64(c.rows[row].same)
+    return count
+
+
+@kernel
+def _rest(c, which, row):
+    """Put a row between those in use and those that are done with. Returns whether it was.
+
+    A block that the external tier lacks would be in the midst of clean ones, where nobody looks for it: it stays.
+    """
+    clean_tail, older = c.lists[which].clean_tail, np.int64(c.lists[which].done)
+    is_clean = clean_tail >= 0 and c.rows[row].last <= c.rows[clean_tail].last
+    amidst = clean_tail >= 0 and (older < 0 or c.rows[clean_tail].last > c.rows[older].last)
+    if amidst and not is_clean and not in_external_tier(c, row):
+        return False
+    unlink(c, which, row)
+    c.state[CLOCK] += 1
+    c.rows[row].last = c.state[CLOCK] - AGAIN
+    clean_tail, older = c.lists[which].clean_tail, np.int64(c.lists[which].done)
+    link_between(c, which, np.int64(c.rows[older].prev if older >= 0 else c.lists[which].tail), row, older)
+    c.lists[which].done = row
+    if clean_tail >= 0 and c.rows[clean_tail].last > c.rows[row].last:
+        c.lists[which].clean_count += 1
+    return True
+
+
+@kernel
+def _end(c, which, row):
+    """Make a row the next victim of its list. It is clean: no external tier wants it."""
+    unlink(c, which, row)
+    c.state[CLOCK] += 1
+    c.rows[row].last = FIRST_TICK - FOR_GOOD - (c.state[CLOCK] - FIRST_TICK)
+    link_old(c, which, row)
+    if c.rows[row].state == READY and c.size_classes[size_class_of(c, row)].charge > 0:
+        c.lists[which].clean_count += 1
+        if c.lists[which].clean_tail < 0:
+            c.lists[which].clean_tail = row

@@ -11,11 +11,13 @@ from raykv.directory.kernels.columns import (
     CLOCK,
     CLOSED,
     COUNTER,
+    DEMOTING,
     DROPPED,
     EPOCH,
     EXTERNAL,
     FREE,
     FREE_LIST,
+    IN_USE,
     INT,
     LISTS_PER_CLASS,
     NOWHERE,
@@ -105,8 +107,11 @@ def give_up_list(c, size_class, tenant):
     """Move a tenant's primaries into the list of tenant 0, by age. Both lists are clean no more."""
     source, target = ready_list(size_class, tenant), ready_list(size_class, 0)
     for which in (source, target):
+        oldest_in(c, which)  # else held rows at an old end would come into the midst
         c.lists[which].clean_tail = -1
         c.lists[which].clean_count = 0
+    done, others = c.lists[target].done, c.lists[source].done
+    c.lists[target].done = others if done < 0 or (others >= 0 and c.rows[others].last > c.rows[done].last) else done
     younger = np.int64(c.lists[target].tail)
     row = np.int64(c.lists[source].tail)
     while row >= 0:
@@ -116,7 +121,7 @@ def give_up_list(c, size_class, tenant):
         older = np.int64(c.rows[younger].next if younger >= 0 else c.lists[target].head)
         link_between(c, target, younger, row, older)
         row = after
-    c.lists[source].head = c.lists[source].tail = -1
+    c.lists[source].head = c.lists[source].tail = c.lists[source].done = -1
     c.lists[source].count = 0
 
 
@@ -148,6 +153,8 @@ def link_old(c, which, row):
     tail = np.int64(c.lists[which].tail)
     if tail >= 0:
         c.rows[row].last = min(c.rows[row].last, c.rows[tail].last - 1)
+    if c.lists[which].done < 0 and c.rows[row].last < IN_USE:
+        c.lists[which].done = row
     link_between(c, which, tail, row, np.int64(-1))
 
 
@@ -158,6 +165,8 @@ def unlink(c, which, row):
     if clean_tail >= 0 and c.rows[row].last <= c.rows[clean_tail].last:
         c.lists[which].clean_count -= 1
         c.lists[which].clean_tail = after if clean_tail == row else clean_tail
+    if c.lists[which].done == row:
+        c.lists[which].done = after
     if before >= 0:
         c.rows[before].next = after
     else:
@@ -168,6 +177,16 @@ def unlink(c, which, row):
         c.lists[which].tail = before
     c.lists[which].count -= 1
     c.rows[row].prev = NOWHERE
+
+
+@kernel
+def oldest_in(c, which):
+    """A list's oldest row that nobody holds, or -1. Held ones that are older leave the list for good."""
+    row = np.int64(c.lists[which].tail)
+    while row >= 0 and c.rows[row].holds > 0:
+        unlink(c, which, row)
+        row = np.int64(c.lists[which].tail)
+    return row
 
 
 @kernel
@@ -305,6 +324,17 @@ def taken(c, k0, k1):
         if present(state) or state == WRITING:
             return True
         row = np.int64(c.rows[row].same)
+    return False
+
+
+@kernel
+def in_external_tier(c, row):
+    """Whether a row's key is in an external tier, or being demoted to one (not from a GPU to memory)."""
+    other = first_of(c, row)
+    while other >= 0:
+        if c.rows[other].state == EXTERNAL or (c.rows[other].state == DEMOTING and is_tier_row(c, other)):
+            return True
+        other = np.int64(c.rows[other].same)
     return False
 
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from raykv.directory.kernels import columns, eviction, lists, slabs, table
 from raykv.directory.kernels import slots as free_slots
-from raykv.directory.kernels.columns import COUNTER, EPOCH, LISTS_PER_CLASS, NODE_MASK, PAGE_BITS, TENANTS
+from raykv.directory.kernels.columns import CLOCK, COUNTER, EPOCH, LISTS_PER_CLASS, NODE_MASK, PAGE_BITS, TENANTS
 from raykv.directory.state.arrays import LocationArray, RowArray
 from raykv.protocol.location import COUNTER_BITS, LOCATION
 from raykv.system import reserved
@@ -59,7 +59,7 @@ class SizeClasses:
             state=np.zeros(5, np.int64),
         )
         self.c.quotas["maximum"] = columns.NO_LIMIT
-        self.c.state[EPOCH], self.c.state[TENANTS] = epoch, 1
+        self.c.state[CLOCK], self.c.state[EPOCH], self.c.state[TENANTS] = columns.FIRST_TICK, epoch, 1
         self.sizes: dict[int, list[int]] = {}  # size classes by slot size
         self.classes: dict[int, RowArray] = {}  # the same as arrays
         self.heaps: dict[int, NDArray[np.void]] = {}  # for `eviction.coldest`: one heap for each tenant, by slot size
@@ -109,7 +109,7 @@ class SizeClasses:
         size_class = self._class_count
         self._class_count += 1
         lists = _grown(self.c.lists, self._class_count * LISTS_PER_CLASS)
-        lists[size_class * LISTS_PER_CLASS :][:LISTS_PER_CLASS] = (-1, -1, 0, -1, 0)
+        lists[size_class * LISTS_PER_CLASS :][:LISTS_PER_CLASS] = (-1, -1, 0, -1, 0, -1)
         size_classes = _grown(self.c.size_classes, self._class_count)
         size_classes[size_class] = (node, offered, window, 0, 0, 0, charge)
         self.c = self.c._replace(lists=lists, size_classes=size_classes)
@@ -130,6 +130,11 @@ class SizeClasses:
         self.sizes[stride].remove(size_class)
         self._reset_heap(stride)
 
+    def reset_heaps(self) -> None:
+        """Oldest primaries may have become older."""
+        for stride in self.sizes:
+            self._reset_heap(stride)
+
     def _reset_heap(self, stride: int) -> None:
         heaps = np.zeros((self.tenants, len(self.sizes[stride])), columns.HEAP)
         self.classes[stride] = np.array(self.sizes[stride], np.int64)
@@ -141,8 +146,7 @@ class SizeClasses:
     def set_tenants(self, count: int) -> None:
         """Tell `count` tenants apart. Tenants beyond the count must have no rows."""
         self.c.state[TENANTS] = count
-        for stride in self.sizes:
-            self._reset_heap(stride)
+        self.reset_heaps()
 
     def give_up(self, tenant: int) -> None:
         """Charge tenant 0 for everything that this tenant has."""

@@ -30,6 +30,7 @@ COUNTERS = (
     "refused",
     "corrupt",
     "num_cumulative_preemption",
+    "done",
     "promoted",
     "gpu_demoted",
 )

@@ -155,10 +155,12 @@ class DirectoryDoor:
         self.directory.commit(self._call(m), self._wrong(m, request), self.now)
 
     def call_keys(self, m: Mutator) -> None:
-        method = m.choice(["pin", "unpin", "forget", "preempted"])
-        terms = (
-            [m.choice([None, 1.0, m.number(), "1"]), m.choice([None, 1, m.number(), "1"])] if method == "pin" else []
-        )
+        method = m.choice(["pin", "unpin", "done", "forget", "preempted"])
+        terms: list[Any] = []
+        if method == "pin":
+            terms = [m.choice([None, 1.0, m.number(), "1"]), m.choice([None, 1, m.number(), "1"])]
+        elif method == "done":
+            terms = [m.choice([True, False, m.number(), "1"]), m.choice(["", "a", m.number()])]
         getattr(self.directory, method)(self._call(m), m.maybe(m.bytes_of, self._keys(m)), self.now, *terms)
 
     def call_client_heartbeat(self, m: Mutator) -> None:

@@ -87,7 +87,7 @@ def test_failed_calls_say_and_log_little(caplog: pytest.LogCaptureFixture) -> No
     assert len(caplog.records) == 4 and len(caplog.text) < 16 * ERROR_CHARS
 
 
-@pytest.mark.parametrize("method", ["pin", "unpin", "forget", "preempted"])
+@pytest.mark.parametrize("method", ["pin", "unpin", "done", "forget", "preempted"])
 def test_keys_that_are_looked_at_one_by_one_come_in_steps(method: str) -> None:
     server = Server()
     server.serve(Directory())
@@ -135,6 +135,7 @@ SOUND: dict[str, tuple[Any, ...]] = {  # arguments by call
     "reserve": (CALL, ReserveRequest(1, "a", KEYS, 0, PAGE)),
     "commit": (CALL, CommitRequest(1, b"", b"", b"")),
     "pin": (CALL, KEYS, 10.0, 1),
+    "done": (CALL, KEYS, True, "a"),
     **{name: (CALL, KEYS) for name in ("unpin", "forget", "preempted")},
     **{name: (KEYS,) for name in ("locate_prefix", "stored")},
     "client_heartbeat": (CALL,),

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -135,5 +136,23 @@ def test_a_pool_says_where_tokens_were_read(tmp_path: Path) -> None:
     found = trace.run(written(tmp_path, *lines), nodes=2, capacities=[100])
     (row,) = found["results"]
     assert (found["sessions"], found["ceiling"]) == (2, row["pool"]) == (2, row["sticky"])
+    assert row["told"] == row["pool"], "nobody waits long"
     assert row["sticky_here"] == row["sticky"] and row["sticky_crossed"] == row["sticky_crossed_bytes"] == 0
     assert row["pool_crossed"] > 0 and row["pool_here"] + row["pool_crossed"] == pytest.approx(row["pool"], abs=0.02)
+
+
+def test_a_pool_that_is_told_what_ends_and_what_waits_keeps_the_rest(tmp_path: Path) -> None:
+    """Room for one and a half of the prompts. Session 0 ends; 1 waits long; 2 goes on at once, twice."""
+    lines = []
+    for at, session, last in ((0, 2, 0), (1, 0, 1), (2, 1, 0), (3, 2, 0), (4, 2, 1), (100, 1, 1)):
+        ids = list(range(100 * session, 100 * session + 8))
+        lines.append(
+            {
+                **{"timestamp": 1000 * at, "hash_ids": ids, "input_length": 512 * len(ids)},
+                **{"session": session, "turn": at, "last": bool(last)},
+            }
+        )
+    path = written(tmp_path, *lines)
+    assert trace.waits(read(path)) == [3.0, math.inf, 98.0, 1.0, math.inf, math.inf]
+    (row,) = trace.run(path, nodes=1, capacities=[12])["results"]
+    assert row["told"] > row["pool"]

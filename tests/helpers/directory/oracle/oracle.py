@@ -16,7 +16,7 @@ from raykv.protocol.clients import Call, CommitRequest, Counted, Reserved, Reser
 
 COUNTERS = (
     *("lookups", "hits", "remote_hits", "external_hits", "stored", "refused", "corrupt"),
-    "num_cumulative_preemption",
+    *("num_cumulative_preemption", "done"),
     *("gpu_hits", "promoted", "gpu_demoted"),
 )
 STATES = ("free", "writing", "ready", "replica", "staging", "quarantined", "dropped", "demoting", "external")
@@ -128,6 +128,12 @@ class Oracle(Readers):
     def unpin(self, call: Call, keys: bytes, now: float) -> Counted:
         self.on_call(call, now)
         return Counted(self.epoch, self.unpin_keys(split(keys)))
+
+    def done(self, call: Call, keys: bytes, now: float, again: bool = False, tenant: str = "") -> Counted:
+        self.on_call(call, now)
+        count = self.done_with(split(keys), self.name_of(tenant), again)
+        self.counters["done"] += count
+        return Counted(self.epoch, count)
 
     def forget(self, call: Call, keys: bytes, now: float) -> Counted:
         client = self.on_call(call, now)

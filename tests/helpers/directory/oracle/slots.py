@@ -1,5 +1,6 @@
 """The oracle's slots: the states that one goes through, and which one is taken next."""
 
+import itertools
 import struct
 from dataclasses import dataclass, field
 
@@ -10,6 +11,8 @@ STORED = (*PRESENT, "external")
 IN_TABLE = (*STORED, "writing", "staging", "demoting")
 USES_MAX = 255
 HOLDS_MAX = 65535
+FIRST_TICK = 1 << 52
+AGAIN, FOR_GOOD = 1 << 50, 1 << 51  # ticks by which a block that is done with is older
 LOCATION = struct.Struct("<IIIIQQ")
 
 
@@ -68,10 +71,19 @@ class SizeClass:
         return sorted((row for line in lines for row in line), key=lambda row: row.last)
 
     def line_of(self, tenant: str) -> list[Row]:
-        """Where tenants are not charged, all blocks are nobody's."""
-        theirs = [row for row in self.of("ready") if row.aged and (row.tenant if self.counts else "") == tenant]
-        theirs.sort(key=lambda row: row.last)
+        """Of a tenant's: older ones are held."""
+        theirs = self.of_tenant(tenant)
         return theirs[next((i for i, row in enumerate(theirs) if not row.holds), len(theirs)) :]
+
+    def of_tenant(self, tenant: str) -> list[Row]:
+        """By age. Where tenants are not charged, all blocks are nobody's."""
+        theirs = [row for row in self.of("ready") if row.aged and not (self.counts and row.tenant != tenant)]
+        return sorted(theirs, key=lambda row: row.last)
+
+    def part_with_held(self, tenant: str) -> None:
+        """Held ones that are older than a tenant's others are in no line until the hold ends."""
+        for row in itertools.takewhile(lambda row: row.holds, self.of_tenant(tenant)):
+            row.aged = False
 
 
 @dataclass(eq=False)
@@ -191,7 +203,7 @@ class Slots:
     """All slots of a pool, the table of keys, and the clock."""
 
     def __init__(self, epoch: int) -> None:
-        self.epoch, self.counter, self.clock = epoch, 0, 0
+        self.epoch, self.counter, self.clock = epoch, 0, FIRST_TICK
         self.table: dict[bytes, list[Row]] = {}  # the copies of a key, the first first
         self.evicted: dict[SizeClass, int] = {}
 
@@ -201,6 +213,42 @@ class Slots:
         self.clock += 1
         row.last = self.clock
         row.aged, row.clean = True, False
+
+    def done_with(self, keys: list[bytes], tenant: str, again: bool) -> int:
+        """Copies of keys go before all that are in use: those that nobody holds, of a tenant's own keys."""
+        count = 0
+        for key in reversed(keys) if again else keys:
+            copies = self.table.get(key, [])
+            for row in copies if copies and copies[0].tenant == tenant else ():
+                if row.state in STORED and not row.holds:
+                    if row.state == "ready":
+                        row.slab.size_class.part_with_held(row.tenant)
+                    count += self.done_for_now(row) if again else self.done_for_good(row)
+        return count
+
+    def done_for_now(self, row: Row) -> bool:
+        """It goes before those in use. A block that is not clean does not go among clean ones."""
+        size_class = row.slab.size_class
+        line = size_class.line_of(row.tenant) if row.state == "ready" else []
+        before = max((other.last for other in line if other.last < FIRST_TICK - AGAIN // 2), default=0)
+        copies = [other for other in self.table[row.key] if is_tier(other.slab.node)]
+        in_tier = any(other.state in ("external", "demoting") for other in copies)
+        if not row.clean and not in_tier and any(other.clean and other.last > before for other in line):
+            return False
+        self.clock += 1
+        row.last = self.clock - AGAIN
+        row.clean = any(other.clean and other.last > row.last for other in line if other is not row)
+        return True
+
+    def done_for_good(self, row: Row) -> bool:
+        """It goes next, and no tier wants it."""
+        self.clock += 1
+        size_class = row.slab.size_class
+        listed = size_class.of_tenant(row.tenant) if row.state == "ready" else self.unheld(size_class, row.state)
+        oldest = min((other.last for other in listed if other is not row), default=self.clock)
+        row.last = min(FIRST_TICK - FOR_GOOD - (self.clock - FIRST_TICK), oldest - 1)
+        row.clean = row.state == "ready" and row.slab.size_class.counts
+        return True
 
     def enter(self, row: Row, key: bytes, gen: int) -> None:
         """A block that was found in a slot: the first copy of a key is primary."""
@@ -313,7 +361,10 @@ class Slots:
     # ------------------------------------------------------------------ one size class
 
     def replicas(self, size_class: SizeClass) -> list[Row]:
-        return [row for row in size_class.of("replica") if row.holds == 0]
+        return self.unheld(size_class, "replica")
+
+    def unheld(self, size_class: SizeClass, state: str) -> list[Row]:
+        return [row for row in size_class.of(state) if row.holds == 0]
 
     def takeable(self, size_class: SizeClass) -> int:
         return len(size_class.free) + len(self.replicas(size_class))

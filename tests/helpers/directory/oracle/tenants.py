@@ -29,6 +29,10 @@ class Tenants(Slots):
         self.check(now)
         if self.quotas.pop(tenant, None) is None:
             return False
+        for node in self.nodes.values():
+            for size_class in node.size_classes.values():
+                size_class.part_with_held("")
+                size_class.part_with_held(tenant)
         for copies in self.table.values():
             for row in copies:
                 row.tenant = "" if row.tenant == tenant else row.tenant

@@ -235,6 +235,10 @@ class Clients(Cast):
         keys = [key for key in self.real.pins if rng.random() < 0.5] + rng.sample(list(DEPTH), rng.randint(0, 1))
         self.do("unpin", self.call(rng.choice(self.workers)), b"".join(keys), self.now)
 
+    def done(self) -> None:
+        worker, again = self.rng.choice(self.workers), self.rng.random() < 0.5
+        self.do("done", self.call(worker), b"".join(self.keys()[1]), self.now, again, worker.tenant)
+
     def forget(self) -> None:
         self.do("forget", self.call(self.rng.choice(self.workers)), b"".join(self.keys()[1]), self.now)
 

@@ -127,7 +127,7 @@ def _arguments(directory: Windowed, name: str, args: tuple[Any, ...]) -> Sequenc
     elif name == "set_quota":
         tenant, quota, directory.clock = args
         arguments = [tenant, quota.minimum, quota.maximum]
-    elif name == "pin":
+    elif name in ("pin", "done"):
         call, keys, directory.clock, *terms = args
         arguments = [call, keys, *terms]
     else:
