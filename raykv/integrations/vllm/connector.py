@@ -38,6 +38,7 @@ from raykv.config import MIB
 from raykv.integrations.vllm.chunks.chain import Chain
 from raykv.integrations.vllm.chunks.chunks import Origin
 from raykv.integrations.vllm.chunks.contents import Contents
+from raykv.integrations.vllm.chunks.hints import hint_of
 from raykv.integrations.vllm.chunks.tail import Tail, as_chunk, store_job, tail_of
 from raykv.integrations.vllm.compat import TRIMS_HASHES, Connector, kv_replicas, load_limit
 from raykv.integrations.vllm.events.kv_events import KVEvents, Prompt, Sizes
@@ -143,7 +144,8 @@ class RayKVConnector(Connector):  # type: ignore[misc]
         groups = zip(scheduler.config.kv_group_configs, status.group_states, strict=True)
         keys = {group.group_idx: state.offload_keys for group, state in groups}
         limited = "max_offload_tokens" in (request.kv_transfer_params or {})
-        chain = Chain(keys, origin, scheduler.manager.resets, self._tail_of(request), limited)
+        hint = hint_of(request.kv_transfer_params)
+        chain = Chain(keys, origin, scheduler.manager.resets, self._tail_of(request), limited, hint)
         if request.lora_request:
             chain.adapter, chain.question = request.lora_request.lora_int_id, self._adapters.ask()
             self._unnamed.add(request.request_id)

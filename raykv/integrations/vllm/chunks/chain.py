@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from vllm.v1.kv_offload.base import get_offload_group_idx
 
 from raykv.integrations.vllm.chunks.chunks import Origin
+from raykv.integrations.vllm.chunks.hints import NO_HINT, Hint
 from raykv.integrations.vllm.chunks.tail import Tail
 
 
@@ -19,7 +21,8 @@ class Chain:
     vLLM's id of the request's LoRA adapter. question: the question to the workers, which adapters they have. loads: by
     rank, the numbers of the loads that the request computes with. trusted: its keys name what it computes. tail: of its
     prompt, where tails are stored or read. limited: not all of its chunks are offered. most: limit of tokens that are
-    loaded, see `loadable`.
+    loaded, see `loadable`. hint: what the request says. start: the first token of its session's own
+    chunks. ended: the request is finished.
     """
 
     keys: dict[int, list[bytes]]
@@ -27,7 +30,10 @@ class Chain:
     resets: int = 0
     tail: Tail | None = None
     limited: bool = False
+    hint: Hint = NO_HINT
     most: int | None = None
+    start: int | None = None
+    ended: bool = False
     adapter: int | None = None
     question: int = 0
     loads: dict[int, int] | None = None
@@ -51,6 +57,13 @@ class Chain:
             self.numbers[keys[number]] = number
         self._known[group] = chunks
         return self.numbers.get(key)
+
+    def own(self, keys: Collection[bytes], group: int, tokens: int) -> list[bytes]:
+        """Of its chunks those of a group that are its session's own. tokens: of a chunk."""
+        if self.start is None:
+            return []
+        of_group = [key for key in keys if get_offload_group_idx(key) == group and not self.is_tail(key)]
+        return [key for key in of_group if (self.number(key) or 0) * tokens >= self.start]
 
     def is_tail(self, key: bytes) -> bool:
         return self.tail is not None and self.tail.key == key

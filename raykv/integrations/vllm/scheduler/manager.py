@@ -29,12 +29,13 @@ from raykv.client.leases.joint_match import JointMatch, Part
 from raykv.client.pool import KVPool
 from raykv.integrations.vllm.chunks.chain import Chain
 from raykv.integrations.vllm.chunks.chunks import ChunksOfLayers, ChunksToLoad, ChunksToStore, Origin, PartToLoad
+from raykv.integrations.vllm.chunks.hints import Sessions
 from raykv.integrations.vllm.events.kv_events import KVEvents, Prompt
 from raykv.integrations.vllm.identity.groups import Group, numbers_of, pool_part
 from raykv.integrations.vllm.identity.weights import Weights
+from raykv.integrations.vllm.scheduler.pool_keys import by_group, pool_keys
 from raykv.integrations.vllm.scheduler.waiting import PATIENCE, UNMEASURED, Wait
 from raykv.integrations.vllm.worker.ranks import Rank
-from raykv.keys import Keys
 from raykv.metrics.span import under
 from raykv.protocol.location import LOCATION
 
@@ -141,6 +142,7 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
         self._failed: set[str] = set()  # requests whose load failed: they are computed, not looked up again
         self._counts: Counter[str] = Counter()
         self._computing: dict[str, Computing] = {}
+        self._sessions = Sessions()
         self._rate = 0.0  # tokens per second that requests computed lately
         self._held_until = 0.0
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="raykv-ask")
@@ -176,14 +178,16 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
             self._wait(ask, found.match.pending)
             return LookupResult.RETRY
         if not ask.counted:
-            self._count(request, ask, found)
+            self._count(request, ask, found, chain)
         return LookupResult.HIT if ask.has(key, number) else LookupResult.MISS
 
-    def _count(self, request: str, ask: Ask, found: Found) -> None:
+    def _count(self, request: str, ask: Ask, found: Found, chain: Chain) -> None:
         """Count an answer that is used: its hits, and the chunks that the request must compute."""
         group = self._groups[0].group_idx
         hits = found.chunks[group].stop - ask.first[group] if found.chunks else 0
         ask.counted = True
+        if chain.start is None:
+            chain.start = self._sessions.start(chain.hint, (ask.first[group] + hits) * self._groups[0].tokens)
         self._counts[HITS] += hits
         self._computing[request] = Computing(time.monotonic(), ask.answer, set(ask.keys[group][hits:]))
 
@@ -191,7 +195,7 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
         """What workers need to read chunks that `lookup` found: a run for each group, leased until `complete_load`."""
         ask, chain = self._asks[req_context.req_id], req_context.get_state(Chain)
         ask.loading = True
-        groups, match = _by_group(keys), ask.answer.result().match
+        groups, match = by_group(keys), ask.answer.result().match
         wanted = {index: _run(chain, of_group) for index, of_group in groups.items()}
         first = groups.get(self._groups[0].group_idx, [])
         match.count_saved(sum(not chain.is_tail(key) for key in first) * self._groups[0].tokens)
@@ -216,10 +220,10 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
             stored = computing.missed.intersection(keys)
             computing.missed -= stored
             computing.offered |= stored
-        offered, places = _by_group(keys), {}
+        offered, places = by_group(keys), {}
         for group in self._groups:
             if of_group := offered.get(group.group_idx):
-                rows = _keys(self.caches[group.place], of_group, chain.origin)
+                rows = pool_keys(self.caches[group.place], of_group, chain.origin)
                 parts = {part: of_part.tobytes() for part, of_part in rows.items()}
                 places[group.place] = ChunksOfLayers(parts, _run(chain, of_group).start)
         return PrepareStoreOutput(keys, ChunksToStore(places, chain.origin.salt, chain.origin.adapter), [])
@@ -227,6 +231,8 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
     def complete_store(self, keys: Collection[bytes], req_context: Any, success: bool = True) -> None:
         """Measure this engine's speed. It decides how long requests wait for other engines and for an external tier."""
         self._publish(keys, req_context)
+        if req_context.get_state(Chain).ended:
+            self._tell_done(keys, req_context)
         computing = self._computing.get(req_context.req_id)
         if computing is None or not (offered := computing.offered.intersection(keys)):
             return
@@ -242,7 +248,7 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
         """Announce chunks that the pool got or had to routers, once the pool has them."""
         if self.events is not None:  # only layers that read all chunks: routers count those
             chain, group = req_context.get_state(Chain), self._groups[0].group_idx
-            keys = [key for key in _by_group(keys).get(group, []) if not chain.is_tail(key)]
+            keys = [key for key in by_group(keys).get(group, []) if not chain.is_tail(key)]
             names = [make_offload_key(get_offload_block_hash(key) + chain.origin.weights, group) for key in keys]
             self.events.offer(names, [chain.number(key) for key in keys], req_context.get_state(Prompt))
 
@@ -258,12 +264,26 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
                 cache.recompute_tokens_per_s = self._rate
 
     def on_request_finished(self, req_context: Any) -> None:
-        """Forget the request, and release what it holds."""
+        """Forget the request, and release what it holds. Tell the pool which chunks its session is done with."""
         self._failed.discard(req_context.req_id)
         self.release_unused(req_context.req_id)
         if computing := self._computing.get(req_context.req_id):
             computing.missed.clear()  # nothing more will be offered
             self._end_if_done(req_context.req_id)
+        chain: Chain | None = req_context.get_state(Chain)
+        if chain is not None and chain.hint.done:
+            chain.ended = True
+            self._tell_done([key for keys in chain.keys.values() for key in keys], req_context)
+            self._sessions.end(chain.hint)
+
+    def _tell_done(self, keys: Collection[bytes], req_context: Any) -> None:
+        """The request's session is done with those of the chunks that are its own."""
+        chain: Chain = req_context.get_state(Chain)
+        for group in self._groups if self.caches and chain.is_named else ():
+            if own := chain.own(keys, group.group_idx, group.tokens):
+                caches = self.caches[group.place]
+                for part, rows in pool_keys(caches, own, chain.origin).items():
+                    self.in_background(caches[part].session.directory.done, rows, chain.hint.again)
 
     def _end_if_done(self, request: str) -> None:
         """End the intent of a request that has stored its chunks, or will not: nobody need wait for it."""
@@ -312,7 +332,7 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
         if self.events is not None:
             self.events.reset()
 
-    def in_background(self, function: Callable[..., None], *arguments: Any) -> None:
+    def in_background(self, function: Callable[..., Any], *arguments: Any) -> None:
         """Call `function` in a thread beside the scheduler's loop. Its error is logged."""
         self._threads.submit(function, *arguments).add_done_callback(_log_failure)
 
@@ -432,7 +452,9 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
 
     def _parts(self, caches: dict[int, dict[int, KVCache]], keys: dict[int, list[bytes]], origin: Origin) -> list[Part]:
         """The parts to ask for, as `_places` says."""
-        by_place = {group.place: _keys(caches[group.place], keys[group.group_idx], origin) for group in self._groups}
+        by_place = {
+            group.place: pool_keys(caches[group.place], keys[group.group_idx], origin) for group in self._groups
+        }
         parts = []
         for at in self._places():
             rank, of_place = self._ranks[at.rank], by_place[at.group.place]
@@ -478,18 +500,5 @@ def _run(chain: Chain, keys: list[bytes]) -> range:
     return range(first, first + len(keys))
 
 
-def _by_group(keys: Collection[bytes]) -> dict[int, list[bytes]]:
-    groups: dict[int, list[bytes]] = {}
-    for key in keys:
-        groups.setdefault(get_offload_group_idx(key), []).append(key)
-    return groups
-
-
 def _first(caches: dict[int, dict[int, KVCache]]) -> KVCache:
     return next(iter(next(iter(caches.values())).values()))
-
-
-def _keys(caches: dict[int, KVCache], keys: list[bytes], origin: Origin) -> dict[int, Keys]:
-    """Keys by part, of one group. vLLM's hashes contain the salt; here it names the tenant."""
-    hashes = [get_offload_block_hash(key) + origin.weights for key in keys]
-    return {part: Keys(cache.rekey(hashes), cache.id_for(origin.salt)) for part, cache in caches.items()}

@@ -206,11 +206,21 @@ class Engine:
             ray.get_runtime_context().current_actor.go_on.remote()
 
     def answer(
-        self, *prompts: list[int], tokens: int = 8, cold: bool = False, lora: LoRARequest | None = None
+        self,
+        *prompts: list[int],
+        tokens: int = 8,
+        cold: bool = False,
+        lora: LoRARequest | None = None,
+        params: dict[str, Any] | None = None,
     ) -> list[Answer]:
-        """What follows each of these prompts; asked together. cold: computed, whatever is cached."""
+        """What follows each of these prompts; asked together. cold: computed, whatever is cached.
+
+        params: the requests' kv_transfer_params.
+        """
         sampling = SamplingParams(
-            max_tokens=tokens, temperature=0, detokenize=False, ignore_eos=True, skip_reading_prefix_cache=cold
+            **{"max_tokens": tokens, "temperature": 0, "detokenize": False, "ignore_eos": True},
+            skip_reading_prefix_cache=cold,
+            extra_args={"kv_transfer_params": params} if params else None,
         )
         asked: Any = [{"prompt_token_ids": prompt} for prompt in prompts]
         outputs = self._generate(asked, sampling, lora)

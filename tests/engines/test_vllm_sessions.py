@@ -1,0 +1,113 @@
+"""What a request says of its session decides which chunks go first."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import ray
+from helpers.pools import MIB, eventually
+
+import raykv
+
+pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'raykv[vllm]'")
+
+from helpers.engines.vllm.engine import close_engines, engine_on, prompt, save_model
+
+from raykv.integrations.vllm.chunks.hints import AGAIN, DONE, SESSION, SESSIONS, Hint, Sessions, hint_of
+
+pytestmark = pytest.mark.timeout(600)
+CHUNK = 128  # tokens
+SHARED = 2 * CHUNK  # tokens that all sessions begin with
+OWN = 22  # chunks of a session's own
+
+
+class World(NamedTuple):
+    pool: raykv.KVPool
+    engine: Any
+
+    def answer(self, tokens: list[int], **params: Any) -> int:
+        """Asked for until the pool has its chunks. Returns how many tokens were cached at first."""
+        found = self.ask(tokens, **params)
+        eventually(lambda: self.pool.stats().get("reservations") == 0 and self.afresh(tokens) >= CHUNK * OWN)
+        return found
+
+    def ask(self, tokens: list[int], **params: Any) -> int:
+        return int(ray.get(self.engine.answer.remote(tokens, params=params))[0][1])
+
+    def afresh(self, tokens: list[int], **params: Any) -> int:
+        """How many tokens the pool has."""
+        eventually(lambda: ray.get(self.engine.reset.remote()))
+        return self.ask(tokens, **params)
+
+    def done(self) -> int:
+        return int(self.pool.stats().get("done", 0))
+
+
+@pytest.fixture
+def world(start: Callable[..., raykv.KVPool], tmp_path: Path) -> Iterator[World]:
+    save_model(tmp_path)
+    pool = start(cpu_memory=64 * MIB)
+    engine = engine_on(pool.node_id, pool.name, str(tmp_path), 64 * MIB, str(tmp_path / "fault"))
+    yield World(pool, engine)
+    close_engines(engine)
+
+
+def session(seed: int) -> list[int]:
+    return prompt(500, SHARED) + prompt(seed, CHUNK * OWN + 20)
+
+
+def test_a_session_that_ends_goes_before_others_and_leaves_what_they_share(world: World) -> None:
+    oldest, stays, ends = session(1), session(2), session(3)
+    for tokens in (oldest, stays):
+        world.answer(tokens)
+    assert world.answer(ends, **{SESSION: "ends"}) == SHARED
+    assert world.done() == 0
+    world.afresh(ends, **{SESSION: "ends", DONE: True})
+    eventually(lambda: world.done() >= OWN)
+    evicted = world.pool.stats()["evicted"]
+    for seed in itertools.count(10):
+        if world.pool.stats()["evicted"] >= evicted + OWN // 2:
+            break
+        world.answer(session(seed))
+    assert world.afresh(stays) == SHARED + CHUNK * OWN
+    assert SHARED <= world.afresh(ends) <= SHARED + CHUNK * OWN // 2
+
+
+def test_a_bad_hint_fails_no_request(world: World) -> None:
+    assert world.ask(session(1), **{SESSION: 3, DONE: "never"}) == 0
+    assert world.afresh(prompt(9, 200), **{DONE: AGAIN}) == 0
+
+
+@pytest.mark.parametrize(
+    ("params", "hint"),
+    [
+        (None, Hint()),
+        ({}, Hint()),
+        ({SESSION: "a"}, Hint("a")),
+        ({DONE: True}, Hint(None, True)),
+        ({SESSION: "a", DONE: AGAIN}, Hint("a", True, True)),
+        ({SESSION: 3, DONE: True}, Hint()),
+        ({DONE: "soon"}, Hint()),
+        ({DONE: None}, Hint()),
+        ({DONE: []}, Hint()),
+    ],
+)
+def test_what_params_say(params: dict[str, Any] | None, hint: Hint) -> None:
+    assert hint_of(params) == hint
+
+
+def test_a_sessions_own_begin_where_its_first_request_found_nothing() -> None:
+    sessions = Sessions()
+    assert [sessions.start(Hint("a"), found) for found in (256, 512)] == [256, 256]
+    assert sessions.start(Hint(), 512) == 512
+    sessions.end(Hint("a", True, again=True))
+    assert sessions.start(Hint("a"), 768) == 256
+    sessions.end(Hint("a", True))
+    assert sessions.start(Hint("a"), 768) == 768
+    for number in range(SESSIONS):
+        sessions.start(Hint(str(number)), 0)
+    assert sessions.start(Hint("a"), 1024) == 1024, "of too many the first is forgotten"
