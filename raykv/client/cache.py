@@ -192,14 +192,14 @@ class KVCache:
         self.session.directory.unpin(key_chain.check(keys, self.id).tobytes())
 
     def done(self, keys: Keys, *, again: bool = False) -> int:
-        """Have the pool evict these blocks before all blocks in use. A look-up or read makes them blocks in use again.
+        """Have the pool evict these blocks before all blocks in use. A look-up puts them back in use.
 
         again: somebody will ask for them, but later than for others, as when a person answers an agent. They go after
         blocks that nobody asks for any more. Where the pool has an external tier, a block that the tier lacks may stay
         as it is.
-        Leave out the beginning that other prompts share: `cache.done(keys[n:])`. Blocks that somebody reads, and blocks
-        that are charged to another tenant, stay as they are. The last key goes first. Returns how many copies are
-        evicted earlier now. Raises ValueError for keys of another cache.
+        Leave out the beginning that other prompts share: `cache.done(keys[n:])`. Blocks that somebody reads or writes,
+        blocks of another tenant, and copies on a GPU stay as they are. The last key goes first. Returns how many copies
+        are evicted earlier now. Raises ValueError for keys of another cache.
         """
         return self.session.directory.done(key_chain.check(keys, self.id), again)
 

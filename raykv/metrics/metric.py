@@ -80,7 +80,12 @@ METRICS: dict[str, Metric] = {
         ("memory_used_bytes", "gauge", "Memory in use of a node, or of one of its GPUs.", MEMORY),
         ("memory_blocks", "gauge", "Slots by state: ready, replica, writing, ...", (*MEMORY, "state")),
         ("memory_alive", "gauge", "1 while the node's store reports to the directory, else 0.", MEMORY),
-        ("coldest_block_age_seconds", "gauge", "Time since the last use of the block that is evicted next.", MEMORY),
+        (
+            "coldest_block_age_seconds",
+            "gauge",
+            "Time since the last use of the block in use that is evicted next.",
+            MEMORY,
+        ),
         ("tenant_used_bytes", "gauge", "Memory of a tenant's blocks, each counted once.", TENANT),
         ("tenant_minimum_bytes", "gauge", "Memory that others can't take from a tenant.", TENANT),
         ("tenant_maximum_bytes", "gauge", "Memory that a tenant can have.", TENANT),

@@ -3,7 +3,7 @@
 import pytest
 from helpers.directory.checks import check_invariants
 from helpers.directory.pool import KEYS, Pool
-from helpers.directory.tiers import in_external_tier, only_in_tier, tier, tiered
+from helpers.directory.tiers import heartbeat, in_external_tier, list_existing, only_in_tier, tier, tiered
 
 from raykv.config import Quota
 
@@ -138,15 +138,47 @@ def test_it_goes_first_in_the_tier_too() -> None:
     check_invariants(pool.directory)
 
 
+def test_what_is_in_memory_too_leaves_the_tier_first() -> None:
+    """Of others, those in memory are passed over: their age in the tier is too high."""
+    pool = tiered(slabs=1, share=5 / 8)
+    pool.store("a", KEYS[:4])
+    assert len(pool.demote_all("a", whole=True)) == 4
+    assert done(pool, KEYS[:1]) == 2
+    pool.store("a", KEYS[10:13])
+    assert len(pool.demote_all("a")) == 1
+    assert in_external_tier(pool, KEYS[:4]) == [False, True, True, True]
+    check_invariants(pool.directory)
+
+
+def test_a_tier_that_lost_its_blocks_does_not_want_them_either() -> None:
+    pool = tiered(share=1.0)
+    pool.store("a", KEYS[:5])
+    done(pool, KEYS[:3])
+    assert sorted(pool.demote_all("a")) == KEYS[3:5]
+    heartbeat(pool, lost=b"all")
+    list_existing(pool, [])
+    assert not set(pool.demote_all("a")) & set(KEYS[:3])
+    check_invariants(pool.directory)
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_gpus_copy_stays_as_it_is(again: bool) -> None:
+    """It would be demoted first, and be a young block of memory then."""
+    pool = Pool(nodes=("a", "a/0"))
+    pool.store("a/0", KEYS[:3])
+    assert done(pool, KEYS[:3], again, node="a/0") == 0
+    check_invariants(pool.directory)
+
+
 def test_the_age_of_the_coldest_block_is_that_of_one_in_use() -> None:
     pool = Pool()
     pool.store("a", KEYS[:7])
+    pool.read("a", KEYS[:1])
     coldest = pool.directory.coldest("a")
-    assert coldest > 0
-    done(pool, KEYS[:1], again=True)
-    assert pool.directory.coldest("a") == -1, "the next victim is no sign that memory is short"
-    pool.store("a", KEYS[10:11])
-    assert pool.directory.coldest("a") == coldest
+    done(pool, KEYS[6:7], again=True)
+    assert pool.directory.coldest("a") == coldest + 1
+    done(pool, KEYS[:6])
+    assert pool.directory.coldest("a") == -1
 
 
 @pytest.mark.parametrize("terms", [(1, ""), ("again", ""), (True, None), (False, 3)])

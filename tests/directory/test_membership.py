@@ -2,6 +2,7 @@
 
 import struct
 
+import pytest
 from helpers.directory.checks import check_invariants
 from helpers.directory.oracle.slots import LOCATION, unpack
 from helpers.directory.pool import KEYS, PAGE, Pool, blocks
@@ -278,6 +279,19 @@ def test_an_inventory_in_pieces_is_offered_after_the_last_and_keeps_the_order_of
         pool.store("a", [KEYS[100 + i]])
         gone += [j for j, there in enumerate(pool.has(KEYS[:6])) if not there and j not in gone]
     assert gone == [0, 1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_what_is_done_with_between_two_pieces_stays_as_old_as_it_is(again: bool) -> None:
+    """Blocks of later pieces would come below it."""
+    pool = Pool(nodes="")
+    node = pool.join("a").node
+    first, *others = pieces(inventory(1, KEYS[:6], node), 2)
+    pool.adopt("a", first, offered=1)
+    assert pool.directory.done(pool.call("a"), b"".join(KEYS[:6]), pool.now, again).done == 0
+    for piece in others:
+        pool.adopt("a", piece, offered=1)
+    check_invariants(pool.directory)
 
 
 def test_a_store_that_joins_again_between_two_pieces_begins_anew() -> None:

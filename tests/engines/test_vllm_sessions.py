@@ -66,7 +66,7 @@ def test_a_session_that_ends_goes_before_others_and_leaves_what_they_share(world
         world.answer(tokens)
     assert world.answer(ends, **{SESSION: "ends"}) == SHARED
     assert world.done() == 0
-    world.afresh(ends, **{SESSION: "ends", DONE: True})
+    world.ask(ends, **{SESSION: "ends", DONE: True})  # its own cache has all of it
     eventually(lambda: world.done() >= OWN)
     evicted = world.pool.stats()["evicted"]
     for seed in itertools.count(10):
@@ -94,6 +94,9 @@ def test_a_bad_hint_fails_no_request(world: World) -> None:
         ({DONE: "soon"}, Hint()),
         ({DONE: None}, Hint()),
         ({DONE: []}, Hint()),
+        ({DONE: 1}, Hint()),
+        ({SESSION: "a" * 257, DONE: True}, Hint()),
+        ({SESSION: "a", "max_load_tokens": 0}, Hint("a", limited=True)),
     ],
 )
 def test_what_params_say(params: dict[str, Any] | None, hint: Hint) -> None:
@@ -101,13 +104,24 @@ def test_what_params_say(params: dict[str, Any] | None, hint: Hint) -> None:
 
 
 def test_a_sessions_own_begin_where_its_first_request_found_nothing() -> None:
+    sessions, ends = Sessions(), Hint("a", True)
+    for found in (256, 512):
+        sessions.begin(Hint("a"), None, found)
+        assert sessions.start(ends, None) == 256
+    sessions.begin(Hint("a"), "tenant", 640)
+    assert sessions.start(ends, None) == 256 and sessions.start(ends, "tenant") == 640
+    sessions.begin(Hint(), None, 512)
+    assert sessions.start(Hint(None, True), None) is None
+    sessions.end(ends, None)
+    assert sessions.start(ends, None) is None and sessions.start(ends, "tenant") == 640
+
+
+def test_the_session_that_was_used_longest_ago_is_forgotten() -> None:
     sessions = Sessions()
-    assert [sessions.start(Hint("a"), found) for found in (256, 512)] == [256, 256]
-    assert sessions.start(Hint(), 512) == 512
-    sessions.end(Hint("a", True, again=True))
-    assert sessions.start(Hint("a"), 768) == 256
-    sessions.end(Hint("a", True))
-    assert sessions.start(Hint("a"), 768) == 768
-    for number in range(SESSIONS):
-        sessions.start(Hint(str(number)), 0)
-    assert sessions.start(Hint("a"), 1024) == 1024, "of too many the first is forgotten"
+    for name in ("a", "b"):
+        sessions.begin(Hint(name), None, 1)
+    for number in range(SESSIONS - 2):
+        sessions.begin(Hint(str(number)), None, 0)
+    sessions.begin(Hint("a"), None, 2)
+    sessions.begin(Hint("c"), None, 3)
+    assert [sessions.start(Hint(name), None) for name in ("a", "b", "c")] == [1, None, 3]

@@ -43,7 +43,7 @@ class JointMatch:
     Other processes read the blocks (`leased`), each in the memory of its own node. This process need not map it.
 
     pending: blocks of the first part, after the ready blocks, that others write or are about to compute. While the
-    caller waits for these blocks, nothing is leased.
+    caller waits for these blocks, nothing is leased. answered: the directory has answered all questions so far.
     """
 
     def __init__(self, session: Session, parts: Sequence[Part], tokens_per_s: float, request: str = "") -> None:
@@ -58,7 +58,7 @@ class JointMatch:
         self._cache = parts[0].keys.cache
         self._tokens_per_s = tokens_per_s
         self._intent = session.directory.new_id()
-        self.pending = 0
+        self.pending, self.answered = 0, True
 
     def ask(self, computes: bool = False, wait: bool = False) -> Self:
         """Lease the blocks. One call asks for all parts, unless they have more keys than a call may ask for.
@@ -133,7 +133,7 @@ class JointMatch:
             self._record = RequestRecord("match", self._cache, asked, id=name, request=self._request)
         if self._record is not None and (answer is None or answer.short):
             self._record.fall_short((answer.short or "") if answer else "no directory answered")
-        self.pending = answer.pending if answer else 0
+        self.pending, self.answered = answer.pending if answer else 0, answer is not None
         if answer is None or not answer.parts:
             directory.release(*ids)
             return 0

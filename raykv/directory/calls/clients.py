@@ -85,14 +85,15 @@ def unpin(state: State, call: Call, keys: bytes, now: float) -> Counted:
 def done(state: State, call: Call, keys: bytes, now: float, again: bool = False, tenant: str = "") -> Counted:
     """Make blocks that their user asks for no more, or later than others, older than all blocks in use. Counts copies.
 
-    Blocks that somebody holds, and blocks that are charged to another tenant, stay as they are. ValueError for a bad
-    `again` or tenant.
+    Blocks that somebody holds, blocks of another tenant, and copies on a GPU or on a node that joins, stay as they are.
+    ValueError for a bad `again` or tenant.
     """
     on_call(state, call, now)
     if not isinstance(again, bool) or not isinstance(tenant, str):
         raise ValueError(f"again={again!r}, tenant={tenant!r}: give True or False, and a name")
     count = int(eviction.done(state.c, state.find(keys)[1], state.quotas.number(tenant), again))
-    state.size_classes.reset_heaps()
+    if count:
+        state.size_classes.reset_heaps()
     state.counters["done"] += count
     return Counted(state.epoch, count)
 

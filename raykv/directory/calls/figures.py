@@ -5,7 +5,7 @@ from typing import Any
 
 from raykv.directory.calls.readers import locate_prefix
 from raykv.directory.calls.upkeep import check
-from raykv.directory.kernels.columns import ENTRIES, IN_USE
+from raykv.directory.kernels.columns import ENTRIES
 from raykv.directory.state.state import COUNTERS, State
 
 
@@ -40,11 +40,10 @@ def oldest_lease(state: State) -> float:
 
 
 def coldest(state: State, name: str) -> int:
-    """Tick of the last use of the block that a node evicts next; -1 where it has none, or a block that is done with."""
+    """Tick of the last use of the block in use that a node evicts next; -1 where the node has none."""
     node = state.nodes.get(name)
-    ticks = [state.size_classes.oldest_tick(number) for number in node.size_classes.values()] if node else []
-    oldest = min((tick for tick in ticks if tick >= 0), default=-1)
-    return oldest if oldest >= IN_USE else -1
+    ticks = [state.size_classes.oldest_tick_in_use(number) for number in node.size_classes.values()] if node else []
+    return min((tick for tick in ticks if tick >= 0), default=-1)
 
 
 def memory_stats(state: State, name: str, now: float, slots_a_step: int) -> Iterator[dict[str, Any] | None]:

@@ -81,6 +81,7 @@ CLOCK, COUNTER, EPOCH, ENTRIES, TENANTS = range(5)  # of Columns.state
 FIRST_TICK = 1 << 52  # so that floats tell all idle times apart
 AGAIN, FOR_GOOD = 1 << 50, 1 << 51  # by so many ticks a row that is done with is older than its last use
 IN_USE = FIRST_TICK - AGAIN // 2  # ticks of rows that are not done with are above
+NEEDED = FIRST_TICK - (AGAIN + FOR_GOOD) // 2  # ticks of rows that nobody asks for again are below
 
 
 class Columns(NamedTuple):

@@ -19,6 +19,7 @@ from raykv.directory.kernels.columns import (
     KEYS,
     LISTS_PER_CLASS,
     MASK,
+    NEEDED,
     READY,
     ROWS,
     TENANTS,
@@ -113,7 +114,7 @@ def take_tier_slot(c, tier_class, evicted, count):
         return row, count
     row = oldest(c, tier_class)
     for _ in range(CHANCES):
-        if row < 0 or not in_memory(c, row):
+        if row < 0 or c.rows[row].last < NEEDED or not in_memory(c, row):
             break
         touch(c, row)
         row = oldest(c, tier_class)
@@ -143,7 +144,7 @@ def demote(c, goal, min_uses, tier_class, examined, pinned, chosen):
         if goal.share < 1.0 and c.rows[row].holds > 0:  # no victim; when its last hold ends, it is the youngest
             unlink(c, which, row)
             continue
-        if c.rows[row].uses >= min_uses and not in_external_tier(c, row):
+        if c.rows[row].uses >= min_uses and c.rows[row].last >= NEEDED and not in_external_tier(c, row):
             before = n
             n, count = _start_in_tier(c, row, tier_class, chosen, n, count)
             if n == before:

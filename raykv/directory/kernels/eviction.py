@@ -14,7 +14,9 @@ from raykv.directory.kernels.columns import (
     CLOCK,
     FIRST_TICK,
     FOR_GOOD,
+    IN_USE,
     INT,
+    NOT_OFFERED,
     READY,
     REPLICA,
     ROWS,
@@ -26,6 +28,7 @@ from raykv.directory.kernels.lists import (
     forget_at,
     free,
     in_external_tier,
+    is_tier_row,
     link_between,
     link_old,
     list_of,
@@ -51,6 +54,19 @@ def oldest(c, size_class):
 def oldest_of(c, size_class, tenant):
     """As `oldest`, of one tenant."""
     return oldest_in(c, ready_list(size_class, tenant))
+
+
+@kernel(C, INT)
+def oldest_in_use(c, size_class):
+    """As `oldest`, of those that nobody is done with. Held ones may be older."""
+    found = np.int64(-1)
+    for tenant in range(c.state[TENANTS]):
+        row = oldest_of(c, size_class, tenant)
+        if row >= 0 and c.rows[row].last < IN_USE:
+            row = np.int64(c.rows[c.lists[ready_list(size_class, tenant)].done].prev)
+        if found < 0 or (row >= 0 and c.rows[row].last < c.rows[found].last):
+            found = row
+    return found
 
 
 @kernel
@@ -251,7 +267,7 @@ def done(c, firsts, tenant, again):
         if row >= 0 and c.state[TENANTS] > 1 and tenant_of(c, row) != tenant:
             continue
         while row >= 0:
-            if stored(c.rows[row].state) and c.rows[row].holds == 0:
+            if stored(c.rows[row].state) and c.rows[row].holds == 0 and _may_rest(c, row):
                 which = list_of(c, row, c.rows[row].state)
                 oldest_in(c, which)  # else held rows at the old end would come back into the midst of it
                 if again:
@@ -261,6 +277,13 @@ def done(c, firsts, tenant, again):
                     count += 1
             row = np.int64(c.rows[row].same)
     return count
+
+
+@kernel
+def _may_rest(c, row):
+    """Not on a GPU, whose oldest blocks become young ones of memory; nor while a node joins, piece by piece."""
+    size_class = c.size_classes[size_class_of(c, row)]
+    return is_tier_row(c, row) or (size_class.charge > 0 and size_class.offered != NOT_OFFERED)
 
 
 @kernel

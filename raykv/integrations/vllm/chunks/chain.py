@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from vllm.v1.kv_offload.base import get_offload_group_idx
@@ -21,8 +20,8 @@ class Chain:
     vLLM's id of the request's LoRA adapter. question: the question to the workers, which adapters they have. loads: by
     rank, the numbers of the loads that the request computes with. trusted: its keys name what it computes. tail: of its
     prompt, where tails are stored or read. limited: not all of its chunks are offered. most: limit of tokens that are
-    loaded, see `loadable`. hint: what the request says. start: the first token of its session's own
-    chunks. ended: the request is finished.
+    loaded, see `loadable`. hint: what the request says. start: the first token that
+    nobody had computed.
     """
 
     keys: dict[int, list[bytes]]
@@ -33,7 +32,6 @@ class Chain:
     hint: Hint = NO_HINT
     most: int | None = None
     start: int | None = None
-    ended: bool = False
     adapter: int | None = None
     question: int = 0
     loads: dict[int, int] | None = None
@@ -58,12 +56,9 @@ class Chain:
         self._known[group] = chunks
         return self.numbers.get(key)
 
-    def own(self, keys: Collection[bytes], group: int, tokens: int) -> list[bytes]:
-        """Of its chunks those of a group that are its session's own. tokens: of a chunk."""
-        if self.start is None:
-            return []
-        of_group = [key for key in keys if get_offload_group_idx(key) == group and not self.is_tail(key)]
-        return [key for key in of_group if (self.number(key) or 0) * tokens >= self.start]
+    def behind(self, start: int, group: int, tokens: int) -> list[bytes]:
+        """Its chunks of a group from the token `start` on. tokens: of a chunk."""
+        return [key for key in self.keys.get(group, [])[-(-start // tokens) :] if not self.is_tail(key)]
 
     def is_tail(self, key: bytes) -> bool:
         return self.tail is not None and self.tail.key == key

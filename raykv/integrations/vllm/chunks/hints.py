@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -10,15 +11,21 @@ log = logging.getLogger("raykv")
 
 SESSION, DONE = "raykv_session", "raykv_done"  # keys in a request's kv_transfer_params
 AGAIN = "again"
+LOAD_LIMIT = "max_load_tokens"  # vLLM's
 SESSIONS = 10_000  # known at a time
+NAME_CHARS = 256
 
 
 class Hint(NamedTuple):
-    """session: its name. done: after this request nobody asks for its chunks soon; again: but later."""
+    """session: its name. done: after this request nobody asks for its chunks soon; again: but later.
+
+    limited: the request does not load all that the pool has.
+    """
 
     session: str | None = None
     done: bool = False
     again: bool = False
+    limited: bool = False
 
 
 NO_HINT = Hint()
@@ -27,27 +34,40 @@ NO_HINT = Hint()
 def hint_of(params: Mapping[str, Any] | None) -> Hint:
     """Of a request's kv_transfer_params. A bad hint is none: the request goes on, and the log says why."""
     session, done = (params or {}).get(SESSION), (params or {}).get(DONE, False)
-    if not isinstance(session, str | None) or (done not in (True, False, AGAIN)):
-        log.warning("%s=%r, %s=%r: give a string, and true, false or %r", SESSION, session, DONE, done, AGAIN)
+    named = session is None or (isinstance(session, str) and len(session) <= NAME_CHARS)
+    if not named or not (isinstance(done, bool) or (isinstance(done, str) and done == AGAIN)):
+        _warn(f"{session!r:.80}", f"{done!r:.80}")
         return NO_HINT
-    return Hint(session, bool(done), done == AGAIN)
+    return Hint(session, bool(done), done == AGAIN, LOAD_LIMIT in (params or {}))
+
+
+@functools.lru_cache(SESSIONS)  # each once
+def _warn(session: str, done: str) -> None:
+    log.warning(
+        *("%s=%s, %s=%s: give a string of at most %d characters, and true, false or %r", SESSION, session),
+        *(DONE, done, NAME_CHARS, AGAIN),
+    )
 
 
 class Sessions:
     """From which token on each session's chunks are its own: its first request here did not find them."""
 
     def __init__(self) -> None:
-        self._starts: dict[str, int] = {}
+        self._starts: dict[tuple[str, str | None], int] = {}
 
-    def start(self, hint: Hint, found: int) -> int:
-        """For a request that found so many tokens."""
-        if hint.session is None:
-            return found
-        if len(self._starts) >= SESSIONS and hint.session not in self._starts:
-            del self._starts[next(iter(self._starts))]
-        return self._starts.setdefault(hint.session, found)
+    def begin(self, hint: Hint, salt: str | None, found: int) -> None:
+        """A request asked the pool, and found so many tokens. Only a session's first counts."""
+        if hint.session is not None:
+            start = self._starts.pop((hint.session, salt), found)
+            if len(self._starts) >= SESSIONS:
+                del self._starts[next(iter(self._starts))]
+            self._starts[hint.session, salt] = start
 
-    def end(self, hint: Hint) -> None:
-        """The session is over if the hint says so."""
-        if hint.session is not None and hint.done and not hint.again:
-            self._starts.pop(hint.session, None)
+    def start(self, hint: Hint, salt: str | None) -> int | None:
+        """None: no request of the session has asked."""
+        return self._starts.get((hint.session, salt)) if hint.session is not None else None
+
+    def end(self, hint: Hint, salt: str | None) -> None:
+        """The session is over."""
+        if hint.session is not None:
+            self._starts.pop((hint.session, salt), None)

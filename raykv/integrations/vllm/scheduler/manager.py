@@ -33,6 +33,7 @@ from raykv.integrations.vllm.chunks.hints import Sessions
 from raykv.integrations.vllm.events.kv_events import KVEvents, Prompt
 from raykv.integrations.vllm.identity.groups import Group, numbers_of, pool_part
 from raykv.integrations.vllm.identity.weights import Weights
+from raykv.integrations.vllm.scheduler.done import Done
 from raykv.integrations.vllm.scheduler.pool_keys import by_group, pool_keys
 from raykv.integrations.vllm.scheduler.waiting import PATIENCE, UNMEASURED, Wait
 from raykv.integrations.vllm.worker.ranks import Rank
@@ -55,12 +56,13 @@ METRICS = {
 class Found(NamedTuple):
     """What the pool has of a request in memory.
 
-    chunks: by group, the numbers of the leased chunks. ready: of these, and of those ahead.
+    chunks: by group, the numbers of the leased chunks. ready: of these, and of those ahead. failed: it may have more.
     """
 
     match: JointMatch
     chunks: dict[int, range]
     ready: dict[int, range]
+    failed: bool = False
 
 
 @dataclass
@@ -142,7 +144,7 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
         self._failed: set[str] = set()  # requests whose load failed: they are computed, not looked up again
         self._counts: Counter[str] = Counter()
         self._computing: dict[str, Computing] = {}
-        self._sessions = Sessions()
+        self._sessions, self._done = Sessions(), Done()
         self._rate = 0.0  # tokens per second that requests computed lately
         self._held_until = 0.0
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="raykv-ask")
@@ -186,8 +188,9 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
         group = self._groups[0].group_idx
         hits = found.chunks[group].stop - ask.first[group] if found.chunks else 0
         ask.counted = True
-        if chain.start is None:
-            chain.start = self._sessions.start(chain.hint, (ask.first[group] + hits) * self._groups[0].tokens)
+        if not found.failed and not chain.hint.limited:
+            chain.start = (ask.first[group] + hits) * self._groups[0].tokens
+            self._sessions.begin(chain.hint, chain.origin.salt, chain.start)
         self._counts[HITS] += hits
         self._computing[request] = Computing(time.monotonic(), ask.answer, set(ask.keys[group][hits:]))
 
@@ -231,8 +234,6 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
     def complete_store(self, keys: Collection[bytes], req_context: Any, success: bool = True) -> None:
         """Measure this engine's speed. It decides how long requests wait for other engines and for an external tier."""
         self._publish(keys, req_context)
-        if req_context.get_state(Chain).ended:
-            self._tell_done(keys, req_context)
         computing = self._computing.get(req_context.req_id)
         if computing is None or not (offered := computing.offered.intersection(keys)):
             return
@@ -271,19 +272,19 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
             computing.missed.clear()  # nothing more will be offered
             self._end_if_done(req_context.req_id)
         chain: Chain | None = req_context.get_state(Chain)
-        if chain is not None and chain.hint.done:
-            chain.ended = True
-            self._tell_done([key for keys in chain.keys.values() for key in keys], req_context)
-            self._sessions.end(chain.hint)
+        if chain is not None and chain.hint.done and chain.is_named:
+            self._tell_done(chain)
 
-    def _tell_done(self, keys: Collection[bytes], req_context: Any) -> None:
-        """The request's session is done with those of the chunks that are its own."""
-        chain: Chain = req_context.get_state(Chain)
-        for group in self._groups if self.caches and chain.is_named else ():
-            if own := chain.own(keys, group.group_idx, group.tokens):
-                caches = self.caches[group.place]
-                for part, rows in pool_keys(caches, own, chain.origin).items():
-                    self.in_background(caches[part].session.directory.done, rows, chain.hint.again)
+    def _tell_done(self, chain: Chain) -> None:
+        """A request's session is done with the chunks that are its own."""
+        known = self._sessions.start(chain.hint, chain.origin.salt)
+        start = chain.start if known is None else known
+        for group in self._groups if self.caches and start is not None else ():
+            caches, own = self.caches[group.place], chain.behind(start or 0, group.group_idx, group.tokens)
+            for part, rows in pool_keys(caches, own, chain.origin).items() if own else ():
+                self._done.tell(caches[part].session.directory, rows, chain.hint.again)
+        if not chain.hint.again:
+            self._sessions.end(chain.hint, chain.origin.salt)
 
     def _end_if_done(self, request: str) -> None:
         """End the intent of a request that has stored its chunks, or will not: nobody need wait for it."""
@@ -332,7 +333,7 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
         if self.events is not None:
             self.events.reset()
 
-    def in_background(self, function: Callable[..., Any], *arguments: Any) -> None:
+    def in_background(self, function: Callable[..., None], *arguments: Any) -> None:
         """Call `function` in a thread beside the scheduler's loop. Its error is logged."""
         self._threads.submit(function, *arguments).add_done_callback(_log_failure)
 
@@ -349,6 +350,7 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
     def shutdown(self) -> None:
         if self.events is not None:
             self.events.close()
+        self._done.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._pool.close()
 
@@ -418,7 +420,7 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
 
         computes: see Ask. wait: lease nothing where others compute the next chunks.
         """
-        cache, tokens = _first(caches), 0
+        cache, tokens, failed = _first(caches), 0, False
         match = JointMatch(cache.session, self._parts(caches, keys, origin), cache.recompute_tokens_per_s, origin.id)
         try:
             with under(origin.headers):
@@ -426,9 +428,10 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
         except Exception:
             log.exception("a look-up failed")
             match.end_intent()
+            failed = True
         if not tokens:
             match.release()
-            return Found(match, {}, {})
+            return Found(match, {}, {}, failed or not match.answered)
         chunks, ready = dict[int, range](), dict[int, range]()
         for number, at in enumerate(self._places()):
             index = at.group.group_idx

@@ -33,6 +33,11 @@ class Row:
     tenant: str = ""  # who is charged for its key, of those with a quota
 
     @property
+    def needed(self) -> bool:
+        """Whether somebody may ask for it again."""
+        return self.last > FIRST_TICK - (AGAIN + FOR_GOOD) // 2
+
+    @property
     def fleeting(self) -> bool:
         """Whether its node is about to leave, or is a GPU: its blocks must get a copy elsewhere."""
         size_class = self.slab.size_class
@@ -220,7 +225,9 @@ class Slots:
         for key in reversed(keys) if again else keys:
             copies = self.table.get(key, [])
             for row in copies if copies and copies[0].tenant == tenant else ():
-                if row.state in STORED and not row.holds:
+                size_class = row.slab.size_class
+                there = is_tier(row.slab.node) or (size_class.offered and not size_class.on_gpu)
+                if row.state in STORED and not row.holds and there:
                     if row.state == "ready":
                         row.slab.size_class.part_with_held(row.tenant)
                     count += self.done_for_now(row) if again else self.done_for_good(row)

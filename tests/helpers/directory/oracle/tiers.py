@@ -270,7 +270,8 @@ class Tiers(Tenants):
             if share < 1 and row.holds:
                 row.aged = False  # until a hold on it ends
                 continue
-            wanted = row.uses >= self.min_hits and not any(self.in_tier(t, row.key) for t in self.tiers.values())
+            wanted = row.uses >= self.min_hits and row.needed
+            wanted = wanted and not any(self.in_tier(t, row.key) for t in self.tiers.values())
             if wanted and not self.start_demotion(row, tier, there, pairs):
                 return pairs
             row.clean = True
@@ -314,7 +315,7 @@ class Tiers(Tenants):
             return size_class.free.pop()
         for _ in range(CHANCES):
             row = self.oldest(size_class, "external")
-            if row is None or not any(r.state in PRESENT for r in self.table[row.key]):
+            if row is None or not row.needed or not any(r.state in PRESENT for r in self.table[row.key]):
                 break
             self.touch(row)
         row = self.oldest(size_class, "external")

@@ -1,0 +1,55 @@
+"""Tells the pool which chunks a session is done with, in a thread, once nobody stores them any more."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from queue import SimpleQueue
+from typing import NamedTuple
+
+from raykv.client.directory_client import DirectoryClient
+from raykv.keys import Keys
+
+log = logging.getLogger("raykv")
+
+PAUSE_S = 0.5  # before each call: workers offer a finished request's chunks, and hold them meanwhile
+CALLS = 5  # at most, while the pool makes fewer copies older than there are keys
+
+
+class _Told(NamedTuple):
+    due: float
+    calls: int
+    directory: DirectoryClient
+    keys: Keys
+    again: bool
+
+
+class Done:
+    """What is still to be told. The thread begins with the first."""
+
+    def __init__(self) -> None:
+        self._queue: SimpleQueue[_Told | None] = SimpleQueue()  # by `due`
+        self._thread: threading.Thread | None = None
+
+    def tell(self, directory: DirectoryClient, keys: Keys, again: bool) -> None:
+        """See KVCache.done."""
+        self._queue.put(_Told(time.monotonic() + PAUSE_S, CALLS, directory, keys, again))
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="raykv-done", daemon=True)
+            self._thread.start()
+
+    def close(self) -> None:
+        """Tell no more."""
+        self._queue.put(None)
+
+    def _run(self) -> None:
+        while told := self._queue.get():
+            time.sleep(max(0.0, told.due - time.monotonic()))
+            try:
+                count = told.directory.done(told.keys, told.again)
+            except Exception:
+                log.exception("the pool could not be told what a session is done with")
+                continue
+            if count < len(told.keys) and told.calls > 1:
+                self._queue.put(told._replace(due=time.monotonic() + PAUSE_S, calls=told.calls - 1))
