@@ -69,7 +69,8 @@ class Pool:
             asked.append(self.ask(node, request.ids))
             start = own.setdefault(request.session, asked[-1][0])
             if waits and waits[number] >= LONG_WAIT_S:
-                self.done(request.ids[start:], again=waits[number] < math.inf)
+                keys, again = _keys(request.ids[start:]), waits[number] < math.inf
+                self.directory.done(self._call(), keys.tobytes(), 0.0, again)
         read, crossed = (sum(blocks) for blocks in zip(*asked, strict=True))
         hits = served(trace, [blocks for blocks, _ in asked])
         one = 100 / max(1, sum(request.tokens for request in trace.requests))
@@ -80,10 +81,6 @@ class Pool:
             crossed * trace.block_tokens * one,
             crossed * BLOCK_BYTES / max(1, hits),
         )
-
-    def done(self, ids: list[int], again: bool) -> None:
-        """Nobody asks for these blocks any more; `again`: or later than for others."""
-        self.directory.done(self._call(), _keys(ids).tobytes(), 0.0, again)
 
     def ask(self, node: int, ids: list[int]) -> tuple[int, int]:
         """Serve a prompt on a node: read its stored blocks, store the rest.

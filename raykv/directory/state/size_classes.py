@@ -168,17 +168,17 @@ class SizeClasses:
 
     def oldest_tick(self, size_class: int) -> int:
         """Tick of the last use of the size class's oldest victim; -1 where it has none."""
-        row = int(eviction.oldest(self.c, size_class))
-        return int(self.c.rows[row]["last"]) if row >= 0 else -1
+        return self._tick_of(eviction.oldest(self.c, size_class))
 
     def oldest_tick_in_use(self, size_class: int) -> int:
         """As `oldest_tick`, of the blocks that nobody is done with."""
-        row = int(eviction.oldest_in_use(self.c, size_class))
-        return int(self.c.rows[row]["last"]) if row >= 0 else -1
+        return self._tick_of(eviction.oldest_in_use(self.c, size_class))
 
     def oldest_tick_for(self, size_class: int, tenant: int) -> int:
         """As `oldest_tick`, for blocks that this tenant may evict; not its own while it is within its minimum."""
-        row = int(eviction.oldest_candidate(self.c, size_class, tenant))
+        return self._tick_of(eviction.oldest_candidate(self.c, size_class, tenant))
+
+    def _tick_of(self, row: int) -> int:
         return int(self.c.rows[row]["last"]) if row >= 0 else -1
 
     # ------------------------------------------------------------------ slabs

@@ -39,7 +39,7 @@ from raykv.integrations.vllm.chunks.chain import Chain
 from raykv.integrations.vllm.chunks.chunks import Origin
 from raykv.integrations.vllm.chunks.contents import Contents
 from raykv.integrations.vllm.chunks.hints import hint_of
-from raykv.integrations.vllm.chunks.tail import Tail, as_chunk, store_job, tail_of
+from raykv.integrations.vllm.chunks.tail import OFFLOAD_LIMIT, Tail, as_chunk, store_job, tail_of
 from raykv.integrations.vllm.compat import TRIMS_HASHES, Connector, kv_replicas, load_limit
 from raykv.integrations.vllm.events.kv_events import KVEvents, Prompt, Sizes
 from raykv.integrations.vllm.identity.adapters import OwnCache, Told, ToldAdapters
@@ -143,7 +143,7 @@ class RayKVConnector(Connector):  # type: ignore[misc]
         origin = Origin(request.request_id, request.trace_headers, request.cache_salt)
         groups = zip(scheduler.config.kv_group_configs, status.group_states, strict=True)
         keys = {group.group_idx: state.offload_keys for group, state in groups}
-        limited = "max_offload_tokens" in (request.kv_transfer_params or {})
+        limited = OFFLOAD_LIMIT in (request.kv_transfer_params or {})
         hint = hint_of(request.kv_transfer_params)
         chain = Chain(keys, origin, scheduler.manager.resets, self._tail_of(request), limited, hint)
         if request.lora_request:

@@ -7,11 +7,12 @@ import logging
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from raykv.integrations.vllm.chunks.tail import LOAD_LIMIT
+
 log = logging.getLogger("raykv")
 
 SESSION, DONE = "raykv_session", "raykv_done"  # keys in a request's kv_transfer_params
 AGAIN = "again"
-LOAD_LIMIT = "max_load_tokens"  # vLLM's
 SESSIONS = 10_000  # known at a time
 NAME_CHARS = 256
 

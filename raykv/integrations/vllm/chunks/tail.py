@@ -19,7 +19,7 @@ from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys, hash_blo
 from vllm.v1.kv_offload.base import GPULoadStoreSpec, make_offload_key
 
 Hash = Callable[[Any], bytes]
-LIMITS = ("max_load_tokens", "max_offload_tokens")  # keys in a request's kv_transfer_params
+LIMITS = LOAD_LIMIT, OFFLOAD_LIMIT = "max_load_tokens", "max_offload_tokens"  # keys in a request's kv_transfer_params
 
 
 class Tail(NamedTuple):

@@ -20,7 +20,6 @@ CALLS = 5  # at most, while the pool makes fewer copies older than there are key
 class _Told(NamedTuple):
     due: float
     calls: int
-    directory: DirectoryClient
     keys: Keys
     again: bool
 
@@ -28,13 +27,14 @@ class _Told(NamedTuple):
 class Done:
     """What is still to be told. The thread begins with the first."""
 
-    def __init__(self) -> None:
+    def __init__(self, directory: DirectoryClient) -> None:
+        self._directory = directory
         self._queue: SimpleQueue[_Told | None] = SimpleQueue()  # by `due`
         self._thread: threading.Thread | None = None
 
-    def tell(self, directory: DirectoryClient, keys: Keys, again: bool) -> None:
+    def tell(self, keys: Keys, again: bool) -> None:
         """See KVCache.done."""
-        self._queue.put(_Told(time.monotonic() + PAUSE_S, CALLS, directory, keys, again))
+        self._queue.put(_Told(time.monotonic() + PAUSE_S, CALLS, keys, again))
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="raykv-done", daemon=True)
             self._thread.start()
@@ -47,7 +47,7 @@ class Done:
         while told := self._queue.get():
             time.sleep(max(0.0, told.due - time.monotonic()))
             try:
-                count = told.directory.done(told.keys, told.again)
+                count = self._directory.done(told.keys, told.again)
             except Exception:
                 log.exception("the pool could not be told what a session is done with")
                 continue

@@ -144,7 +144,7 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
         self._failed: set[str] = set()  # requests whose load failed: they are computed, not looked up again
         self._counts: Counter[str] = Counter()
         self._computing: dict[str, Computing] = {}
-        self._sessions, self._done = Sessions(), Done()
+        self._sessions, self._done = Sessions(), Done(pool.session.directory)
         self._rate = 0.0  # tokens per second that requests computed lately
         self._held_until = 0.0
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="raykv-ask")
@@ -279,12 +279,14 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
         """A request's session is done with the chunks that are its own."""
         known = self._sessions.start(chain.hint, chain.origin.salt)
         start = chain.start if known is None else known
-        for group in self._groups if self.caches and start is not None else ():
-            caches, own = self.caches[group.place], chain.behind(start or 0, group.group_idx, group.tokens)
-            for part, rows in pool_keys(caches, own, chain.origin).items() if own else ():
-                self._done.tell(caches[part].session.directory, rows, chain.hint.again)
         if not chain.hint.again:
             self._sessions.end(chain.hint, chain.origin.salt)
+        if start is None or not self.caches:
+            return
+        for group in self._groups:
+            if own := chain.behind(start, group.group_idx, group.tokens):
+                for rows in pool_keys(self.caches[group.place], own, chain.origin).values():
+                    self._done.tell(rows, chain.hint.again)
 
     def _end_if_done(self, request: str) -> None:
         """End the intent of a request that has stored its chunks, or will not: nobody need wait for it."""
