@@ -119,7 +119,7 @@ class DirectoryClient:
         self._last_call = self._seen_call = time.monotonic()
         self._bell = bell = Bell()
         self._rests = False  # nobody called since the thread last looked: the thread waits for the next heartbeat
-        self._closed = threading.Event()
+        self._closed, self._left = threading.Event(), threading.Event()  # `close` was called; `close` is done
         self._pid = os.getpid()
         threading.Thread(
             target=_tend_forever,
@@ -201,6 +201,8 @@ class DirectoryClient:
         expected = written.count(WRITTEN)
         try:
             with self._lock:
+                if self._closed.is_set():
+                    return 0
                 self.line.tell("commit", self._call(), plain(request), deliver=partial(self._on_committed, expected))
         except ERRORS as error:
             self._down("directory", f"a commit could not be sent: {error}")
@@ -328,11 +330,15 @@ class DirectoryClient:
         """
         if not self._closed.is_set() and self._pid == os.getpid():
             self._closed.set()
-            self._bell.ring()
+            # no call may follow `disconnect`; with a limit, as a signal's handler may have interrupted such a call
+            if self._lock.acquire(timeout=self.deadline):
+                self._lock.release()
             if ray.is_initialized():
                 with contextlib.suppress(*ERRORS):
                     self.line.call("disconnect", self.client, seconds=self.deadline)
             self.line.close()
+            self._left.set()
+            self._bell.ring()
 
     def _may_ask(self) -> bool:
         """Whether to expect an answer. Counts a fault if not."""
@@ -358,6 +364,8 @@ class DirectoryClient:
         plain_request = [plain(part) if isinstance(part, tuple) else part for part in request]
         try:
             with self._lock:  # calls must arrive in the order in which their lists of held ids were made
+                if self._closed.is_set():  # what the directory granted now would stay until it misses the client
+                    return None
                 sent = self.line.send(method, self._call(hold), *plain_request)
             answer = self.line.wait(sent, self.deadline if seconds is None else seconds)
             return self._believed(cast(A, CALLS[method].meant(answer)))
@@ -473,14 +481,14 @@ def _tend_forever(reference: "weakref.ref[DirectoryClient]", bell: Bell) -> None
         client = reference()
         if client is None:
             return
-        if client._closed.is_set():
+        if client._left.is_set():
             client.line.close()  # the thread may have found a line since
             return
         if rung and not client._up:
             time.sleep(0.05)  # a restarting directory refuses connections for a moment
         client._rests = False
         try:
-            if ray.is_initialized():
+            if ray.is_initialized() and not client._closed.is_set():
                 client._tend()
         except Exception as error:  # a client that no longer probes would stay down for good
             client.fault("probe", repr(error))

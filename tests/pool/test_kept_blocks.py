@@ -1,13 +1,15 @@
 """Blocks that stay because somebody said so: those of preempted requests, and pinned ones."""
 
 import gc
+import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from helpers.pools import BLOCK, eventually, keep, read, settled, store, tokens
+from helpers.pools import BLOCK, a_cache, eventually, holds, keep, read, settled, store, tokens
 from numpy.typing import NDArray
 
 import raykv
@@ -204,3 +206,39 @@ def test_clear_forgets_what_is_pinned(cache: raykv.KVCache, pool: raykv.KVPool) 
     pool.clear()
     assert pool.stats()["pinned"] == 0 and read(cache, keys).matched == 0
     eventually(lambda: settled(pool))
+
+
+def test_nothing_is_held_for_a_client_that_asks_while_it_leaves(cache: raykv.KVCache, pool: raykv.KVPool) -> None:
+    keys = cache.keys(tokens(9, 4))
+    store(cache, keys)
+    leaving = raykv.attach(pool.name)
+    same = a_cache(leaving)
+    directory = leaving.session.directory
+    asks, closes = threading.Thread(target=same.match, args=(keys,)), threading.Thread(target=leaving.close)
+
+    def is_in(thread: threading.Thread, function: str) -> bool:
+        frame = sys._current_frames().get(thread.ident or 0)
+        return frame is not None and frame.f_code.co_name == function
+
+    with directory._lock:
+        asks.start()
+        eventually(lambda: is_in(asks, "_send"))
+        closes.start()
+        eventually(lambda: not closes.is_alive() or is_in(closes, "close"))
+    asks.join()
+    closes.join()
+    assert pool.stats()["leases"] == 0
+
+
+def test_when_a_client_has_left_it_holds_nothing_and_has_offered_all(cache: raykv.KVCache, pool: raykv.KVPool) -> None:
+    keys = cache.keys(tokens(10, 4))
+    store(cache, keys)
+    stored = [cache.keys(tokens(100 + turn, 1)) for turn in range(20)]
+    for last in stored:
+        leaving = raykv.attach(pool.name)
+        same = a_cache(leaving)
+        match = same.match(keys)
+        assert match.num_blocks == 4 and store(same, last) == 1
+        leaving.close()
+        assert pool.stats()["leases"] == 0
+    assert all(holds(cache, last) for last in stored)
