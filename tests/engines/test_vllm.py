@@ -97,7 +97,6 @@ def small(engines: Engines) -> Iterator[Any]:
     close_engines(engine)
 
 
-@pytest.mark.promise
 def test_engines_share_a_prefix(engines: Engines) -> None:
     long = prompt(1, 3000)
     engines.stored(long)

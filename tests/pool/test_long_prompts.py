@@ -59,6 +59,7 @@ def test_a_lease_is_read_twice_and_fetched(start: Callable[..., raykv.KVPool]) -
     eventually(lambda: settled(pool))
 
 
+@pytest.mark.full
 def test_one_reader_alone_reads_all_that_is_there(
     start: Callable[..., raykv.KVPool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
