@@ -20,6 +20,7 @@ from raykv.client.directory_client import DirectoryClient
 from raykv.client.stores.local_store import LocalStore
 from raykv.client.stores.store_client import StoreClient
 from raykv.client.stores.workers import Workers
+from raykv.client.tending import Tending
 from raykv.cluster import internal_kv, named_actors, ray_calls
 from raykv.config import fingerprint
 from raykv.errors import PoolNotFound, ProtocolMismatch, RayKVError
@@ -69,6 +70,7 @@ class Session:
         self._workers = Workers("raykv")
         self._asking = Workers("raykv-match")  # a match must not queue behind copies
         self._background = Workers("raykv-background")
+        Tending(self.directory)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _joined, (self.name,)

@@ -47,7 +47,7 @@ def faulty(pool: raykv.KVPool) -> Iterator[raykv.KVPool]:
     yield pool
     directory = pool.session.directory
     eventually(lambda: settled(pool))
-    eventually(lambda: directory.nodes() and directory._up)
+    eventually(lambda: directory.nodes() and directory.up)
     assert directory.line.way == way and pool.stats()["epoch"] == epoch
     directory.faults.clear()
 
@@ -89,7 +89,7 @@ def test_what_a_late_answer_granted_is_not_held(faulty: raykv.KVPool, monkeypatc
         reserve = threads.submit(directory.reserve, node, late, 0)
         pin = threads.submit(directory.pin, kept.tobytes())
         assert (match.result()[1], reserve.result()[1], pin.result()) == (None, None, 0)
-        assert directory.faults["directory"] >= 3 and not directory._held
+        assert directory.faults["directory"] >= 3 and not directory.held
         assert store(cache, late) == 0 and not holds(cache, kept), "all is a miss until it answers"
     eventually(lambda: (faulty.stats().get("lookups"), faulty.stats().get("pinned")) == (lookups + 5, 5))
     eventually(lambda: settled(faulty))

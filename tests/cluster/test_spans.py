@@ -71,7 +71,7 @@ class Traced(Worker):
         cache = self.cache()
         with pytest.raises(KeyboardInterrupt):
             cache.match(cache.keys(tokens(seed, 4)))
-        return len(self.pool.session.directory._held)
+        return len(self.pool.session.directory.held)
 
 
 def test_spans_say_what_was_hit_and_where(start: Callable[..., raykv.KVPool]) -> None:

@@ -16,10 +16,11 @@ import pytest
 
 from raykv.actors.directory.metrics import DirectoryMetrics
 from raykv.actors.directory.server import DirectoryServer
-from raykv.client import directory_client
+from raykv.client import directory_client, tending
 from raykv.client.directory_client import DirectoryClient
 from raykv.client.pool import KVPool
 from raykv.client.session import Session
+from raykv.client.tending import Tending
 from raykv.directory.directory import Directory
 from raykv.keys import CacheId, Keys
 from raykv.line.directory_line import DirectoryLine
@@ -50,7 +51,8 @@ def open_pool() -> Iterator[KVPool]:
     """A pool that nobody has stored anything in."""
     patch = pytest.MonkeyPatch()
     patch.setattr(directory_client, "DirectoryLine", Line)
-    patch.setattr(directory_client, "ray", SimpleNamespace(is_initialized=lambda: True))
+    for module in (directory_client, tending):
+        patch.setattr(module, "ray", SimpleNamespace(is_initialized=lambda: True))
     server = DirectoryServer("contract", DirectoryMetrics("contract", ""), lambda: 0.0)  # nobody falls silent
     server.serve(Directory(1))
     Line.address_of_all = server.listen("127.0.0.1")
@@ -67,7 +69,9 @@ def open_pool() -> Iterator[KVPool]:
 
 
 def _client() -> DirectoryClient:
-    return DirectoryClient("contract", lambda: 0, deadline=60.0)  # late would be a miss, on a busy machine too
+    client = DirectoryClient("contract", lambda: 0, deadline=60.0)  # late would be a miss, on a busy machine too
+    Tending(client)
+    return client
 
 
 def _join() -> None:
@@ -99,7 +103,7 @@ class Content:
             return
         if key in self._ready:
             self._ready.remove(key)
-            assert self._client._forget(key)
+            assert self._client.forget(key)
         if state == MISSING:
             if key in self._pending:
                 self._client.release(self._pending.pop(key)[0])

@@ -132,7 +132,7 @@ def test_what_was_dropped_unreleased_is_released(cache: raykv.KVCache, pool: ray
     assert stats["holders"][0]["client"] == f"{directory.client:016x}"
     del held
     gc.collect()
-    eventually(lambda: not directory._held and settled(pool))
+    eventually(lambda: not directory.held and settled(pool))
     assert pool.stats()["intents"] == 0 and directory.faults["dropped"] == before + 1
     held = ask[what]()
     held.release()
@@ -146,7 +146,7 @@ def test_what_was_dropped_unreleased_is_released(cache: raykv.KVCache, pool: ray
     assert not cold.tokens and pool.stats()["intents"] == 1
     del cold
     gc.collect()
-    eventually(lambda: pool.stats()["intents"] == 0 and not directory._held)
+    eventually(lambda: pool.stats()["intents"] == 0 and not directory.held)
 
 
 @pytest.mark.parametrize("again", [False, True])
@@ -220,7 +220,7 @@ def test_nothing_is_held_for_a_client_that_asks_while_it_leaves(cache: raykv.KVC
         frame = sys._current_frames().get(thread.ident or 0)
         return frame is not None and frame.f_code.co_name == function
 
-    with directory._lock:
+    with directory.lock:
         asks.start()
         eventually(lambda: is_in(asks, "_send"))
         closes.start()

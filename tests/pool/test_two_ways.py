@@ -130,7 +130,7 @@ def test_a_match_that_is_interrupted_leaves_nothing_leased(pool: raykv.KVPool, m
             cache.match(keys)
     finally:
         signal.signal(signal.SIGUSR1, before)
-    assert not directory._held
+    assert not directory.held
     eventually(lambda: pool.stats()["leases"] == 0)
 
 
@@ -176,7 +176,7 @@ def faulty(pool: raykv.KVPool) -> Iterator[raykv.KVPool]:
     yield pool
     directory = pool.session.directory
     eventually(lambda: settled(pool))
-    eventually(lambda: directory.nodes() and directory._up)
+    eventually(lambda: directory.nodes() and directory.up)
     assert directory.line.way == way and pool.stats()["epoch"] == epoch
     directory.faults.clear()
 
@@ -192,7 +192,7 @@ def test_a_store_that_is_aborted_gives_its_slots_back(
         aborted.setattr(Reservation, when, interrupt)
         with pytest.raises(Interrupted):
             store(cache, keys)
-    assert not directory._held
+    assert not directory.held
     eventually(lambda: settled(faulty))
     assert read(cache, keys).matched == 0
     assert store(cache, keys) == 9 and holds(cache, keys)

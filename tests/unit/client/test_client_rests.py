@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from helpers.pools import eventually
 
-from raykv.client import directory_client
+from raykv.client import directory_client, tending
 from raykv.client.directory_client import FORGET_S, PROBE_S, DirectoryClient
+from raykv.client.tending import Tending
 from raykv.config import METADATA_DEADLINE_S
 from raykv.protocol.location import KEY_BYTES
 
@@ -55,10 +56,11 @@ class Line:
 def client(monkeypatch: pytest.MonkeyPatch) -> Iterator[DirectoryClient]:
     """One that rests, and for long."""
     monkeypatch.setattr(directory_client, "DirectoryLine", Line)
-    monkeypatch.setattr(directory_client, "TEND_S", 0.01)
-    monkeypatch.setattr(directory_client, "HEARTBEAT_AFTER_S", 1000.0)
+    monkeypatch.setattr(tending, "TEND_S", 0.01)
+    monkeypatch.setattr(tending, "HEARTBEAT_AFTER_S", 1000.0)
     monkeypatch.setattr("ray.is_initialized", lambda: True)
     client = DirectoryClient("p", lambda: 0, METADATA_DEADLINE_S)
+    Tending(client)
     rests(client)
     line: Any = client.line
     assert line.asked == ["find"] and line.looks < 10
@@ -67,7 +69,7 @@ def client(monkeypatch: pytest.MonkeyPatch) -> Iterator[DirectoryClient]:
 
 
 def rests(client: DirectoryClient) -> None:
-    eventually(lambda: client._rests)
+    eventually(lambda: client.rests)
 
 
 def test_what_is_released_meanwhile_is_told(client: DirectoryClient) -> None:
@@ -113,6 +115,7 @@ def test_nothing_waits_for_a_directory_longer_than_the_deadline_or_a_probe(
 def test_the_thread_ends_with_a_client_that_nobody_has_any_more(client: DirectoryClient) -> None:
     others = set(threading.enumerate())
     forgotten = DirectoryClient("p", lambda: 0, METADATA_DEADLINE_S)
+    Tending(forgotten)
     (thread,) = set(threading.enumerate()) - others
     rests(forgotten)
     del forgotten

@@ -1,0 +1,62 @@
+"""What a client holds, and what it has seen of blocks. Its next call tells the directory."""
+
+import itertools
+from array import array
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from raykv.config import KEYS_PER_CALL
+from raykv.protocol.clients import Call
+
+Locations = NDArray[np.void]
+
+
+class Held:
+    """Ids of leases and reservations, and locations to report. For one thread at a time.
+
+    news: the directory does not know all of it yet.
+    """
+
+    def __init__(self, client: int) -> None:
+        """client: its id."""
+        self._client, self._seq = client, itertools.count(1)
+        self._ids = set[int]()
+        self._pulled, self._corrupt = list[Locations](), list[Locations]()
+        self.news = False
+
+    def __len__(self) -> int:
+        """Number of ids."""
+        return len(self._ids)
+
+    def next_call(self, hold: Sequence[int]) -> Call:
+        """The first argument of the next call. hold: ids to hold from now on."""
+        self._ids.update(hold)
+        pulled, corrupt = _joined(self._pulled), _joined(self._corrupt)
+        self.news = bool(self._pulled or self._corrupt)
+        return Call(self._client, next(self._seq), array("Q", self._ids).tobytes(), pulled, corrupt)
+
+    def release(self, ids: Sequence[int]) -> None:
+        """Hold these ids no longer."""
+        self._ids.difference_update(ids)
+        self.news = True
+
+    def pulled(self, locations: Locations) -> None:
+        """Report staging slots that hold their block now."""
+        self._pulled.append(locations)
+        self.news = True
+
+    def corrupt(self, locations: Locations) -> None:
+        """Report blocks that are not what the directory said."""
+        self._corrupt.append(locations)
+        self.news = True
+
+
+def _joined(parts: list[Locations]) -> bytes:
+    """Take the first KEYS_PER_CALL locations out. The rest goes with later calls."""
+    if not parts:
+        return b""
+    whole = np.concatenate(parts)
+    parts[:] = [whole[KEYS_PER_CALL:]] if len(whole) > KEYS_PER_CALL else []
+    return whole[:KEYS_PER_CALL].tobytes()
