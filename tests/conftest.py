@@ -18,6 +18,7 @@ from hypothesis import HealthCheck, settings
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # else ray.init writes a token file into the home folder
 os.environ.setdefault("RAY_DEDUP_LOGS", "0")
 os.environ.setdefault("SCAN_EVENT_DIR_INTERVAL_SECONDS", "3600")  # every 2 s Ray looks into a file of each worker
+os.environ.setdefault("REPORTER_UPDATE_INTERVAL_MS", "60000")  # every 5 s Ray looks at each of its processes
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # else every process that imports numpy starts threads, which spin
 TESTS = os.path.dirname(__file__)
 ROOTS = (TESTS, os.path.dirname(TESTS))  # of helpers, and of examples
@@ -85,7 +86,8 @@ def cluster() -> Iterator[Any]:
     import ray
     from ray.cluster_utils import Cluster
 
-    cluster = Cluster(initialize_head=True, head_node_args={**NODE, "include_dashboard": False})
+    unread = {"include_dashboard": False, "include_log_monitor": False}  # nobody looks at either
+    cluster = Cluster(initialize_head=True, head_node_args={**NODE, **unread})
     try:
         cluster.add_node(wait=True, **NODE)
         ray.init(address=cluster.address, log_to_driver=False)

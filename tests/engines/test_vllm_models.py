@@ -94,6 +94,7 @@ def test_a_conversation_that_goes_on_is_read_up_to_the_turn_before(engines: Engi
         assert found[0] == right and found[2] >= 288
 
 
+@pytest.mark.full
 def test_whatever_is_evicted_the_tokens_are_right(engines: Engines) -> None:
     """Three times as many prompts as the pool has room for: of some it has windows without their prefix, of others the
     prefix without the window."""
