@@ -189,3 +189,14 @@ def test_matches_and_stores_of_a_pool_are_counted() -> None:
     assert figures["ceiling"] == figures["4"] == pytest.approx(8 / 12, abs=1e-4)
     pool.directory.clear(0.0)
     assert pool.directory.stats(0.0)["hit_curve"] == {}
+
+
+def test_a_burst_of_look_ups_samples_fewer_keys_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All at one time: no look that is due by the clock comes between."""
+    monkeypatch.setattr(hit_curve, "USES_MOST", 100)
+    monkeypatch.setattr(hit_curve, "KEYS", 64)
+    pool = Pool(slots=16)
+    pool.store("a", KEYS[:8])
+    for _ in range(200):
+        assert pool.read("a", KEYS[:8]) == 8
+    assert pool.directory.hit_curve._sample.state[SHIFT] >= 2

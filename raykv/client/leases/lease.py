@@ -47,12 +47,14 @@ class Lease:
         name: LeaseName,
         source: Locations,
         keys: NDArray[np.uint8],
+        all_here: bool = False,
     ) -> None:
-        """store: of the reader's node. source: (n,) LOCATION. keys: (n, 16)."""
+        """store: of the reader's node. source: (n,) LOCATION. keys: (n, 16). all_here: see LeasedBlocks."""
         self._session, self._store = session, store
-        self.blocks = blocks = LeasedBlocks(session.directory, block_bytes, name, source, keys)
+        self.blocks = blocks = LeasedBlocks(session.directory, block_bytes, name, source, keys, all_here)
         self._stream = Stream(session, store, blocks)
-        here, external = int(np.count_nonzero(blocks.here())), int(np.count_nonzero(blocks.external))
+        here = len(source) if all_here else int(np.count_nonzero(blocks.here()))
+        external = 0 if all_here else int(np.count_nonzero(blocks.external))
         self.found = {"memory": here, "external": external, "node": len(source) - here - external}
         self.cut = "", -1
 
@@ -76,7 +78,8 @@ class Lease:
             source, staged = source[:stop], staged[:stop]
         nonce, node = (local.arena.nonce, local.index) if local else (b"", -1)
         name = LeaseName(nonce, node, session.directory.client, lease, 0)
-        made = cls(session, local, keys.cache.block_bytes, name, source, np.asarray(keys)[: len(source)])
+        leased, all_here = np.asarray(keys)[: len(source)], staged is None
+        made = cls(session, local, keys.cache.block_bytes, name, source, leased, all_here)
         made.cut = cut
         if staged is not None:
             made.blocks.staged[:] = staged

@@ -39,10 +39,12 @@ class LeasedBlocks:
         name: LeaseName,
         source: Locations,
         keys: NDArray[np.uint8],
+        all_here: bool = False,
     ) -> None:
+        """all_here: all blocks are known to be in the memory of this node."""
         self.name, self.block_bytes = name, block_bytes
         self.source, self.keys, self.staged = source, keys, np.zeros(len(source), LOCATION)
-        self.external = is_tier(source["node"])
+        self.external = np.zeros(len(source), np.bool_) if all_here else is_tier(source["node"])
         self.record: RequestRecord | None = None
         self._directory = directory
         self._window_lost = False  # no answer to the last NextWindowRequest: see its `again`

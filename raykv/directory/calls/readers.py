@@ -180,7 +180,7 @@ def _hold_prefix(state: State, call: Call, request: MatchRequest, keys: KeyArray
     reader, stride = state.nodes.get(request.node), slot_bytes(request.block_bytes)
     size_class, on_gpu = state.allocator.staging_class(reader, stride), reader is not None and reader.on_gpu
     host = state.nodes.get(reader.host) if reader and on_gpu else None
-    firsts, *rows = np.empty((5, len(keys)), np.int64)
+    firsts, *rows = [np.empty(len(keys), np.int64) for _ in range(5)]
     places = Places(*np.empty((2, len(keys)), LOCATION))
     node, limit = _index_of(reader), int(min(max(0, request.stage), len(keys)))
     tenant = state.quotas.number(request.tenant)
@@ -196,7 +196,7 @@ def _hold_prefix(state: State, call: Call, request: MatchRequest, keys: KeyArray
         node,
         size_class,
         keys[: counts[0]].copy(),  # a view would keep the whole array
-        Blocks(*[row[: counts[0]].copy() for row in rows]),
+        Blocks(*(rows if counts[0] == len(keys) else [row[: counts[0]].copy() for row in rows])),
         writes=False,
         group=group,
         since=now,

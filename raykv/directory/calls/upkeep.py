@@ -13,8 +13,13 @@ CHECK_EVERY_S = 0.5  # between two looks for nodes and clients that are gone
 
 
 def check(state: State, now: float) -> None:
-    """Suspect silent nodes, expire silent clients, leases, pins and intents, age the curve; twice a second at most."""
+    """Suspect silent nodes, expire silent clients, leases, pins and intents, age the curve; twice a second at most.
+
+    A burst of look-ups has the curve checked sooner.
+    """
     if now < state.next_check:
+        if state.hit_curve.overdue:
+            state.hit_curve.check(now)
         return
     state.next_check = now + CHECK_EVERY_S
     for node in state.nodes.values():
