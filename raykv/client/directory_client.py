@@ -69,15 +69,16 @@ class DirectoryClient:
     """Calls the directory. Past its deadline a call is a miss. Later calls are misses too, until a probe returns.
 
     The client chooses the ids of leases and reservations, and every call lists the held ids. So the directory releases
-    the grants of a call that timed out. Thread-safe. A Tending is its thread.
+    the grants of a call that timed out. Thread-safe. Whoever makes a client makes its thread too, a Tending: without
+    heartbeats the directory would take the client for gone.
 
     line: the way to the directory. deadline: seconds that a call may take. client: id of this client. faults: number of
     faults by kind. metrics: this process's counts for Ray. requests: lines for people who follow requests. held: what
-    the next call tells. lock: guards `held`, `requests` and the order of calls. up: the directory answered the last
-    call in time. down_since: when `up` last became False. last_call: when the last call was sent. Both are of
-    time.monotonic(). closed, left: `close` has begun; it has ended. bell: wakes the client's thread. rests: that thread
-    waits for the next heartbeat, as nobody has called since it last looked. to_forget: blocks that the directory shall
-    forget, in pieces of at most KEYS_PER_CALL keys.
+    the next call tells. lock: guards `held`, `requests`, `rests` and the order of calls. up: the directory answered
+    the last call in time. down_since: when `up` last became False. last_call: when the last call was sent. Both are of
+    time.monotonic(). closed: `close` has begun. left: `close` has ended. bell: wakes the client's thread. rests: that
+    thread waits for the next heartbeat, as nobody has called since it last looked. to_forget: blocks that the directory
+    shall forget, in pieces of at most KEYS_PER_CALL keys.
     """
 
     def __init__(
@@ -104,7 +105,7 @@ class DirectoryClient:
         self.client = random.SystemRandom().getrandbits(63)
         self._ids = itertools.count(1)
         self.held = Held(self.client)
-        self.lock = threading.Lock()
+        self.lock = threading.RLock()  # a signal's handler that closes the pool may have interrupted its holder
         self._dropped: deque[Sequence[int]] = deque()  # ids held by objects that were collected as garbage
         self._logged: dict[str, float] = {}
         self.up = self.line.find()
@@ -310,17 +311,22 @@ class DirectoryClient:
 
         Waits at most for the pool's deadline, so that earlier calls arrive first.
         """
-        if not self.closed and self._pid == os.getpid():
-            self.closed = True
-            # no call may follow `disconnect`; with a limit, as a signal's handler may have interrupted such a call
-            if self.lock.acquire(timeout=self.deadline):
-                self.lock.release()
-            if ray.is_initialized():
-                with contextlib.suppress(*ERRORS):
-                    self.line.call("disconnect", self.client, seconds=self.deadline)
+        if self.closed or self._pid != os.getpid():
+            return
+        try:
+            with contextlib.suppress(*ERRORS):
+                self._disconnect()
+        finally:
             self.line.close()
             self.left = True
             self.bell.ring()
+
+    def _disconnect(self) -> None:
+        with self.lock:  # no call follows this one
+            self.closed = True
+            sent = self.line.send("disconnect", self.client) if ray.is_initialized() else None
+        if sent is not None:
+            self.line.wait(sent, self.deadline)
 
     def _may_ask(self) -> bool:
         """Whether to expect an answer. Counts a fault if not."""

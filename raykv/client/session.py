@@ -70,7 +70,7 @@ class Session:
         self._workers = Workers("raykv")
         self._asking = Workers("raykv-match")  # a match must not queue behind copies
         self._background = Workers("raykv-background")
-        Tending(self.directory)
+        Tending(self.directory)  # its thread keeps it
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _joined, (self.name,)

@@ -14,9 +14,9 @@ from raykv.line.wire import Stream
 from raykv.metrics.exporter import EXPORT_S
 
 log = logging.getLogger("raykv")
-TEND_S = HEARTBEAT_S / 2  # between two looks, while the client is in use
+TEND_S = HEARTBEAT_S / 2  # between two looks of a client's thread, while the client is in use
 HEARTBEAT_AFTER_S = CLIENT_TTL_S / 4  # without a call: the directory takes a client for gone after CLIENT_TTL_S
-RESTART_S = 0.05  # a restarting directory refuses connections for so long
+RESTART_S = 0.05  # before a lost directory is looked for: while it restarts it refuses connections for a moment
 
 
 class Tending:
@@ -54,6 +54,7 @@ class Tending:
             del client
 
     def _look(self, client: DirectoryClient) -> None:
+        """Send a heartbeat when one is due, and news that no call has told yet. Find a lost directory again."""
         client.look_on()
         client.release_dropped()
         if not client.up:
@@ -97,7 +98,7 @@ class Tending:
 
     def _rest(self, client: DirectoryClient) -> tuple[float, Stream | None]:
         """(seconds that the thread may rest, the connection whose end must wake it)."""
-        if not ray.is_initialized() or not client.up:
+        if client.closed or not client.up or not ray.is_initialized():
             return TEND_S, None
         with client.lock:
             called, self._seen_call = client.last_call != self._seen_call, client.last_call

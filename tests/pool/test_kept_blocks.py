@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 import raykv
 import raykv.actors.directory.server
 import raykv.client.directory_client
+import raykv.client.held
 import raykv.client.leases.match
 import raykv.client.reservation
 from raykv.client.leases.joint_match import JointMatch, Part
@@ -167,7 +168,7 @@ def test_an_ended_session_leaves_before_others_its_end_first(
 
 def test_many_keys_are_kept_in_steps(cache: raykv.KVCache, pool: raykv.KVPool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Others' calls are answered between two of them."""
-    clients = raykv.client.directory_client, raykv.client.leases.match, raykv.client.reservation
+    clients = raykv.client.directory_client, raykv.client.held, raykv.client.leases.match, raykv.client.reservation
     for module in (*clients, raykv.actors.directory.server):
         monkeypatch.setattr(module, "KEYS_PER_CALL", 7)
     keys = cache.keys(tokens(60, 20))
@@ -218,13 +219,13 @@ def test_nothing_is_held_for_a_client_that_asks_while_it_leaves(cache: raykv.KVC
 
     def is_in(thread: threading.Thread, function: str) -> bool:
         frame = sys._current_frames().get(thread.ident or 0)
-        return frame is not None and frame.f_code.co_name == function
+        return frame is not None and frame.f_code.co_name == function and "directory_client" in frame.f_code.co_filename
 
     with directory.lock:
-        asks.start()
-        eventually(lambda: is_in(asks, "_send"))
         closes.start()
-        eventually(lambda: not closes.is_alive() or is_in(closes, "close"))
+        eventually(lambda: not closes.is_alive() or is_in(closes, "_disconnect"))
+        asks.start()
+        eventually(lambda: not asks.is_alive() or is_in(asks, "_send"))
     asks.join()
     closes.join()
     assert pool.stats()["leases"] == 0

@@ -59,15 +59,15 @@ def test_a_lease_is_read_twice_and_fetched(start: Callable[..., raykv.KVPool]) -
     eventually(lambda: settled(pool))
 
 
-@pytest.mark.full
+@pytest.mark.parametrize("examples", [5, pytest.param(25, marks=pytest.mark.full)])
 def test_one_reader_alone_reads_all_that_is_there(
-    start: Callable[..., raykv.KVPool], monkeypatch: pytest.MonkeyPatch
+    start: Callable[..., raykv.KVPool], monkeypatch: pytest.MonkeyPatch, examples: int
 ) -> None:
     """However many leases a prompt has, of however many ranks, and however long the pieces are."""
     pool, cache, prompts = full(start, "tcp")
     session = pool.session
 
-    @settings(max_examples=25, deadline=None, database=None)
+    @settings(max_examples=examples, deadline=None, database=None)
     @given(
         keys=st.sampled_from(prompts),
         a_call=st.integers(1, LONG),

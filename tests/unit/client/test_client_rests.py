@@ -123,6 +123,22 @@ def test_the_thread_ends_with_a_client_that_nobody_has_any_more(client: Director
     assert not thread.is_alive()
 
 
+def test_the_thread_ends_though_close_was_interrupted(client: DirectoryClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    others = set(threading.enumerate())
+    leaving = DirectoryClient("p", lambda: 0, METADATA_DEADLINE_S)
+    Tending(leaving)
+    (thread,) = set(threading.enumerate()) - others
+    monkeypatch.setattr(leaving.line, "wait", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        leaving.close()
+    thread.join(20.0)
+    assert not thread.is_alive()
+
+
+def interrupted(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
 def test_what_was_counted_is_told_before_the_thread_rests(client: DirectoryClient) -> None:
     counter: Any = Counted()
     client.metrics._metrics["saved_tokens_total"] = counter
