@@ -215,19 +215,17 @@ def test_nothing_is_held_for_a_client_that_asks_while_it_leaves(cache: raykv.KVC
     leaving = raykv.attach(pool.name)
     same = a_cache(leaving)
     directory = leaving.session.directory
-    asks, closes = threading.Thread(target=same.match, args=(keys,)), threading.Thread(target=leaving.close)
+    asks = threading.Thread(target=same.match, args=(keys,))
 
-    def is_in(thread: threading.Thread, function: str) -> bool:
-        frame = sys._current_frames().get(thread.ident or 0)
-        return frame is not None and frame.f_code.co_name == function and "directory_client" in frame.f_code.co_filename
+    def is_about_to_ask() -> bool:
+        frame = sys._current_frames().get(asks.ident or 0)
+        return frame is not None and frame.f_code.co_name == "_send"
 
     with directory.lock:
-        closes.start()
-        eventually(lambda: not closes.is_alive() or is_in(closes, "_disconnect"))
         asks.start()
-        eventually(lambda: not asks.is_alive() or is_in(asks, "_send"))
+        eventually(is_about_to_ask)
+        leaving.close()
     asks.join()
-    closes.join()
     assert pool.stats()["leases"] == 0
 
 
