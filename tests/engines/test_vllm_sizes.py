@@ -18,6 +18,8 @@ pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'raykv[vl
 import torch
 from helpers.engines.vllm.engine import close_engines, engine_on, save_mla_model, save_model
 
+from raykv.integrations.vllm.scheduler.manager import HITS
+
 pytestmark = pytest.mark.timeout(600)
 
 
@@ -87,4 +89,5 @@ def test_tensor_parallel_2_reads_what_1_stored_and_the_other_way_round(engines: 
         alike = slice(None if exact else 1)
         assert from_pool[0][alike] == computed[0][alike]
         assert from_pool[1][alike] == pytest.approx(computed[1][alike], abs=1e-4 if exact else 0.05)
+    assert ray.get(engines.two.metrics.remote())[HITS] == 4
     eventually(lambda: settled(pool))
