@@ -116,8 +116,8 @@ def _clean_up(name: str, unstopped: set[str], silent: set[str]) -> int:
     while pending and time.monotonic() < end:
         for clean in ray_calls.wait(list(pending), timeout=max(0.0, end - time.monotonic()))[0]:
             address, found = pending.pop(clean), _removed(clean)
-            if found is not None:  # the task cleans the whole machine, so its other raylets need not
-                removed += found
+            removed += found or 0
+            if found:  # on the whole machine; if it found nothing, the task of another raylet may have been faster
                 pending = {other: at for other, at in pending.items() if at != address}
     return removed
 
