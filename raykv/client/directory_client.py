@@ -313,6 +313,7 @@ class DirectoryClient:
         """
         if self.closed or self._pid != os.getpid():
             return
+        self.closed = True
         try:
             with contextlib.suppress(*ERRORS):
                 self._disconnect()
@@ -322,8 +323,7 @@ class DirectoryClient:
             self.bell.ring()
 
     def _disconnect(self) -> None:
-        with self.lock:  # no call follows this one
-            self.closed = True
+        with self.lock:  # no call follows this one: under the lock each looks at `closed` first
             sent = self.line.send("disconnect", self.client) if ray.is_initialized() else None
         if sent is not None:
             self.line.wait(sent, self.deadline)

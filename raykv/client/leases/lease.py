@@ -53,8 +53,9 @@ class Lease:
         self._session, self._store = session, store
         self.blocks = blocks = LeasedBlocks(session.directory, block_bytes, name, source, keys, all_here)
         self._stream = Stream(session, store, blocks)
-        here = len(source) if all_here else int(np.count_nonzero(blocks.here()))
-        external = 0 if all_here else int(np.count_nonzero(blocks.external))
+        here, external = len(source), 0
+        if not all_here:
+            here, external = int(np.count_nonzero(blocks.here())), int(np.count_nonzero(blocks.external))
         self.found = {"memory": here, "external": external, "node": len(source) - here - external}
         self.cut = "", -1
 

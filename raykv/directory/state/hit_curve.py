@@ -52,7 +52,6 @@ class HitCurve:
         self._arguments = tuple(self._sample)
         self._asked = self._found = 0.0  # keys
         self._uses = self._halved = 0  # at the last look; how often the load halved the sample
-        self.overdue = False  # more uses were counted since than it may cost
 
     def resize(self, capacity: int) -> None:
         """Set the bytes that all nodes have for blocks."""
@@ -74,22 +73,29 @@ class HitCurve:
             hit_curve.use(self._arguments, keys[-KEYS:], block_bytes, asked, self._horizon)
             keys = keys[:-KEYS]
         hit_curve.use(self._arguments, keys, block_bytes, asked, self._horizon)
-        self.overdue = int(self._sample.state[USES]) > self._uses + USES_MOST
 
     def _count(self) -> None:
         hit_curve.count(self._arguments, self._horizon)
 
+    @property
+    def overdue(self) -> bool:
+        """Whether more uses were counted since the last look than it may cost."""
+        return self._uses_since() > USES_MOST
+
+    def _uses_since(self) -> int:
+        return int(self._sample.state[USES]) - self._uses
+
     def check(self, now: float) -> None:
         """Count, keep the sample so small that it costs little, and let what was counted age."""
         self._count()
-        uses = int(self._sample.state[USES]) - self._uses
+        uses = self._uses_since()
         if uses > USES_MOST:
             hit_curve.halve(self._arguments)
             self._halved += 1
         if uses > USES_MOST or now - self._checked >= LOOK_S:
             if uses << self._halved > USES_MOST // 2:  # it would be too many without halving
                 self._calm = now
-            self._checked, self._uses, self.overdue = now, int(self._sample.state[USES]), False
+            self._checked, self._uses = now, int(self._sample.state[USES])
         if self._halved and now - self._calm > CALM_S:
             self.begin()
         if now - self._decayed > HALF_LIFE_S:
