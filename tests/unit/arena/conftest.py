@@ -1,10 +1,11 @@
-"""What tests of arenas share. Each file has an `arena` of the size that it needs."""
+"""Fixtures of tests of arenas. A file that needs an `arena` of another size has its own."""
 
 import os
 from collections.abc import Iterator
 
 import pytest
-from helpers.arena.worker import Child
+from helpers.arena import worker as w
+from helpers.arena.worker import PRINT, SLAB, Child
 
 from raykv.arena.arena import Arena
 
@@ -29,3 +30,13 @@ def no_child_left() -> Iterator[None]:
     yield
     while Child.all:
         Child.all.pop().end()  # a stopped one would keep pytest from ending
+
+
+@pytest.fixture
+def arena(path: str) -> Iterator[Arena]:
+    """The owner: two of three slabs offered, epoch 1."""
+    arena = Arena.create(path, PRINT, SLAB, 3)
+    assert arena.offer_next() and arena.offer_next()
+    arena.raise_epoch(w.EPOCH)
+    yield arena
+    arena.close(unlink=True)
