@@ -19,9 +19,7 @@ from raykv.bench.blocks import gpu
 
 ROOT = Path(__file__).parent.parent
 TESTS = [  # other tests with the mark `gpu` import engines
-    "tests/unit/arena/test_gpu_device.py",
-    "tests/unit/arena/test_gpu_arena.py",
-    "tests/unit/arena/test_gpu_beside_engine.py",
+    *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "tests/unit/arena").glob("test_gpu_*.py")),
     "tests/cluster/test_gpu_pool.py",
 ]
 TESTS_S, ENOUGH = 330, 0.75
