@@ -5,16 +5,19 @@ import os
 
 import numpy as np
 from numpy.typing import NDArray
+from xxhash import xxh3_64_intdigest
 
 from helpers.arena import worker as w
 from helpers.arena.gpus import Bytes, noise
 from helpers.arena.worker import GEN, PRINT, SLAB, key_of, locations
+from raykv.arena import header
 from raykv.arena.arena import Arena
 from raykv.arena.gpu.device import Device
 from raykv.arena.gpu_arena import GpuArena
 
 POOL = f"test-gpu-{os.getpid()}"
 SIZE = 10_001
+SIZES = [1, 4095, 4097, SIZE, 300_001]
 Locations = NDArray[np.void]
 
 
@@ -53,3 +56,12 @@ def has(arena: Arena, at: Locations, keys: Bytes, blocks: Bytes, verify: bool = 
     ok = arena.read(at, keys, out, verify=verify)
     assert (out[ok] == blocks[ok]).all(), "a read gave other bytes"
     return bool(ok.all())
+
+
+def sums_of(blocks: Bytes) -> list[int]:
+    return [xxh3_64_intdigest(block.tobytes()) for block in blocks]
+
+
+def header_of(arena: Arena, slot: int, slab: int = 1) -> header.Words:
+    first = arena._shape[1] + (slab * (SLAB // 4096) + slot) * header.HEADER_WORDS
+    return arena._memory[0][first : first + header.HEADER_WORDS]

@@ -3,7 +3,9 @@
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ from numpy.typing import NDArray
 from raykv.arena.gpu import cuda
 from raykv.arena.gpu import device as devices
 from raykv.arena.gpu.device import Device
+from raykv.errors import DeviceError
 
 ON_HOST = str(Path(__file__).parent / "cupy_on_host")
 Bytes = NDArray[np.uint8]
@@ -71,3 +74,20 @@ def elsewhere(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run in another process, which finds the same CuPy."""
     command = [sys.executable, "-c", script, *arguments]
     return subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=120)
+
+
+def refuse(*_: object) -> None:
+    """In place of a method of Device."""
+    raise DeviceError("cudaErrorNotSupported")
+
+
+def meanwhile(monkeypatch: pytest.MonkeyPatch, act: Callable[[], object]) -> None:
+    """Do it once, when a copy on a GPU is done and nobody knows of it yet."""
+    original, acts = Device.copy, [act]
+
+    def copy(self: Device, table: Any, *how: Any) -> None:
+        original(self, table, *how)
+        if acts:
+            acts.pop()()
+
+    monkeypatch.setattr(Device, "copy", copy)

@@ -2,12 +2,18 @@
 
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from helpers.arena import worker as w
+from helpers.arena.gpu_arenas import POOL, gpu_arena, memory_arena
+from helpers.arena.gpus import page_locked
 from helpers.arena.worker import PRINT, SLAB, Child
 
 from raykv.arena.arena import Arena
+from raykv.arena.files import remove_left_behind
+from raykv.arena.gpu.device import Device
+from raykv.arena.gpu_arena import GpuArena
 
 
 @pytest.fixture
@@ -40,3 +46,29 @@ def arena(path: str) -> Iterator[Arena]:
     arena.raise_epoch(w.EPOCH)
     yield arena
     arena.close(unlink=True)
+
+
+@pytest.fixture
+def nothing_left() -> Iterator[None]:
+    yield
+    remove_left_behind(POOL)
+
+
+@pytest.fixture
+def host(cupy: Any) -> Iterator[Arena]:
+    arena = memory_arena()
+    yield arena
+    arena.close(unlink=True)
+
+
+@pytest.fixture
+def ours(gpu: Device) -> Iterator[GpuArena]:
+    """The GPU's."""
+    arena = gpu_arena(gpu)
+    yield arena
+    arena.close(unlink=True)
+
+
+@pytest.fixture
+def locked(monkeypatch: pytest.MonkeyPatch) -> dict[int, int]:
+    return page_locked(monkeypatch)

@@ -1,0 +1,104 @@
+"""An arena page-locks its memory for a GPU, and unlocks the memory in time."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers.arena.gpu_arenas import granted, has, memory_arena, some
+from helpers.arena.gpu_rows import on_gpu, read_to_gpu
+from helpers.arena.gpus import meanwhile
+from helpers.arena.worker import GEN, SLAB, fork
+
+from raykv.arena.arena import Arena
+from raykv.arena.buffers import rows_of
+from raykv.arena.gpu.device import Device
+
+pytestmark = pytest.mark.usefixtures("nothing_left", "locked")
+
+
+def test_discarded_pages_are_mapped_anew(cupy: Any, gpu: Device, host: Arena, locked: dict[int, int]) -> None:
+    """GPUs would go on with the old ones, which a client has registered: it maps the file anew."""
+    client = Arena.attach(host.path, host.nonce)
+    at, keys, blocks = some(3)
+    assert client.write(at, keys, on_gpu(cupy, blocks)).all()
+    old, slots = client._memory[1].ctypes.data, client.addresses(at)
+    assert locked.keys() == {client.region(1)[0]}
+    assert host.give_back(1, GEN + 1000)
+    host.discard(1)
+    assert host.offer_next()
+    new = granted(at, slab=1, gen=2000)
+    new["slab_gen"] = GEN + 1001
+    assert client.write(new, keys, on_gpu(cupy, blocks)).all() and has(host, new, keys, blocks)
+    assert client._memory[1].ctypes.data != old
+    assert not client.register(gpu.uuid, slots) and not locked, "the old mapping is not registered"
+    ok, found = read_to_gpu(cupy, client, new, keys)
+    assert ok.all() and (found == blocks).all() and locked.keys() == {client.region(1)[0]}
+    client.close()
+    assert not locked
+
+
+def test_a_closed_arena_stays_closed(gpu: Device, host: Arena, locked: dict[int, int]) -> None:
+    client = Arena.attach(host.path, host.nonce)
+    at, keys, blocks = some(3)
+    assert client.write(at, keys, blocks).all()
+    slots, mapped = client.addresses(at), client._memory
+    assert host.give_back(0, GEN + 1000)
+    host.discard(0)
+    client.close()
+    assert not client.register(gpu.uuid, slots) and not len(client._memory[1]) and not locked
+    del mapped
+
+
+def test_the_owner_unregisters_slabs_that_it_discards(
+    cupy: Any, gpu: Device, host: Arena, locked: dict[int, int]
+) -> None:
+    at, keys, blocks = some(2)
+    assert host.write(at, keys, on_gpu(cupy, blocks)).all() and locked.keys() == {host.region(1)[0]}
+    assert host.give_back(1, GEN + 1000) and locked
+    host.discard(1)
+    assert not locked
+    assert host.write(granted(at), keys, on_gpu(cupy, blocks)).all() and locked.keys() == {host.region(0)[0]}
+
+
+@pytest.mark.parametrize("kind", ["host", "ours"])
+def test_a_close_during_a_copy(
+    request: pytest.FixtureRequest,
+    cupy: Any,
+    gpu: Device,
+    kind: str,
+    monkeypatch: pytest.MonkeyPatch,
+    locked: dict[int, int],
+) -> None:
+    """Memory is unregistered, or freed, when the copy is done."""
+    free = gpu._memory()[0]
+    arena: Arena = request.getfixturevalue(kind)
+    at, keys, blocks = some(2)
+    assert arena.write(at, keys, blocks).all()
+    meanwhile(monkeypatch, arena.close)
+    out = cupy.zeros(blocks.shape, np.uint8)
+    ok = arena.read(at, keys, rows_of([out]))
+    assert ok.all() and (out.get() == blocks).all()
+    assert not locked
+    del out
+    if kind == "ours":
+        assert gpu._memory()[0] >= free - SLAB
+    assert not arena.read(at, keys, np.zeros_like(blocks)).any()
+
+
+def test_a_forked_child_unregisters_nothing(on_host: Any, locked: dict[int, int]) -> None:
+    host = memory_arena()
+    at, keys, blocks = some(2)
+    assert host.write(at, keys, on_gpu(on_host, blocks)).all()
+    asked, answer = fork.Pipe(duplex=False)
+
+    def child() -> None:
+        host.close()
+        answer.send(len(locked))
+
+    process = fork.Process(target=child)
+    process.start()
+    process.join()
+    assert asked.recv() == 1
+    assert len(locked) == 1 and host.read(at, keys, on_gpu(on_host, blocks)).all()
+    host.close(unlink=True)
+    assert not locked
