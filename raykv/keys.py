@@ -151,7 +151,7 @@ def check(keys: object, cache: CacheId) -> Keys:
             f"keys: {what}, which does not say what cache it belongs to: give the (n, {KEY_BYTES}) uint8 Keys of "
             f"cache.keys(token_ids), or of cache.rekey(hashes) for an engine's own block hashes, of this cache: {cache}"
         )
-    if own != cache:
+    if own is not cache and own != cache:
         raise ValueError(
             f"keys of the cache {own} were given to the cache {cache}: make them with the cache that they are "
             f"used with (where these look alike, revision, dtype, layout, parallel, part, salt or the pool differ)"

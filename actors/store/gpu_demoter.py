@@ -15,7 +15,7 @@ from raykv.config import METADATA_DEADLINE_S
 from raykv.errors import DeviceError
 from raykv.line.directory_line import DirectoryLine
 from raykv.line.directory_loop import DirectoryLoop
-from raykv.protocol.location import KEY_BYTES, LOCATION
+from raykv.protocol.location import KEY_BYTES, LOCATION, Locations
 from raykv.protocol.tiers import GpuDemotionReport, GpuDemotions
 from raykv.protocol.transfers import PULLED
 
@@ -52,7 +52,7 @@ class GpuDemoter:
 
 
 def _copy(
-    gpu: NodeMemory, source: NDArray[np.void], keys: NDArray[np.uint8], arena: Arena, target: NDArray[np.void]
+    gpu: NodeMemory, source: Locations, keys: NDArray[np.uint8], arena: Arena, target: Locations
 ) -> NDArray[np.bool_]:
     """Copy blocks of a GPU (n LOCATIONs) into slots of an arena (n LOCATIONs). Returns (n,) bool: which arrived."""
     source, target = gpu.arena.with_lengths(source), target.copy()

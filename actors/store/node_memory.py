@@ -9,12 +9,11 @@ import threading
 from collections.abc import Callable, Iterator
 
 import numpy as np
-from numpy.typing import NDArray
 
 from raykv.arena.arena import Arena
 from raykv.config import HEARTBEAT_S
 from raykv.line.directory_line import DirectoryLine
-from raykv.protocol.location import KEY_BYTES, LOCATION
+from raykv.protocol.location import KEY_BYTES, LOCATION, Locations
 from raykv.protocol.stores import ArenaDescription, Heartbeat, Inventory, Joined, SlabReport, SlabTarget, SweepResult
 from raykv.system import events
 from raykv.transports.selector import TransportSelector
@@ -92,7 +91,7 @@ class NodeMemory:
             "join", memory=events.short(self.name), index=self.index, epoch=joined.epoch, bytes=size, blocks=blocks
         )
 
-    def _sweep(self, directory: DirectoryLine, locations: NDArray[np.void]) -> None:
+    def _sweep(self, directory: DirectoryLine, locations: Locations) -> None:
         """Report in which quarantined slots (n LOCATIONs) nobody holds the write lock any more."""
         verdicts = self.arena.sweep(locations)
         keys, generations = self.arena.identify(locations)

@@ -36,7 +36,7 @@ from raykv.errors import DeviceError
 from raykv.line.directory_line import DirectoryLine
 from raykv.line.directory_loop import DirectoryLoop
 from raykv.line.periodic import Periodic
-from raykv.protocol.location import CONTENT_BYTES, LOCATION, SLABS_MAX, is_tier
+from raykv.protocol.location import CONTENT_BYTES, LOCATION, SLABS_MAX, Locations, is_tier
 from raykv.protocol.transfers import FAILED, PULLED, BlocksRead, StoreDescription, Transfer, data_deadline, verdicts_of
 from raykv.system import events, free_memory, sha256
 from raykv.system.counts import Counts
@@ -184,7 +184,7 @@ class NodeStore:
                 self._peers.forget(index)
         return verdicts.tobytes()
 
-    def _fetch(self, source: NDArray[np.void], keys: NDArray[np.uint8], target: NDArray[np.void]) -> NDArray[np.uint8]:
+    def _fetch(self, source: Locations, keys: NDArray[np.uint8], target: Locations) -> NDArray[np.uint8]:
         """Copy blocks from wherever they are into slots of one memory of this node. Returns (n,) verdicts."""
         memory = self._memory_at(int(target["node"][0]))
         if memory is None:
@@ -204,10 +204,10 @@ class NodeStore:
     def _fetch_from(
         self,
         index: int,
-        source: NDArray[np.void],
+        source: Locations,
         keys: NDArray[np.uint8],
         memory: NodeMemory,
-        target: NDArray[np.void],
+        target: Locations,
     ) -> NDArray[np.uint8]:
         """Like `_fetch`, for blocks in one memory or tier."""
         if self._demoter and index == self._demoter.index:

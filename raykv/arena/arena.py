@@ -20,7 +20,16 @@ from raykv.arena.files import SHM, ArenaFile
 from raykv.arena.gpu import host_copy
 from raykv.arena.mapping import Addresses, Bytes, Mapping
 from raykv.arena.superblock import NO_CLUSTER
-from raykv.protocol.location import ALIGN, EPOCHS, GENERATIONS, KEY_BYTES, LOCATION, epoch_of, slot_bytes
+from raykv.protocol.location import (
+    ALIGN,
+    EPOCHS,
+    GENERATIONS,
+    KEY_BYTES,
+    LOCATION,
+    Locations,
+    epoch_of,
+    slot_bytes,
+)
 from raykv.protocol.stores import FREED, STILL_WRITTEN
 from raykv.system.file_locks import AGAIN_S
 from raykv.system.jit import compile_all
@@ -28,7 +37,6 @@ from raykv.system.jit import compile_all
 FORMAT_S = 0.25  # to wait for a process that formats the slab: it locks all slots for microseconds
 
 Mask = NDArray[np.bool_]
-Locations = NDArray[np.void]
 Fill = Callable[[Mask, Addresses], "list[int]"]  # see Arena.fill
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raykv.arena import block_copy, files, header
-from raykv.arena.arena import Arena, Locations, Mask, PeerBlocks
+from raykv.arena.arena import Arena, Mask, PeerBlocks
 from raykv.arena.buffers import Rows, rows_of
 from raykv.arena.checksum import judge
 from raykv.arena.gpu import cuda, host_copy
@@ -22,7 +22,7 @@ from raykv.arena.gpu.device import Device, Region, device
 from raykv.arena.mapping import Addresses, Bytes
 from raykv.arena.superblock import NO_CLUSTER
 from raykv.errors import CapacityError, DeviceError
-from raykv.protocol.location import ALIGN
+from raykv.protocol.location import ALIGN, Locations
 from raykv.protocol.transfers import ALTERED, FAILED, PULLED
 
 UNKNOWN = 0  # stands for a checksum that nobody has computed

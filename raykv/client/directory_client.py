@@ -14,7 +14,7 @@ from typing import Any, TypeVar, cast
 
 import ray
 
-from raykv.client.held import Held, Locations
+from raykv.client.held import Held
 from raykv.client.request_record import RequestReport
 from raykv.config import KEYS_PER_CALL
 from raykv.keys import Keys
@@ -37,7 +37,7 @@ from raykv.protocol.clients import (
     Stored,
     Window,
 )
-from raykv.protocol.location import KEY_BYTES
+from raykv.protocol.location import KEY_BYTES, Locations
 from raykv.protocol.requests import RequestLine
 from raykv.system.counts import Counts
 from raykv.system.fork import refuse_forked

@@ -5,12 +5,10 @@ from array import array
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
 from raykv.config import KEYS_PER_CALL
 from raykv.protocol.clients import Call
-
-Locations = NDArray[np.void]
+from raykv.protocol.location import Locations
 
 
 class Held:

@@ -206,11 +206,12 @@ class Pipeline:
 
     def _pass_on(self) -> None:
         """Give the turn to read to a waiting thread. If somebody reads now, that thread does so at its end."""
-        with contextlib.suppress(IndexError, ValueError):  # none waits, or others have removed it
-            while (first := self._waiting[0]).gone:
-                self._waiting.remove(first)
-            if not self.is_read:
-                first.woken.put(None)
+        waiting = self._waiting
+        with contextlib.suppress(IndexError, ValueError):  # others have removed it meanwhile
+            while waiting and (first := waiting[0]).gone:
+                waiting.remove(first)
+            if waiting and not self.is_read:
+                waiting[0].woken.put(None)
         if self._due and not self.alive and not self.is_read:  # it failed while another thread read
             self.look()
 

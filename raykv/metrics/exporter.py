@@ -2,7 +2,7 @@
 
 import threading
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 from raykv.metrics.metric import METRICS, PREFIX, SECONDS
@@ -13,7 +13,8 @@ LABELS_MAX = 50  # values of a tag that users choose, for each kind and process:
 OTHER = "other"  # stands for all later values
 
 T = TypeVar("T")
-Series = tuple[str, tuple[tuple[str, str], ...]]  # name, tags
+Tags = tuple[tuple[str, str], ...]
+Series = tuple[str, Tags]  # name, tags
 
 
 class Exporter:
@@ -40,12 +41,12 @@ class Exporter:
 
     def add(self, name: str, value: float, **tags: str) -> None:
         """Raise a counter."""
-        self.add_each({(name, tuple(tags.items())): value})
+        self.add_each([((name, tuple(tags.items())), value)])
 
-    def add_each(self, values: dict[Series, float]) -> None:
+    def add_each(self, values: Iterable[tuple[Series, float]]) -> None:
         """Raise several counters at once."""
         with self._lock:
-            for series, value in values.items():
+            for series, value in values:
                 if value > 0:  # Ray refuses other values
                     self._added[series] += value
 

@@ -16,6 +16,7 @@ LOCATION = np.dtype(
         ("gen", "<u8"),  # generation of the block, or of a writer's grant
     ]
 )
+Locations = NDArray[np.void]  # of LOCATION
 KEY_BYTES = 16
 ALIGN = 4096  # bytes: alignment of the payload, and so the smallest slot
 CONTENT_BYTES = 8  # a tier's content since it was last cleared has a name of so many bytes; nothing older is read again

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from raykv.protocol.location import KEY_BYTES, LOCATION, SLAB_BYTES_MAX
+from raykv.protocol.location import KEY_BYTES, LOCATION, SLAB_BYTES_MAX, Locations
 
 FAILED, PULLED, ALTERED = range(3)  # verdicts on a block that was to cross nodes
 
@@ -38,7 +38,7 @@ class Transfer(NamedTuple):
     keys: bytes
     target: bytes  # locations
 
-    def arrays(self) -> tuple[NDArray[np.void], NDArray[np.uint8], NDArray[np.void]]:
+    def arrays(self) -> tuple[Locations, NDArray[np.uint8], Locations]:
         """source (n,) LOCATION, keys (n, 16) and target (n,) LOCATION. ValueError unless all blocks have one size."""
         source, target = np.frombuffer(self.source, LOCATION), np.frombuffer(self.target, LOCATION)
         keys = np.frombuffer(self.keys, np.uint8).reshape(-1, KEY_BYTES)

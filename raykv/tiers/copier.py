@@ -6,6 +6,7 @@ from numpy.typing import NDArray
 from raykv.arena.arena import Arena
 from raykv.arena.buffers import rows_of
 from raykv.arena.checksum import judge
+from raykv.protocol.location import Locations
 from raykv.protocol.transfers import ALTERED, FAILED, BlocksRead
 from raykv.tiers.guarded import GuardedTier
 
@@ -17,7 +18,7 @@ class TierCopier:
         """arena: of the node's memory, from which blocks are demoted."""
         self._arena, self.external = arena, external
 
-    def demote(self, source: NDArray[np.void], keys: NDArray[np.uint8]) -> NDArray[np.bool_]:
+    def demote(self, source: Locations, keys: NDArray[np.uint8]) -> NDArray[np.bool_]:
         """Copy blocks of the arena to the tier.
 
         source: (n,) LOCATION; `bytes` is the slot's size, and the header has the block's. keys: (n, 16). Returns (n,)
@@ -34,7 +35,7 @@ class TierCopier:
             stored &= unchanged
         return stored
 
-    def load(self, keys: NDArray[np.uint8], arena: Arena, target: NDArray[np.void]) -> NDArray[np.uint8]:
+    def load(self, keys: NDArray[np.uint8], arena: Arena, target: Locations) -> NDArray[np.uint8]:
         """Copy blocks of the tier into granted slots of any arena of this node.
 
         keys: (n, 16). target: (n,) LOCATION, all of one size. Returns (n,) verdicts: FAILED, PULLED, or ALTERED where

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from raykv.arena.arena import Arena
 from raykv.cluster import ray_calls
+from raykv.protocol.location import Locations
 from raykv.protocol.transfers import seconds_left
 
 
@@ -27,10 +28,10 @@ class Peer(NamedTuple):
 class PullRequest(NamedTuple):
     """Blocks of a peer to copy into slots of an arena."""
 
-    source: NDArray[np.void]  # (n,) LOCATION in the peer's memory
+    source: Locations  # (n,) LOCATION in the peer's memory
     keys: NDArray[np.uint8]  # (n, 16)
     arena: Arena
-    target: NDArray[np.void]  # (n,) LOCATION in `arena`
+    target: Locations  # (n,) LOCATION in `arena`
     end: float  # time.monotonic() at which the pull must end
 
 

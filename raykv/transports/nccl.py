@@ -23,7 +23,7 @@ from ray.exceptions import GetTimeoutError
 
 from raykv.arena.arena import Arena
 from raykv.arena.gpu import device
-from raykv.protocol.location import KEY_BYTES, LOCATION
+from raykv.protocol.location import KEY_BYTES, LOCATION, Locations
 from raykv.protocol.transfers import ALTERED, FAILED, PULLED, data_deadline, seconds_left
 from raykv.transports import nccl_pair
 from raykv.transports.base import Peer, PullRequest, Transport, ask, records_of
@@ -184,7 +184,7 @@ class IncomingBlocks(NamedTuple):
     stop: float  # time.monotonic()
     recheck: Callable[[], bytes]  # asks the peer for CLAIMs again
 
-    def write(self, arena: Arena, target: NDArray[np.void], keys: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    def write(self, arena: Arena, target: Locations, keys: NDArray[np.uint8]) -> NDArray[np.uint8]:
         """Receive the blocks into slots. Returns (n,) verdicts. A task of the pair.
 
         It keeps the slots' locks until nothing moves any more.

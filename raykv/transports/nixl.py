@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from raykv.arena import block_copy
 from raykv.arena.arena import Arena
 from raykv.line import tls
-from raykv.protocol.location import KEY_BYTES, LOCATION
+from raykv.protocol.location import KEY_BYTES, LOCATION, Locations
 from raykv.protocol.transfers import ALTERED, FAILED, PULLED, seconds_left
 from raykv.system.extras import to_install
 from raykv.transports.base import Peer, PullRequest, Transport, ask, records_of, translated
@@ -185,7 +185,7 @@ class Nixl(Transport):
                 remote.name = self._agent.add_remote_agent(metadata)
             remote.version = version
 
-    def _register(self, locations: NDArray[np.void]) -> None:
+    def _register(self, locations: Locations) -> None:
         """Register the slabs of these locations, one by one: RDMA page-locks registered memory."""
         for slab in np.unique(locations["slab"]).tolist():
             with self._mutex:

@@ -17,7 +17,7 @@ from raykv.arena.gpu.device import device
 from raykv.arena.gpu_arena import GpuArena
 from raykv.cluster import ray_calls
 from raykv.config import MIB
-from raykv.protocol.location import host_of
+from raykv.protocol.location import Locations, host_of
 from raykv.protocol.transfers import FAILED, PULLED, data_deadline, seconds_left
 from raykv.transports import nccl_pair
 from raykv.transports.base import Peer, PullRequest, Transport
@@ -88,7 +88,7 @@ class TransportSelector:
             transport.withdraw(slab)
 
     def pull(
-        self, peer: Peer, source: NDArray[np.void], keys: NDArray[np.uint8], arena: Arena, target: NDArray[np.void]
+        self, peer: Peer, source: Locations, keys: NDArray[np.uint8], arena: Arena, target: Locations
     ) -> NDArray[np.uint8]:
         """Copy blocks of a peer into slots of `arena`.
 

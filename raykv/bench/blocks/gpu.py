@@ -19,7 +19,7 @@ from raykv.arena.files import SHM
 from raykv.arena.gpu import cuda, device, host_copy
 from raykv.arena.gpu_arena import GpuArena, copy_between
 from raykv.config import MIB
-from raykv.protocol.location import COUNTER_BITS, KEY_BYTES, LOCATION
+from raykv.protocol.location import COUNTER_BITS, KEY_BYTES, LOCATION, Locations
 from raykv.protocol.transfers import PULLED
 from raykv.transports import nccl_pair
 
@@ -30,7 +30,6 @@ WARM, PAIRS = 3, 12
 CONNECT_S = 60.0
 SENT = 7
 FIRST = 1 << COUNTER_BITS | 1
-Locations = NDArray[np.void]
 
 
 def run() -> dict[str, Any]:

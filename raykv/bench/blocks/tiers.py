@@ -20,7 +20,7 @@ from raykv.arena.arena import Arena
 from raykv.arena.files import SHM
 from raykv.config import MIB, fingerprint
 from raykv.directory.state.tier_catalog import BATCH_BYTES
-from raykv.protocol.location import CONTENT_BYTES, COUNTER_BITS, KEY_BYTES, LOCATION
+from raykv.protocol.location import CONTENT_BYTES, COUNTER_BITS, KEY_BYTES, LOCATION, Locations
 from raykv.protocol.transfers import PULLED
 from raykv.system.extras import to_install
 from raykv.tiers import open_tier, parse
@@ -197,7 +197,7 @@ def _ratio(seconds: dict[str, list[float]], what: str) -> float:
     return statistics.median(floor / ours for floor, ours in pairs)
 
 
-def _locations(slab: int, turn: int) -> NDArray[np.void]:
+def _locations(slab: int, turn: int) -> Locations:
     """All slots of a slab, granted anew every turn."""
     locations = np.zeros(BLOCKS, LOCATION)
     locations["slab"], locations["slot"], locations["bytes"] = slab, np.arange(BLOCKS), BLOCK_BYTES

@@ -17,7 +17,6 @@ from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from raykv.actors.directory.server import FRAME_BYTES
 from raykv.actors.store.node_memory import pieces_of
@@ -25,7 +24,7 @@ from raykv.line import wire
 from raykv.line.wire import Stream
 from raykv.protocol.calls import CLIENT, STORE
 from raykv.protocol.clients import MatchRequest
-from raykv.protocol.location import KEY_BYTES, LOCATION, Address
+from raykv.protocol.location import KEY_BYTES, LOCATION, Address, Locations
 from raykv.protocol.packing import packed, unpacked
 from raykv.protocol.stores import ArenaDescription, Inventory, Joined, SlabReport
 
@@ -168,7 +167,7 @@ class Store(Line):
         if self.beats:
             self.ask(None, "heartbeat", self.name, self.report)
 
-    def _note(self, locations: NDArray[np.void], keys: bytes) -> None:
+    def _note(self, locations: Locations, keys: bytes) -> None:
         """Note that blocks lie in these slots now."""
         if (locations["node"] != self.index).any():  # another node has some of the blocks
             return

@@ -1,15 +1,19 @@
 """Metrics of matches: tokens that were found, and tokens and seconds that engines saved."""
 
 from collections.abc import Iterable
+from functools import lru_cache
 
 from raykv.client.leases.lease import Lease
 from raykv.client.session import Session
 from raykv.keys import CacheId
+from raykv.metrics.exporter import Exporter, Series, Tags
+
+SOURCES = "memory", "node", "external"  # that tokens are found in
 
 
 def found_tokens(leases: Iterable[Lease], cache: CacheId) -> dict[str, int]:
-    """Found tokens, by source: "memory", "node" or "external"."""
-    found = dict.fromkeys(("memory", "node", "external"), 0)
+    """Found tokens, by source, for each of SOURCES."""
+    found = dict.fromkeys(SOURCES, 0)
     for lease in leases:
         for source, blocks in lease.found.items():
             found[source] += blocks * cache.block_tokens
@@ -17,23 +21,32 @@ def found_tokens(leases: Iterable[Lease], cache: CacheId) -> dict[str, int]:
 
 
 def count_found(session: Session, cache: CacheId, asked: int, found: dict[str, int]) -> None:
-    """Count a look-up. asked: tokens. found: tokens by source."""
-    metrics, tags = session.directory.metrics, _tags(session, cache)
-    hits = {("hit_tokens_total", (*tags, ("source", source))): tokens for source, tokens in found.items()}
-    metrics.add_each({("lookups_total", tags): 1, ("asked_tokens_total", tags): asked, **hits})
+    """Count a look-up. asked: tokens. found: tokens by source, from `found_tokens`."""
+    metrics = session.directory.metrics
+    series = _of_look_ups(metrics, cache.model, cache.tenant, cache.is_named)
+    metrics.add_each(zip(series, (1, asked, *found.values()), strict=True))
 
 
 def count_saved(session: Session, cache: CacheId, tokens: int, tokens_per_s: float) -> None:
     """Count tokens that an engine reads instead of computing them, `tokens_per_s` a second."""
-    metrics, tags = session.directory.metrics, _tags(session, cache)
-    metrics.add_each(
-        {("saved_tokens_total", tags): tokens, ("saved_prefill_seconds_total", tags): tokens / tokens_per_s}
-    )
+    metrics = session.directory.metrics
+    series = _of_reads(metrics, cache.model, cache.tenant, cache.is_named)
+    metrics.add_each(zip(series, (tokens, tokens / tokens_per_s), strict=True))
 
 
-def _tags(session: Session, cache: CacheId) -> tuple[tuple[str, str], ...]:
-    metrics, kind = (
-        session.directory.metrics,
-        "tenant" if cache.is_named else "salt",
-    )  # users choose salts, in any number
-    return ("model", metrics.label("model", cache.model)), ("tenant", metrics.label(kind, cache.tenant))
+@lru_cache(1024)  # a look-up must not make them
+def _of_look_ups(metrics: Exporter, model: str, tenant: str, is_named: bool) -> tuple[Series, ...]:
+    tags = _tags(metrics, model, tenant, is_named)
+    hits = [("hit_tokens_total", (*tags, ("source", source))) for source in SOURCES]
+    return ("lookups_total", tags), ("asked_tokens_total", tags), *hits
+
+
+@lru_cache(1024)
+def _of_reads(metrics: Exporter, model: str, tenant: str, is_named: bool) -> tuple[Series, ...]:
+    tags = _tags(metrics, model, tenant, is_named)
+    return ("saved_tokens_total", tags), ("saved_prefill_seconds_total", tags)
+
+
+def _tags(metrics: Exporter, model: str, tenant: str, is_named: bool) -> Tags:
+    kind = "tenant" if is_named else "salt"  # users choose salts, in any number
+    return ("model", metrics.label("model", model)), ("tenant", metrics.label(kind, tenant))

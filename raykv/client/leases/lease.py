@@ -11,12 +11,12 @@ from raykv.client.leases.leased_blocks import LeasedBlocks, LeaseName, leading
 from raykv.client.leases.stream import SILENT, Stream, reachable
 from raykv.client.request_record import RequestRecord
 from raykv.client.session import Session
-from raykv.client.stores.store_client import Locations, StoreClient
+from raykv.client.stores.store_client import StoreClient
 from raykv.errors import DeviceError
 from raykv.keys import Keys
 from raykv.metrics.span import span, tell
 from raykv.protocol.clients import Matched, MatchedPart
-from raykv.protocol.location import KEY_BYTES, LOCATION, is_tier
+from raykv.protocol.location import KEY_BYTES, LOCATION, Locations, is_tier
 
 
 class Leased(NamedTuple):
@@ -69,7 +69,9 @@ class Lease:
         """
         source = np.frombuffer(answer.source if answer else b"", LOCATION)
         staged = np.frombuffer(answer.staged, LOCATION) if answer and answer.staged else None
-        ours = source["node"] if staged is None else np.where(staged["node"] > 0, staged["node"], source["node"])
+        ours = source["node"][:1]  # where nothing is staged, the directory found all blocks in one memory
+        if staged is not None:
+            ours = np.where(staged["node"] > 0, staged["node"], source["node"])
         cut, local = ("", -1), session.local_with(ours, answer.epoch if answer and len(source) else 0)
         if local is None:
             cut = ("this process is yet to find its new store" if session.local else "this node has no store"), -1

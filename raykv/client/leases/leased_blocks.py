@@ -7,9 +7,8 @@ from numpy.typing import NDArray
 
 from raykv.client.directory_client import DirectoryClient
 from raykv.client.request_record import RequestRecord
-from raykv.client.stores.store_client import Locations
 from raykv.protocol.clients import NextWindowRequest
-from raykv.protocol.location import LOCATION, is_tier
+from raykv.protocol.location import LOCATION, Locations, is_tier
 
 Blocks = NDArray[np.intp]  # numbers of blocks in a lease, rising
 

@@ -9,10 +9,11 @@ from numpy.typing import NDArray
 
 from raykv.client.leases.leased_blocks import Blocks, LeasedBlocks, leading
 from raykv.client.session import Session
-from raykv.client.stores.store_client import Locations, StoreClient, pieces
+from raykv.client.stores.store_client import StoreClient, pieces
 from raykv.client.stores.workers import giving_way
 from raykv.config import MIB
 from raykv.metrics.span import span
+from raykv.protocol.location import Locations
 from raykv.protocol.transfers import ALTERED, PULLED, data_deadline
 
 PIECE_BYTES = 64 * MIB  # pulled at a time: the copy out of one piece overlaps the pull of the next

@@ -8,8 +8,9 @@ from numpy.typing import NDArray
 
 from raykv.arena.arena import Arena
 from raykv.arena.gpu_arena import GpuArena
-from raykv.client.stores.store_client import Locations, StoreClient
+from raykv.client.stores.store_client import StoreClient
 from raykv.cluster import named_actors, ray_calls
+from raykv.protocol.location import Locations
 from raykv.protocol.transfers import StoreDescription
 
 DESCRIBE_DEADLINE_S = 60.0  # a store that has just started waits for the directory
@@ -43,7 +44,7 @@ class LocalStore(StoreClient):
 
         nodes: of the LOCATIONs. A store raises its memory's epoch before a new directory places blocks there.
         """
-        return bool((nodes == self.index).all()) and epoch <= self.arena.epoch
+        return epoch <= self.arena.epoch and not np.count_nonzero(nodes != self.index)
 
     def wrong(self, locations: Locations, keys: NDArray[np.uint8]) -> Locations:
         """The locations, of blocks that could not be read, to report as corrupt.

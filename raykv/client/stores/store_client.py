@@ -12,9 +12,8 @@ from raykv.client.directory_client import DirectoryClient, plain
 from raykv.client.stores.silence import PING_S, Silence
 from raykv.client.stores.workers import giving_way
 from raykv.cluster import ray_calls
+from raykv.protocol.location import Locations
 from raykv.protocol.transfers import PULLED, Transfer, data_deadline, verdicts_of
-
-Locations = NDArray[np.void]
 
 
 def pieces(indices: NDArray[np.intp], blocks: int) -> Iterator[NDArray[np.intp]]:

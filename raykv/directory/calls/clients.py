@@ -6,16 +6,14 @@ import numpy as np
 
 from raykv.directory.calls.upkeep import check, forget_keys, forget_swapped
 from raykv.directory.kernels import eviction, leases, slabs
-from raykv.directory.state.arrays import LocationArray, split_keys
+from raykv.directory.state.arrays import split_keys
 from raykv.directory.state.holds import Client
 from raykv.directory.state.state import State
 from raykv.protocol.clients import (
     Call,
     Counted,
 )
-from raykv.protocol.location import (
-    LOCATION,
-)
+from raykv.protocol.location import LOCATION, Locations
 
 PINNED_SHARE = 0.5  # at most so much of all memory may be pinned for good
 NO_LOCATIONS = np.zeros(0, LOCATION)
@@ -120,5 +118,5 @@ def preempted(state: State, call: Call, keys: bytes, now: float) -> Counted:
     return Counted(state.epoch, len(names))
 
 
-def _locations(data: bytes) -> LocationArray:
+def _locations(data: bytes) -> Locations:
     return np.frombuffer(data, LOCATION) if data else NO_LOCATIONS

@@ -5,8 +5,8 @@ from typing import NamedTuple, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from raykv.directory.state.arrays import KeyArray, LocationArray, key_array
-from raykv.protocol.location import GENERATIONS, LOCATION
+from raykv.directory.state.arrays import KeyArray, key_array
+from raykv.protocol.location import GENERATIONS, LOCATION, Locations
 from raykv.protocol.stores import Inventory
 
 BLOCKS_MAX = 1 << 40  # of a node: no node has as many
@@ -15,11 +15,11 @@ BLOCKS_MAX = 1 << 40  # of a node: no node has as many
 class FoundBlocks(NamedTuple):
     """An Inventory as arrays; the first four have equal lengths. left: as in Inventory."""
 
-    locations: LocationArray
+    locations: Locations
     keys: KeyArray
     positions: NDArray[np.uint32]
     stamps: NDArray[np.uint32]
-    writing: LocationArray
+    writing: Locations
     left: int
 
     @classmethod
@@ -47,7 +47,7 @@ class FoundBlocks(NamedTuple):
         )
 
 
-def _in_arena(locations: LocationArray, node: int, slabs: int) -> NDArray[np.bool_]:
+def _in_arena(locations: Locations, node: int, slabs: int) -> NDArray[np.bool_]:
     there = (locations["node"] == node) & (locations["slab"] < slabs)
     slab_gens, gens = locations["slab_gen"], locations["gen"]
     sound: NDArray[np.bool_] = there & (slab_gens > 0) & (slab_gens < GENERATIONS) & (gens < GENERATIONS)

@@ -15,9 +15,9 @@ import numpy as np
 
 from raykv.config import MIB
 from raykv.directory.kernels import columns, eviction, leases, slabs
-from raykv.directory.state.arrays import LocationArray, RowArray
+from raykv.directory.state.arrays import RowArray
 from raykv.directory.state.size_classes import SizeClasses
-from raykv.protocol.location import LOCATION, host_of, slot_bytes
+from raykv.protocol.location import LOCATION, Locations, host_of, slot_bytes
 
 QUARANTINED_PER_HEARTBEAT = 4096
 CLOSED_PER_CALL = 8  # slabs
@@ -101,7 +101,7 @@ class Allocator:
         node.offered = max(node.offered, offered)
         self.may_have_spare.add(node.name)
 
-    def open_slabs_of(self, node: Node, locations: LocationArray) -> None:
+    def open_slabs_of(self, node: Node, locations: Locations) -> None:
         """Open the slabs of an arena in which blocks were found."""
         numbers, firsts = np.unique(locations["slab"], return_index=True)
         for number, first in zip(numbers.tolist(), locations[firsts], strict=True):
@@ -339,7 +339,7 @@ class Allocator:
         """The bytes that all nodes are to have, without GPUs."""
         return sum(node.limit * node.slab_bytes for node in self.nodes.values() if not node.on_gpu)
 
-    def quarantined(self, node: Node) -> LocationArray:
+    def quarantined(self, node: Node) -> Locations:
         """Slots of the node that its store must sweep, at most QUARANTINED_PER_HEARTBEAT of each size."""
         locations = [np.zeros(0, LOCATION)]
         for stride, size_class in node.size_classes.items():

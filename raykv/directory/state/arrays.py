@@ -7,7 +7,6 @@ from raykv.protocol.location import KEY_BYTES
 
 KeyArray = NDArray[np.uint64]  # (n, 2): the 16 bytes of each key
 RowArray = NDArray[np.int64]  # numbers of rows, or their generations; -1: no row
-LocationArray = NDArray[np.void]  # LOCATION records
 
 
 def key_array(keys: bytes) -> KeyArray:

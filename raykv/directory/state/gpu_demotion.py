@@ -11,10 +11,10 @@ from raykv.config import MIB
 from raykv.directory.kernels import demotion, gpu_demotion
 from raykv.directory.kernels.columns import Goal
 from raykv.directory.state.allocator import Allocator, Node
-from raykv.directory.state.arrays import LocationArray, RowArray
+from raykv.directory.state.arrays import RowArray
 from raykv.directory.state.demotion_batch import Batch, blocks_per_call
 from raykv.directory.state.size_classes import SizeClasses
-from raykv.protocol.location import LOCATION
+from raykv.protocol.location import LOCATION, Locations
 from raykv.protocol.tiers import GpuDemotions
 
 SHARE = 0.25  # of a GPU's slots
@@ -44,7 +44,7 @@ class GpuDemotion:
         self._under_way[node.name] = batch.target
         return GpuDemotions(*batch.fields())
 
-    def demoted(self, name: str, locations: LocationArray, stored: NDArray[np.uint8]) -> int:
+    def demoted(self, name: str, locations: Locations, stored: NDArray[np.uint8]) -> int:
         """Finish the last answer. Its blocks count as demoted only if the report says so. Returns how many were.
 
         A report of an earlier answer counts for nothing: its rows are quarantined by now, or hold another block.

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from raykv.directory.kernels import columns, eviction, lists, slabs, table
 from raykv.directory.kernels import slots as free_slots
 from raykv.directory.kernels.columns import CLOCK, COUNTER, EPOCH, LISTS_PER_CLASS, NODE_MASK, PAGE_BITS, TENANTS
-from raykv.directory.state.arrays import LocationArray, RowArray
-from raykv.protocol.location import COUNTER_BITS, LOCATION
+from raykv.directory.state.arrays import RowArray
+from raykv.protocol.location import COUNTER_BITS, LOCATION, Locations
 from raykv.system import reserved
 
 
@@ -275,13 +275,13 @@ class SizeClasses:
 
     # ------------------------------------------------------------------ locations
 
-    def describe(self, rows: RowArray, block_bytes: int) -> tuple[RowArray, LocationArray]:
+    def describe(self, rows: RowArray, block_bytes: int) -> tuple[RowArray, Locations]:
         """(generations, locations) of rows; zeros where a row is negative."""
         gens, out = np.empty(len(rows), np.int64), np.zeros(len(rows), LOCATION)
         slabs.describe(self.c, rows, block_bytes, gens, out)
         return gens, out
 
-    def rows_of(self, locations: LocationArray) -> tuple[RowArray, RowArray]:
+    def rows_of(self, locations: Locations) -> tuple[RowArray, RowArray]:
         """(rows, generations) of locations; row -1 where the slab is gone or was formatted again."""
         rows = np.empty(len(locations), np.int64)
         slabs.rows_of(self.c, locations, rows)

@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 
 from raykv.config import KEYS_PER_CALL, MIB, slab_bytes
 from raykv.directory.kernels import columns, demotion, slabs
-from raykv.directory.state.arrays import KeyArray, LocationArray, RowArray, key_array, split_keys
+from raykv.directory.state.arrays import KeyArray, RowArray, key_array, split_keys
 from raykv.directory.state.demotion_batch import Batch, blocks_per_call
 from raykv.directory.state.size_classes import SizeClasses
-from raykv.protocol.location import ALIGN, SLABS_MAX, slot_bytes
+from raykv.protocol.location import ALIGN, SLABS_MAX, Locations, slot_bytes
 from raykv.protocol.tiers import Demotions, TierReply, TierReport
 
 BATCH_BYTES = 32 * MIB  # of all sizes together, demoted by one answer
@@ -188,9 +188,7 @@ class TierCatalog:
         tier.demoting[node] = batch.target, self._c.rows["gen"][batch.target]
         return self._answer(tier, node, batch)
 
-    def demoted(
-        self, node: str, locations: LocationArray, keys: KeyArray, stored: NDArray[np.uint8], seen: int
-    ) -> bool:
+    def demoted(self, node: str, locations: Locations, keys: KeyArray, stored: NDArray[np.uint8], seen: int) -> bool:
         """Finish earlier answers to a node. Returns whether some of their blocks were not demoted.
 
         Blocks that the report does not name were not demoted. A block that was not stored, or is no longer wanted, may
