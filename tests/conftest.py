@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     import raykv
     from raykv.arena.gpu.device import Device
 
-pytest.register_assert_rewrite("helpers.transports.nccl_nodes")  # a plugin of some tests, which import it first
+# plugins and helpers with assertions that tests import first
+pytest.register_assert_rewrite("helpers.transports.nccl_nodes", "helpers.line.callers", "helpers.tiers.guarded_tier")
 # a machine may be busy
 settings.register_profile("untimed", settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")
