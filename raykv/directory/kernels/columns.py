@@ -17,14 +17,14 @@ from raykv.protocol.location import LOCATION
 # in an external tier FREE -> DEMOTING -> EXTERNAL -> (evicted) DEMOTING ...
 FREE, WRITING, READY, REPLICA, STAGING, QUARANTINED, DROPPED, DEMOTING, EXTERNAL, CLOSED = range(10)
 STATES = ("free", "writing", "ready", "replica", "staging", "quarantined", "dropped", "demoting", "external")
-# QUARANTINED: its holder is gone and may still write; it is free once a node store has seen that the writer's lock is.
+# QUARANTINED: somebody may still write there, until a node store has seen the slot's write lock free.
 # DROPPED: its block was forgotten, but somebody still holds the slot. CLOSED: it belongs to no slab.
 
 PAGE_BITS = 6  # rows are handed to slabs in pages of 64
 HOLDS_MAX = 65535
 # Who is sent to a size class: nobody; readers (the node leaves); readers, and writers of the same GPU; everybody.
 NOT_OFFERED, TO_READERS, TO_OWN, TO_ALL = range(4)
-NODE_BITS = 20  # of a node's index that number it; above them is the epoch, so that a new directory repeats none
+NODE_BITS = 20  # low bits of a node's index; the epoch is above them, so that no directory repeats an earlier index
 NODE_MASK = (1 << NODE_BITS) - 1
 NOWHERE = -2  # `prev` of a row that is not in a list
 
@@ -43,9 +43,9 @@ ROW = np.dtype(
         ("uses", "u1"),  # matches since it was stored; written by lists, leases, gpu_demotion
     ]
 )
-# clean_tail: the youngest of the oldest rows that are all clean, -1 if there are none; clean_count: how many these are.
-# An eviction loses nothing of a clean row: its block is in the external tier, being demoted, or not wanted there.
-# done: the youngest of the oldest rows that `eviction.done` put there, -1 if there are none.
+# All rows from the old end up to `clean_tail` are clean: `clean_count` rows; clean_tail is -1 if there are none.
+# Evicting a clean row loses nothing: its block is in the external tier, being demoted, or not wanted there.
+# done: the youngest of the rows that `eviction.done` put at the old end, -1 if there are none.
 LIST = np.dtype(
     [
         *(("head", "<i4"), ("tail", "<i4"), ("count", "<i8")),  # written by lists
@@ -59,7 +59,7 @@ SIZE_CLASS = np.dtype(  # the slots of one size on one node
         ("staging", "<i8"),  # written by lists
         ("quarantined", "<i8"),  # written by lists, slabs
         ("evicted", "<i8"),  # written by eviction, demotion
-        ("charge", "<i8"),  # bytes a primary counts for its tenant: 0 on a GPU and in a tier; written by no kernel
+        ("charge", "<i8"),  # bytes that a primary's tenant pays: 0 on a GPU and in a tier; written by no kernel
     ]
 )
 TENANT = np.dtype(
@@ -69,26 +69,26 @@ TENANT = np.dtype(
         ("evicted", "<i8"),  # blocks; written by eviction
     ]
 )
-TENANTS_MAX = 16  # with tenant 0: whoever has no quota
+TENANTS_MAX = 16  # including tenant 0, which is all tenants without a quota
 NO_LIMIT = 1 << 62  # bytes
 # Written by no kernel
 SLAB = np.dtype([("base", "<i8"), ("slots", "<i8"), ("size_class", "<i4"), ("number", "<i4"), ("gen", "<i8")])
-FREE_LIST, REPLICA_LIST, READY_LISTS = range(3)  # of a size class: one of READY (or EXTERNAL) rows for each tenant
+FREE_LIST, REPLICA_LIST, READY_LISTS = range(3)  # from READY_LISTS on, each tenant's list of READY (or EXTERNAL) rows
 LISTS_PER_CLASS = READY_LISTS + TENANTS_MAX
 HEAP = np.dtype([("tick", "<i8"), ("size_class", "<i8")])
 
 CLOCK, COUNTER, EPOCH, ENTRIES, TENANTS = range(5)  # of Columns.state
 FIRST_TICK = 1 << 52  # so that floats tell all idle times apart
-AGAIN, FOR_GOOD = 1 << 50, 1 << 51  # by so many ticks a row that is done with is older than its last use
-IN_USE = FIRST_TICK - AGAIN // 2  # ticks of rows that are not done with are above
-NEEDED = FIRST_TICK - (AGAIN + FOR_GOOD) // 2  # ticks of rows that nobody asks for again are below
+AGAIN, FOR_GOOD = 1 << 50, 1 << 51  # rows that are done with have ticks near FIRST_TICK minus one of these
+IN_USE = FIRST_TICK - AGAIN // 2  # rows in use have ticks above this
+NEEDED = FIRST_TICK - (AGAIN + FOR_GOOD) // 2  # rows that nobody asks for again have ticks below this
 
 
 class Columns(NamedTuple):
     """All state that kernels touch."""
 
     rows: NDArray[np.void]  # ROW
-    # Of each row: who is charged for its key. Neither read nor written while there is one; written by lists, table
+    # Of each row: the tenant that pays for its key. Not used while there is only one tenant; written by lists, table
     tenants: NDArray[np.uint8]
     table: NDArray[np.int64]  # tag << 32 | row + 1, or 0; written by table
     lists: NDArray[np.void]  # LIST, LISTS_PER_CLASS of each size class
@@ -101,34 +101,34 @@ class Columns(NamedTuple):
 
 
 class Blocks(NamedTuple):
-    """What a lease or reservation holds, one of each a key: all (n,) int64, of one length."""
+    """The rows that a lease or reservation holds: (n,) int64 each, with an entry for each key."""
 
     source: NDArray[np.int64]  # the row to read, or to write; negative: none
-    gens: NDArray[np.int64]  # its generation
-    staged: NDArray[np.int64]  # the row on the holder's node to pull it into, or to write it from; negative: none
-    staged_gens: NDArray[np.int64]  # its generation
+    gens: NDArray[np.int64]  # generation of the `source` row
+    staged: NDArray[np.int64]  # the row on the holder's node to pull the block into, or push it from; negative: none
+    staged_gens: NDArray[np.int64]  # generation of the `staged` row
 
     def part(self, of: slice) -> "Blocks":
-        """Views of some of them."""
+        """Views of a slice of the entries."""
         return Blocks(*[rows[of] for rows in self])
 
     def first(self, n: int) -> "Blocks":
-        """Copies of the first n: a view would keep the rest."""
+        """Copies of the first n entries: views would keep the rest in memory."""
         return Blocks(*[rows[:n].copy() for rows in self])
 
 
 class Places(NamedTuple):
-    """Where blocks are, out: both (n,) LOCATION."""
+    """Output: where blocks are. Both (n,) LOCATION."""
 
     locations: NDArray[np.void]  # of `source`
     staged_locations: NDArray[np.void]  # of `staged`
 
 
 class Reader(NamedTuple):
-    """Who a match is for: integers, -1 for what it does not have."""
+    """The reader that a match is for. -1 stands for a thing that the reader does not have."""
 
     node: int  # index of its node
-    size_class: int  # on that node, for blocks of this size: -1 where no store pulls any
+    size_class: int  # on that node, for blocks of this size; -1 if no store there can pull them
     limit: int  # how many blocks are to have a staging slot
     host: int  # index of the node whose GPU it is
     block_bytes: int
@@ -136,9 +136,9 @@ class Reader(NamedTuple):
 
 
 class Writer(NamedTuple):
-    """Who slots are granted to."""
+    """The writer to which slots are granted."""
 
-    start: int  # number of the first key that it writes: those before are their parents
+    start: int  # index of the first key that it writes; the keys before are their parents
     size_class: int  # of its node
     others: NDArray[np.int64]  # (m,) size classes of this slot size, in the order in which they are tried
     heaps: NDArray[np.void]  # (tenants, size classes of this slot size) HEAP: see `eviction.coldest`
@@ -149,7 +149,7 @@ class Writer(NamedTuple):
 
 
 class Goal(NamedTuple):
-    """How many of a size class's slots are to be free, or to hold what can be lost."""
+    """How many of a size class's slots are to be free, or to hold a clean block or a replica."""
 
     size_class: int
     slots: int  # of the size class
@@ -157,16 +157,16 @@ class Goal(NamedTuple):
 
 
 class Chosen(NamedTuple):
-    """What is demoted to an external tier, out."""
+    """Output: the blocks that are demoted to an external tier."""
 
-    source: NDArray[np.int64]  # (n,) the row in memory; nobody holds it for that: the copier checks its generation
+    source: NDArray[np.int64]  # (n,) the row in memory. A demotion does not hold it: the copier checks its generation
     target: NDArray[np.int64]  # (n,) the DEMOTING row
     evicted: NDArray[np.uint64]  # (n, 2) keys evicted from the tier
 
 
-# Types of arguments of kernels that Python calls. What is only read may be read-only, so these take any array. In a
-# tuple numbers must be Python's, and arrays writable: there nothing is converted. What requests of clients hand over
-# are plain tuples, which a kernel names: numba reads all names of a NamedTuple at every call, for 1.5 us.
+# Types of arguments of kernels that Python calls. A read-only type takes any array. Nothing in a tuple is converted:
+# its numbers must be Python's, and its arrays writable. Calls for clients pass plain tuples, and the kernel makes the
+# NamedTuple: for a NamedTuple as argument numba would read all field names at every call, which takes 1.5 us.
 INT, FLOAT, BOOL = types.int64, types.float64, types.boolean
 ROWS = types.Array(types.int64, 1, "C")  # numbers of rows, generations, counts
 KEYS = types.Array(types.uint64, 2, "C", readonly=True)

@@ -1,4 +1,4 @@
-"""Demotion to an external tier: which blocks of memory are copied there, and which are evicted there for them.
+"""Demotion to an external tier: which blocks of memory are copied to the tier, and which the tier evicts for them.
 
 A tier's blocks are rows of size classes of its own: DEMOTING while they are written, then EXTERNAL. The block stays in
 memory too, where it is clean from then on: an eviction loses nothing. `shortfall` and `start_demotion` serve demotion
@@ -44,7 +44,7 @@ from raykv.directory.kernels.slots import room
 from raykv.directory.kernels.table import delete, first_of, probe, row_at
 from raykv.system.jit import kernel
 
-ROWS_EXAMINED = 1 << 14  # in one call, while others wait: clean rows cost time too
+ROWS_EXAMINED = 1 << 14  # by one call, at most: clean rows cost time too, and other callers wait
 CHANCES = 8  # blocks that one eviction from a tier passes over because they are in memory too
 
 
@@ -69,9 +69,9 @@ def _wanted(c, goal):
 
 @kernel
 def _lack(c, size_class, tenant, want):
-    """How many of a tenant's blocks to demote, of which as large a share is to be clean as of the others'.
+    """How many of a tenant's blocks to demote, so that every tenant has the same share of clean blocks.
 
-    Else the clean blocks of one that has its minimum, which none evicts, would do for all.
+    Otherwise all clean blocks could belong to a tenant within its minimum, whose blocks no other tenant evicts.
     """
     total = np.int64(0)
     for other in range(c.state[TENANTS]):
@@ -130,8 +130,8 @@ def take_tier_slot(c, tier_class, evicted, count):
 def demote(c, goal, min_uses, tier_class, examined, pinned, chosen):
     """Demote a size class's oldest blocks that are not in a tier yet, until there is no `shortfall`.
 
-    min_uses: of a block that is worth demoting. tier_class: the tier's size class. examined: rows to look at, at most.
-    pinned: rows that are demoted too where no others are left. Returns (number of blocks, number of evicted keys).
+    min_uses: matches of a block that is worth demoting. tier_class: the tier's size class. examined: rows to look at,
+    at most. pinned: rows to demote once no others are left. Returns (number of blocks, number of evicted keys).
     """
     n, count, row = 0, 0, np.int64(0)
     for _ in range(examined):
@@ -165,7 +165,7 @@ def demote(c, goal, min_uses, tier_class, examined, pinned, chosen):
 
 @kernel
 def _oldest_unclean(c, size_class, want):
-    """The oldest primary of a size class that is not known to be clean, of tenants that lack some; or -1."""
+    """The oldest primary that is not known to be clean, among tenants that lack clean blocks; or -1."""
     oldest_row = np.int64(-1)
     for tenant in range(c.state[TENANTS]):
         if _lack(c, size_class, tenant, want) <= 0:
@@ -191,8 +191,8 @@ def _start_in_tier(c, row, tier_class, chosen, n, count):
 def demoted(c, rows, gens, stored, lost):
     """Make DEMOTING rows that were stored EXTERNAL, and free the others. Idempotent.
 
-    lost[i], out: the row is not this demotion's any more, so that what was stored is not wanted. Returns how many
-    became EXTERNAL.
+    lost[i], out: the row is not this demotion's any more, so the stored bytes are not wanted. Returns how many became
+    EXTERNAL.
     """
     count = 0
     for i in range(len(rows)):
@@ -241,7 +241,7 @@ def _row_in(c, tier, k0, k1):
 
 @kernel(C, INT, KEYS, MASK)
 def report_existing(c, tier_class, keys, refused):
-    """Take up blocks that a tier has from before, oldest first. refused[i], out: there is no room for keys[i]."""
+    """Take up blocks that lay in a tier before, oldest first. refused[i], out: there is no room for keys[i]."""
     for i in range(len(keys)):
         row = np.int64(c.lists[tier_class * LISTS_PER_CLASS + FREE_LIST].head)
         known = _row_in(c, c.size_classes[tier_class].node, keys[i, 0], keys[i, 1]) >= 0
@@ -255,7 +255,7 @@ def report_existing(c, tier_class, keys, refused):
 
 @kernel(C, INT)
 def forget_clean_tail(c, size_class):
-    """Look at a size class's blocks again from the oldest on, since some of the clean ones no longer are."""
+    """Some clean blocks of a size class no longer are clean: look at its blocks again, from the oldest on."""
     for tenant in range(c.state[TENANTS]):
         c.lists[ready_list(size_class, tenant)].clean_tail = -1
         c.lists[ready_list(size_class, tenant)].clean_count = 0

@@ -1,8 +1,8 @@
 """Which block is evicted: the line that evicts is in `evict`.
 
 Each size class keeps the primaries of each tenant in a list by age. A writer's own size class evicts its oldest, unless
-the oldest of the whole cluster was idle much longer (`victim`). Called by `placement.reserve` for a writer, and by
-`restore_window` where blocks, or leases, use up a staging window. Whose blocks may go is in tenants.py: with one
+the oldest of the whole cluster was idle much longer (`victim`). `placement.reserve` evicts for a writer, and
+`restore_window` where blocks, or leases, use up a staging window. quotas.py decides whose blocks may go: with one
 tenant, all.
 """
 
@@ -46,7 +46,7 @@ from raykv.system.jit import kernel
 
 @kernel(C, INT)
 def oldest(c, size_class):
-    """The size class's oldest primary that nobody holds, or -1. Held ones that are older leave the list for good."""
+    """The size class's oldest primary without a hold, or -1. Older held rows leave the list until their holds end."""
     return _oldest_for(c, size_class, -1, ANYBODY)
 
 
@@ -58,7 +58,7 @@ def oldest_of(c, size_class, tenant):
 
 @kernel(C, INT)
 def oldest_in_use(c, size_class):
-    """As `oldest`, of those that nobody is done with. Held ones may be older."""
+    """As `oldest`, among rows in use, which nobody is done with. The row may be held."""
     found = np.int64(-1)
     for tenant in range(c.state[TENANTS]):
         row = oldest_of(c, size_class, tenant)
@@ -71,7 +71,7 @@ def oldest_in_use(c, size_class):
 
 @kernel
 def _oldest_for(c, size_class, tenant, who):
-    """As `oldest`, of those that may go for a tenant: see `may_go`."""
+    """As `oldest`, among blocks that may go for a tenant: see `may_go`."""
     row = np.int64(-1)
     for owner in range(c.state[TENANTS]):
         if may_go(c, owner, tenant, who, c.size_classes[size_class].charge):
@@ -83,13 +83,13 @@ def _oldest_for(c, size_class, tenant, who):
 
 @kernel(C, INT, INT)
 def oldest_candidate(c, size_class, tenant):
-    """As `oldest`, of those that may go for a tenant."""
+    """As `oldest`, among blocks that may go for one more block of a tenant: see `whose`."""
     return _oldest_for(c, size_class, tenant, whose(c, tenant, c.size_classes[size_class].charge))
 
 
 @kernel
 def near_victim(c, size_class, tenant):
-    """The row that a tenant's block evicts where it may go nowhere else, or -1: its own where there is no other."""
+    """The row of this size class that a tenant's new block evicts, or -1: one of its own if no other may go."""
     row = oldest_candidate(c, size_class, tenant)
     return row if row >= 0 else _oldest_for(c, size_class, tenant, OWN)
 
@@ -98,8 +98,8 @@ def near_victim(c, size_class, tenant):
 def coldest(c, heap, tenant):
     """A tenant's oldest primary of all size classes of one slot size, or -1.
 
-    heap: of that tenant and slot size; each tick is a lower bound of the last use of its oldest primary in that size
-    class. That only ever gets younger, so a stale tick is too low, never too high: correct the top until it is exact.
+    heap: of that tenant and slot size; each tick is a lower bound of the last use of the tenant's oldest primary in
+    that size class. Oldest primaries only get younger, so a tick is never too high: correct the top until it is exact.
     """
     clock = c.state[CLOCK]
     while True:
@@ -124,10 +124,10 @@ def coldest(c, heap, tenant):
 
 @kernel
 def _coldest_for(c, writer, who):
-    """As `coldest`, of those that may go for a writer's tenant."""
+    """As `coldest`, among blocks that may go for a writer's tenant."""
     row = np.int64(-1)
     for owner in range(c.state[TENANTS]):
-        has_some = c.quotas[owner].used > 0  # to look for nothing costs most
+        has_some = c.quotas[owner].used > 0  # a search that finds nothing costs most
         if has_some and may_go(c, owner, writer.tenant, who, writer.size):
             tail = coldest(c, writer.heaps[owner], owner)
             if row < 0 or (tail >= 0 and c.rows[tail].last < c.rows[row].last):
@@ -139,7 +139,7 @@ def _coldest_for(c, writer, who):
 def victim(c, writer, may_leave):
     """The row that is evicted for a writer, or -1: the oldest of its size class, or that of the cluster.
 
-    The latter must have been idle `locality` times as long. may_leave: whether a slot on another node will do.
+    The cluster's must have been idle `locality` times as long. may_leave: whether a slot on another node will do.
     """
     if c.state[TENANTS] == 1:  # as below, at half the cost
         far_tail = coldest(c, writer.heaps[0], 0) if may_leave else np.int64(-1)
@@ -154,7 +154,7 @@ def victim(c, writer, may_leave):
 
 @kernel
 def _victim(c, writer, may_leave, near, far):
-    """As `victim`, of those that may go. near, far: see `whose`."""
+    """As `victim`, among blocks that may go. near, far: whose may go here, and elsewhere (`whose`)."""
     tail = _oldest_for(c, writer.size_class, writer.tenant, near)
     far_tail = _coldest_for(c, writer, far) if may_leave else np.int64(-1)
     return _idler(c, tail, far_tail, writer.locality)
@@ -162,8 +162,8 @@ def _victim(c, writer, may_leave, near, far):
 
 @kernel
 def _idler(c, tail, far_tail, locality):
-    """Of two rows, each of which may be -1, the far one if it was idle much longer (`locality`), else the near one."""
-    if far_tail < 0:  # no other will do; a GPU is not in the heap, and may have a victim
+    """Of two rows, each of which may be -1: the far row if it was idle much longer (`locality`), else the near row."""
+    if far_tail < 0:  # `tail` may be on a GPU, which is in no heap
         return tail
     if tail < 0:
         return far_tail
@@ -188,8 +188,8 @@ def drop_replicas(c, first):
 def evict(c, row):
     """Forget a primary that nobody holds. Its row is the caller's.
 
-    Replicas that nobody holds go with it: they are as old, since `release` touches the primary of what was read. One
-    that became the primary would use up the staging window of its node.
+    Replicas that nobody holds go too: they are as old, since `release` touches the primary of a replica that was read.
+    A replica that became the primary would use up the staging window of its node.
     """
     position = probe(c, c.rows[row].k0, c.rows[row].k1)
     if not alone(c, position, row):
@@ -202,9 +202,9 @@ def evict(c, row):
 
 @kernel
 def evict_surplus(c, size_class):
-    """Free the slot of the oldest block that may go without taking a minimum, else of the oldest.
+    """Evict the oldest block without which its tenant keeps its minimum. If there is none, evict the oldest block.
 
-    Returns whether there was one.
+    Returns whether there was any block to evict.
     """
     row = _oldest_for(c, size_class, -1, OTHERS)
     if row < 0:
@@ -216,7 +216,7 @@ def evict_surplus(c, size_class):
 
 @kernel
 def keep_maximum(c, tenant, size_class):
-    """Evict a tenant's oldest block where it is above its maximum, if it has one there that nobody holds."""
+    """If a tenant is above its maximum, evict its oldest block in this size class that nobody holds."""
     row = oldest_of(c, size_class, tenant) if c.quotas[tenant].used > c.quotas[tenant].maximum else np.int64(-1)
     if row >= 0:
         free(c, evict(c, row))
@@ -232,7 +232,7 @@ def restore_window(c, size_class, slots):
 
 @kernel
 def victim_ahead(c, size_class, tenant, steps):
-    """A tenant's row that the size class evicts `steps` evictions from now, or -1. Prefetches all before it."""
+    """The tenant's row that goes `steps` evictions from now, or -1. Prefetches the victims before it."""
     row = np.int64(c.lists[ready_list(size_class, tenant)].tail)
     for _ in range(steps):
         if row < 0:
@@ -256,10 +256,11 @@ def next_ahead(c, row):
 
 @kernel(C, ROWS, INT, BOOL)
 def done(c, firsts, tenant, again):
-    """Make all copies of a tenant's keys older than any that is in use, but those that somebody holds.
+    """Make all copies of a tenant's keys that nobody holds older than all blocks in use. Returns how many copies.
 
-    firsts: of `find`. again: the keys are asked for again, later than others: those done with first go first. The
-    others go before them, those done with last first. Of one call the last key goes first. Returns how many copies.
+    firsts: of `find`. again: whether the keys are asked for again, later than others. Keys that are not are evicted
+    first, beginning with those done with last. Then go keys to ask for again, beginning with those done with first. Of
+    one call the last key goes first.
     """
     count = 0
     for i in range(len(firsts)):
@@ -269,7 +270,7 @@ def done(c, firsts, tenant, again):
         while row >= 0:
             if stored(c.rows[row].state) and c.rows[row].holds == 0 and _may_rest(c, row):
                 which = list_of(c, row, c.rows[row].state)
-                oldest_in(c, which)  # else held rows at the old end would come back into the midst of it
+                oldest_in(c, which)  # takes held rows off the old end, else they would end up in the middle
                 if again:
                     count += _rest(c, which, row)
                 else:
@@ -281,16 +282,19 @@ def done(c, firsts, tenant, again):
 
 @kernel
 def _may_rest(c, row):
-    """Not on a GPU, whose oldest blocks become young ones of memory; nor while a node joins, piece by piece."""
+    """Whether `done` may make a row older.
+
+    Not on a GPU, whose oldest blocks become young ones of memory. Nor while its node is not offered, as when it joins.
+    """
     size_class = c.size_classes[size_class_of(c, row)]
     return is_tier_row(c, row) or (size_class.charge > 0 and size_class.offered != NOT_OFFERED)
 
 
 @kernel
 def _rest(c, which, row):
-    """Put a row between those in use and those that are done with. Returns whether it was.
+    """Put a row between the rows in use and the rows that are done with. Returns whether it did.
 
-    A block that the external tier lacks would be in the midst of clean ones, where nobody looks for it: it stays.
+    A block that the external tier lacks stays where it is if it would come among clean rows: demotion skips clean rows.
     """
     clean_tail, older = c.lists[which].clean_tail, np.int64(c.lists[which].done)
     is_clean = clean_tail >= 0 and c.rows[row].last <= c.rows[clean_tail].last

@@ -1,7 +1,7 @@
 """Demotion from a GPU to the memory of its node.
 
-A block that was copied there is a primary in memory from then on, and a replica on the GPU, whose eviction loses
-nothing. While it is copied, its row in memory is DEMOTING and held, so that nobody evicts or reads it.
+A copied block becomes a primary in memory and a replica on the GPU: evicting that replica loses nothing. During the
+copy the row in memory is DEMOTING and held, so that nobody evicts or reads it.
 """
 
 import numpy as np
@@ -21,10 +21,10 @@ from raykv.system.jit import kernel
 def demote_gpu(c, size_class, host_class, want, source, target):
     """Demote a GPU's oldest primaries that nobody holds, `want` at most.
 
-    Each takes a slot of the node's memory (`host_class`): one that costs nothing, else that of the oldest block there
-    that may go for its tenant.
-    source[i], target[i], out: the row on the GPU, which is not held for that (the copier checks its generation), and
-    the DEMOTING row in memory. Returns how many.
+    Each block takes a slot of the node's memory (`host_class`): a slot that costs nothing, else the slot of the oldest
+    block there that may go for the block's tenant. Returns how many were demoted.
+    source[i], out: the row on the GPU; it is not held, as the copier checks its generation.
+    target[i], out: the DEMOTING row in memory.
     """
     n, row = 0, oldest(c, size_class)
     while row >= 0 and n < want:
@@ -35,7 +35,7 @@ def demote_gpu(c, size_class, host_class, want, source, target):
                 start_demotion(c, row, target_row, 1, source, target, n)
                 c.rows[target_row].uses = c.rows[row].uses
                 n += 1
-            elif c.state[TENANTS] == 1:  # there is none for those behind it either
+            elif c.state[TENANTS] == 1:  # younger blocks would find no slot either
                 break
         row = younger
     return n
@@ -65,7 +65,7 @@ def _being_demoted(c, row):
 def gpu_demoted(c, rows, stored):
     """Make DEMOTING rows that were stored primaries, and their copies on GPUs replicas that are evicted first.
 
-    The others are quarantined, since somebody may still write there. Returns how many were stored.
+    Rows that were not stored are quarantined, since somebody may still write there. Returns how many were stored.
     """
     count = 0
     for i in range(len(rows)):
@@ -90,7 +90,7 @@ def gpu_demoted(c, rows, stored):
 
 @kernel
 def _make_replicas(c, row):
-    """Make the other primaries of a new primary's key replicas, the oldest of their size class."""
+    """A key has a new primary: make its other primaries replicas, as the oldest of their size class."""
     other = first_of(c, row)
     while other >= 0:
         if other != row and c.rows[other].state == READY:

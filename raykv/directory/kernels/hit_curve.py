@@ -1,8 +1,8 @@
-"""How much memory lay between two uses of a key, of a sample of all keys.
+"""How much memory lay between two uses of a key, measured on a sample of all keys.
 
 SHARDS: Waldspurger, Park, Garthwaite, Ahmad, "Efficient MRC Construction with SHARDS", FAST 2015. A key is in the
-sample if its hash is below a limit, so all uses of a key are seen or none. The distance of a use is how many bytes of
-other keys were used since the key's last use, its own included: an LRU with that much memory would have had the key.
+sample if its hash is below a limit, so all uses of a key are seen or none. The distance of a use is the bytes of all
+keys used since the key's last use, its own included: an LRU with that much memory would have had the key.
 """
 
 from typing import NamedTuple
@@ -20,10 +20,10 @@ KEY = np.dtype(
     [
         *(("k0", "<u8"), ("k1", "<u8"), ("bytes", "<i8")),
         ("last", "<i4"),  # the place of its last use
-        ("free", "<i4"),  # of the first COUNT keys nothing; then the numbers that no key has
+        ("free", "<i4"),  # from entry COUNT on: a number that no key has; unused in the entries before
     ]
 )
-# A use that is not counted yet: to count uses in turn, their keys in a processor's caches, is four times as fast
+# A use that is not counted yet. Counting many uses in a row is four times as fast: caches then hold the sample
 USE = np.dtype([("k0", "<u8"), ("k1", "<u8"), ("bytes", "<i8"), ("call", "<i4"), ("asked", "<i4")])
 # Both an entry of a hash table, `hashed`, and the place of a use in the order of uses
 PLACE = np.dtype(
@@ -34,10 +34,10 @@ PLACE = np.dtype(
     ]
 )
 NEXT, COUNT, BYTES, SHIFT, USES, WAITING, CALL = range(7)  # of Sample.state
-FINENESS = 16  # counts for each doubling of a distance
-LEAST_BITS, MOST_BITS = 12, 52  # of a distance in bytes that is told from others
+FINENESS = 16  # entries of `counts` for each doubling of a distance
+LEAST_BITS, MOST_BITS = 12, 52  # log2 of the shortest and longest distances (bytes) that are told apart
 DISTANCES = (MOST_BITS - LEAST_BITS) * FINENESS
-SHIFT_MAX = 20  # as many upper bits of a hash say whether a key is in the sample; the table takes the bits below
+SHIFT_MAX = 20  # at most so many upper bits of a hash say whether a key is in the sample; the table uses lower bits
 HASHES = np.uint64(0xFFFFFFFFFFFFFFFF)
 
 
@@ -46,8 +46,8 @@ class Sample(NamedTuple):
 
     keys: NDArray[np.void]  # (n,) KEY
     places: NDArray[np.void]  # (4 n,) PLACE
-    counts: NDArray[np.float64]  # (DISTANCES + 1,) uses by distance, of all keys; the last: of keys not known before
-    waiting: NDArray[np.void]  # (n,) USE: a whole call, or calls of a quarter as many keys
+    counts: NDArray[np.float64]  # (DISTANCES + 1,) estimated uses of all keys by distance; the last: of unknown keys
+    waiting: NDArray[np.void]  # (n,) USE: of one call, or of several calls with at most n / 4 keys together
     state: NDArray[np.int64]  # NEXT place, COUNT of keys, their BYTES, SHIFT: one of 2**SHIFT keys; USES that were
     # counted, WAITING uses, number of the last CALL
 
@@ -90,7 +90,7 @@ def count(sample, horizon):
 
 @kernel
 def _count(s, horizon):
-    """Count each call's keys where they were before the call, then use them, last to first."""
+    """For each call, count the distances of all its keys, and only then note their uses, last to first."""
     begin = end = np.int64(0)
     while begin < s.state[WAITING]:
         while end < s.state[WAITING] and s.waiting[end].call == s.waiting[begin].call:
@@ -121,7 +121,7 @@ def _use_one(s, k0, k1, size, horizon):
     if number < 0:
         if s.state[COUNT] == len(s.keys):
             _thin(s, horizon)
-        # else it is not in the sample any more, or all keys are, as somebody chose their hashes
+        # else the key is outside the thinned sample, or the sample is still full, as somebody chose the keys' hashes
         if hashed <= HASHES >> np.uint64(s.state[SHIFT]) and s.state[COUNT] < len(s.keys):
             _place(s, _insert(s, hashed, k0, k1, size))
     elif s.keys[number].last + 1 != s.state[NEXT]:
@@ -189,7 +189,7 @@ def _add(s, at, size):
 
 @kernel
 def _distance(s, number):
-    """Which of `counts` a use of a key belongs to. number: -1 for a key that is not known."""
+    """Index in `counts` of a key's use. number: -1 for an unknown key."""
     if number < 0:
         return DISTANCES
     before, at = np.int64(0), np.int64(s.keys[number].last) - 1
@@ -202,7 +202,7 @@ def _distance(s, number):
 
 @kernel
 def _thin(s, horizon):
-    """Make room: drop the keys beyond the horizon, or half of all where that are few."""
+    """Make room: drop the keys beyond the horizon. If they are few, drop half of all keys instead."""
     gone, at, left = np.int64(0), np.int64(1), s.state[BYTES]
     while at < s.state[NEXT] and float(left << s.state[SHIFT]) > horizon:
         if s.places[at].used > 0:

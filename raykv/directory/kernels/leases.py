@@ -1,7 +1,7 @@
-"""What clients hold: leases of readers, the staging slots that they pull into, pins, and how a hold ends.
+"""The holds of clients: leases of readers, the staging slots that readers pull into, pins, and how a hold ends.
 
-When it ends: `state/holds.py: Clients` ends what a call does not list any more, and `calls/upkeep.py: check` what a
-client has that made no call for CLIENT_TTL_S.
+`state/holds.py: Clients` ends holds that a call does not list any more. `calls/upkeep.py: check` ends the holds of
+clients that made no call for CLIENT_TTL_S.
 
 A row may be held by a lease (a reader's), a reservation (a writer's, see placement.py), a pin or a demotion.
 """
@@ -63,7 +63,7 @@ UNSTAGED = -2  # remote, and without a staging row yet
 
 @kernel
 def warm_neighbours(c, rows):
-    """Read what touching the rows will write, so that its cache misses overlap."""
+    """Read the rows' neighbours in their lists, so that the cache misses of `touch` overlap."""
     warm = 0
     for row in rows:
         if row >= 0 and listed(c, row):
@@ -73,7 +73,7 @@ def warm_neighbours(c, rows):
 
 @kernel
 def _staging_need(c, firsts, reader):
-    """Staging slots that a ready prefix lacks on its reader's node, at most the rest of the window; 0 if it has all."""
+    """Staging slots that a ready prefix needs on its reader's node, within the window; 0 if enough are free."""
     if reader.size_class < 0:
         return np.int64(0)
     own = c.size_classes[reader.size_class]
@@ -93,10 +93,10 @@ def _staging_need(c, firsts, reader):
 
 @kernel(C, KEYS, ROWS, READER, BLOCKS, PLACES, BOOL)
 def match(c, keys, firsts, reader, blocks, places, found):
-    """Hold the longest ready prefix, and say where it is. blocks, places, out: see `_hold_prefix`.
+    """Hold the longest ready prefix, and say where it is. blocks, out: see `_hold_prefix`. places, out: of `blocks`.
 
-    found: whether `firsts` is of `find` already. Else, where the prefix lacks staging slots, nothing is held, and the
-    first number is minus how many it lacks.
+    found: whether `find` has filled `firsts` already. If it has not, and there are too few staging slots, nothing is
+    held, and the first number is minus the slots that the prefix needs.
     Returns (number of blocks, how many of them are on other nodes, how many in external tiers, how many on the
     reader's `host`).
     """
@@ -123,8 +123,8 @@ def match(c, keys, firsts, reader, blocks, places, found):
 def _hold_prefix(c, keys, firsts, reader, blocks):
     """Hold the longest ready prefix, and charge it to the reader's tenant.
 
-    firsts: the keys' first rows, of `find`. blocks, out: of `source` no generations. staged[i]: -1 where the source is
-    on the reader's node already; UNSTAGED where `limit` blocks have one, or the window is used up: the block gets its
+    firsts: the keys' first rows, of `find`. blocks, out: all but `gens`. staged[i] is -1 where the source is on the
+    reader's node already. It is UNSTAGED where `limit` blocks have a slot, or the window is used up: the block gets its
     slot later (`next_window`). Returns (number of blocks, how many of them are on other nodes).
     """
     source, staged = blocks.source, blocks.staged
@@ -147,7 +147,7 @@ def _hold_prefix(c, keys, firsts, reader, blocks):
                 blocks.staged_gens[n] = c.rows[staging].gen
         n += 1
     covered = _cover(c, keys, n, reader, blocks)
-    if covered < n and reader.size_class >= 0:  # what streams through the window is not to keep it full
+    if covered < n and reader.size_class >= 0:  # a long prefix streams through the window, and must not fill it
         moved = _read_elsewhere(c, firsts, covered, n, reader.node, blocks)
         remote += moved
         if moved > 0:
@@ -165,7 +165,7 @@ def _hold_prefix(c, keys, firsts, reader, blocks):
 
 @kernel
 def _count_use(c, first):
-    """Count a match in every copy of a key, since any of them may be judged by it later."""
+    """Count a match in every copy of a key: any copy may be judged by its count later."""
     row = np.int64(first)
     while row >= 0:
         c.rows[row].uses = min(USES_MAX, c.rows[row].uses + 1)
@@ -176,7 +176,8 @@ def _count_use(c, first):
 def _read_elsewhere(c, firsts, covered, n, node, blocks):
     """Release the replicas on the reader's node, which may use up its window, and read their primaries instead.
 
-    Only blocks from `covered` on, last to first; `next_window` reads those that are there still. Returns how many.
+    Does so with the blocks from `covered` on, last to first. Returns how many. `next_window` uses replicas that are
+    still there.
     """
     moved = 0
     for j in range(n - covered):
@@ -211,7 +212,7 @@ def _primary_elsewhere(c, first, node):
 def pass_by(c, keys, blocks, node):
     """Release the replicas on the reader's node that a lease has passed; from now on it reads their primaries.
 
-    Last to first. Else it may wait for a window that it uses up itself. Returns how many.
+    Otherwise a lease could wait for a window that its own replicas use up. Releases the last first. Returns how many.
     """
     blocks, moved = Blocks(*blocks), 0
     source, gens = blocks.source, blocks.gens
@@ -221,7 +222,7 @@ def pass_by(c, keys, blocks, node):
         if row < 0 or c.rows[row].gen != gens[i]:
             source[i] = -1  # it is gone
             continue
-        if not _is_own_replica(c, row, node):  # asked first: a look into the index costs 50 times as much
+        if not _is_own_replica(c, row, node):  # asked first: a look into the hash table costs 50 times as much
             continue
         other = _primary_elsewhere(c, row_at(c, probe(c, keys[i, 0], keys[i, 1])), node)
         if other >= 0:
@@ -243,7 +244,7 @@ def _readable(c, row):
 def _cover(c, keys, n, reader, blocks):
     """Give UNSTAGED blocks[:n] staging slots, in order, until `limit` have one or the window is used up.
 
-    Returns how many leading blocks can be read now: none behind them has a slot.
+    Returns how many leading blocks can be read now. No block after them has a staging slot.
     """
     staged, granted = blocks.staged, 0
     for i in range(n):
@@ -257,9 +258,9 @@ def _cover(c, keys, n, reader, blocks):
 
 @kernel
 def _stage_next(c, keys, i, n, size_class, blocks):
-    """Give block i of n a staging slot; one that a block behind it has where the window is used up. Returns whether.
+    """Give block i of n a staging slot. If the window is used up, release later blocks' slots first. Returns whether.
 
-    Blocks are read in order: one that waits for what is held for those behind it would wait for ever.
+    Blocks are read in order: a block that waited for slots of later blocks would wait for ever.
     """
     row = stage(c, size_class, keys[i, 0], keys[i, 1])
     if row < 0 and _give_back(c, i + 1, n, blocks):
@@ -287,8 +288,8 @@ def _give_back(c, first, n, blocks):
 def next_window(c, keys, blocks, node, size_class):
     """Give UNSTAGED blocks of a lease staging slots, in order, until the window is used up.
 
-    One that is on the reader's node by now gets the slot that it is in. Returns how many leading blocks still exist;
-    of those behind the first without a slot, none has one.
+    A block that is on the reader's node by now gets the slot that it is in. Returns how many leading blocks still
+    exist. After the first of them without a slot, no block has a staging slot.
     """
     blocks, full = Blocks(*blocks), False
     source, staged, staged_gens = blocks.source, blocks.staged, blocks.staged_gens
@@ -316,7 +317,7 @@ def next_window(c, keys, blocks, node, size_class):
 
 @kernel(C, INT, ROWS)
 def staging_lack(c, size_class, staged):
-    """Staging slots that UNSTAGED blocks of a lease lack, at most the rest of the window; 0 if there are enough."""
+    """Staging slots that UNSTAGED blocks of a lease need, within the window; 0 if enough are free."""
     need = np.int64(0)
     for row in staged:
         need += row == UNSTAGED
@@ -326,9 +327,9 @@ def staging_lack(c, size_class, staged):
 
 @kernel(C, ROWS, ROWS, ROWS)
 def pulled(c, rows, gens, promoted):
-    """Make STAGING rows that were pulled replicas, or primaries where the key has no lasting one (`has_primary`).
+    """Make pulled STAGING rows replicas, or primaries where the key has no lasting primary (`has_primary`).
 
-    promoted[size_class], out: the number of new primaries, which use up the staging window, is added.
+    promoted[size_class], in and out: adds the number of new primaries, which use up the staging window.
     """
     for i in range(len(rows)):
         row = np.int64(rows[i])
@@ -343,7 +344,7 @@ def pulled(c, rows, gens, promoted):
 
 @kernel
 def has_primary(c, row):
-    """Whether the key has a primary that lasts at least as long as this row: any, if this row is fleeting itself."""
+    """Whether the key has a lasting primary, or a WRITING row. If this row is fleeting, any primary will do."""
     row_is_fleeting = fleeting(c, row)
     other = first_of(c, row)
     while other >= 0:
@@ -369,7 +370,7 @@ def stays(c, row):
 
 @kernel
 def _succeed(c, row):
-    """Make the other primaries of a new primary's key replicas: they are fleeting."""
+    """A row became its key's primary: make the key's other primaries replicas, as they are fleeting."""
     other = first_of(c, row)
     while other >= 0:
         if other != row and c.rows[other].state == READY:
@@ -380,7 +381,7 @@ def _succeed(c, row):
 
 @kernel(C, INT, INT, ROWS)
 def promote_replicas(c, base, slots, promoted):
-    """For primaries in a slab of a node that leaves: make replicas on nodes that stay the primaries.
+    """For each primary in a slab of a leaving node or a GPU, make a replica on a staying node the primary.
 
     promoted: see `pulled`.
     """
@@ -408,7 +409,7 @@ def hold_lasting(c, firsts, rows, gens):
 
 @kernel
 def _lasting(c, first):
-    """Of a key's rows the one to keep: its copy in an external tier, else its primary, else -1."""
+    """The row of a key to keep: its copy in an external tier, else its primary, else -1."""
     lasting = np.int64(-1)
     row = np.int64(first)
     while row >= 0:
@@ -466,10 +467,10 @@ def _release_row(c, row, gen):
 
 @kernel(C, ROWS, ROWS)
 def abandon(c, rows, gens):
-    """Quarantine the rows of a client that vanished in which it may still write: those that only it held, and that are
-    unfinished, or were forgotten before they were finished.
+    """Quarantine the rows in which a client that is gone may still write.
 
-    A row of an external tier is not: no client writes there, and no node store would sweep it.
+    These are rows that only this client held and that are unfinished or were forgotten. Rows of external tiers are left
+    out: no client writes there, and no node store would sweep them.
     """
     for i in range(len(rows)):
         row = np.int64(rows[i])

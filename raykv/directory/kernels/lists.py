@@ -65,7 +65,7 @@ def charge(c, row, blocks):
 
 @kernel
 def claim(c, first, tenant):
-    """Charge a key to a tenant that uses it too, unless whoever has it would fall below its minimum without it."""
+    """Charge a key to a tenant that uses it, unless the tenant that pays now would fall below its minimum."""
     owner, size = tenant_of(c, first), np.int64(0)
     row = np.int64(first)
     while row >= 0:
@@ -104,10 +104,10 @@ def _assign_row(c, row, tenant):
 
 @kernel(C, INT, INT)
 def give_up_list(c, size_class, tenant):
-    """Move a tenant's primaries into the list of tenant 0, by age. Both lists are clean no more."""
+    """Move a tenant's primaries into the list of tenant 0, by age. No row of the lists counts as clean then."""
     source, target = ready_list(size_class, tenant), ready_list(size_class, 0)
     for which in (source, target):
-        oldest_in(c, which)  # else held rows at an old end would come into the midst
+        oldest_in(c, which)  # takes held rows off the old end, else they would end up in the middle
         c.lists[which].clean_tail = -1
         c.lists[which].clean_count = 0
     done, others = c.lists[target].done, c.lists[source].done
@@ -181,7 +181,7 @@ def unlink(c, which, row):
 
 @kernel
 def oldest_in(c, which):
-    """A list's oldest row that nobody holds, or -1. Held ones that are older leave the list for good."""
+    """A list's oldest row without a hold, or -1. Older held rows leave the list until their holds end."""
     row = np.int64(c.lists[which].tail)
     while row >= 0 and c.rows[row].holds > 0:
         unlink(c, which, row)
@@ -293,7 +293,7 @@ def suspend(c, row):
 @kernel
 def present(state):
     """Whether a row stores a block in memory."""
-    return state == READY or state == REPLICA  # as above
+    return state == READY or state == REPLICA  # no `in`: see `unfinished`
 
 
 @kernel
@@ -340,7 +340,7 @@ def in_external_tier(c, row):
 
 @kernel
 def promote(c, row):
-    """Make the first replica of a row's key the primary: this one, which is or was to be it, goes."""
+    """A key's primary, or the row that was to be it, goes. Make the key's first replica the primary."""
     other = first_of(c, row)
     while other >= 0 and c.rows[other].state != REPLICA:
         other = np.int64(c.rows[other].same)
@@ -358,7 +358,7 @@ def set_role(c, row, state):
 
 @kernel
 def unlist_in_role(c, row, state):
-    """As `set_role`, but in no list."""
+    """As `set_role`, but leave the row in no list."""
     if listed(c, row):
         unlink(c, list_of(c, row, c.rows[row].state), row)
     c.rows[row].state = state
@@ -367,12 +367,12 @@ def unlist_in_role(c, row, state):
 
 @kernel
 def finish(c, row, state):
-    """What was written to a row is there: it stores its block as READY, REPLICA or EXTERNAL."""
+    """A row's block has been written: the row is READY, REPLICA or EXTERNAL from now on."""
     before = c.rows[row].state
     c.rows[row].state = state
     if before == STAGING:
         c.size_classes[size_class_of(c, row)].staging -= 1
-    if state == READY and before != WRITING:  # that is charged since it was granted
+    if state == READY and before != WRITING:  # a WRITING row was charged when it was granted
         charge(c, row, 1)
 
 
@@ -416,7 +416,7 @@ def forget_at(c, row, position):
 
 @kernel
 def grant(c, row, k0, k1, state, holds):
-    """Give a row that is in no list to so many holders, for this key, in this state."""
+    """Grant a row, which is in no list, for a key and in a state. holds: number of its holders."""
     c.state[COUNTER] += 1
     fill(c, row, k0, k1, c.state[EPOCH] << COUNTER_BITS | c.state[COUNTER], state)
     c.rows[row].holds = holds
@@ -426,7 +426,7 @@ def grant(c, row, k0, k1, state, holds):
 
 @kernel
 def fill(c, row, k0, k1, gen, state):
-    """Make a row that is in no list another copy of a key, and still in no list."""
+    """Make a row another copy of a key. The row is in no list, before and after."""
     c.rows[row].k0 = k0
     c.rows[row].k1 = k1
     c.rows[row].gen = gen

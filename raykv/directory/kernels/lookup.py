@@ -50,7 +50,7 @@ def ready_prefix(c, keys, firsts, node):
 
 @kernel(C, KEYS, ROWS, INT, INT, ROWS)
 def ready_runs(c, keys, firsts, node, window, runs):
-    """As `find`. runs[i], out: how many keys up to the i-th, at most `window`, a reader on `node` may read now."""
+    """As `find`. runs[i], out: readable keys without a gap up to the i-th, for a reader on `node`; at most `window`."""
     find(c, keys, firsts)
     run = np.int64(0)
     for i in range(len(firsts)):
@@ -60,7 +60,7 @@ def ready_runs(c, keys, firsts, node, window, runs):
 
 @kernel(C, KEYS, ROWS, INT)
 def unfinished_prefix(c, keys, firsts, node):
-    """As `ready_prefix`, of keys that a reader may read now, or once they are written."""
+    """As `ready_prefix`, but counts keys that are still being written too."""
     find(c, keys, firsts)
     n = 0
     while n < len(firsts) and (best(c, firsts[n], node)[0] >= 0 or _is_written(c, firsts[n])):
@@ -81,7 +81,8 @@ def _is_written(c, first):
 def locate_prefix(c, firsts, hosts, counts, last):
     """counts[h], out: how many blocks of the longest ready prefix host h has, in memory or on a GPU. Touches nothing.
 
-    hosts[node & NODE_MASK]: the host of a node. last: zeros, one a host; the last block (from 1) counted there.
+    hosts[node & NODE_MASK]: the host of a node. last, out: of each host, the number (from 1) of the last block that
+    was counted; zeros before.
     """
     for i in range(len(firsts)):
         row = np.int64(firsts[i])

@@ -62,8 +62,8 @@ def _missing(c, firsts, start):
 def reserve(c, keys, firsts, writer, blocks, granted, places, found):
     """As `_grant_missing`, and say where the slots are. places[...][j], out: of the slots of keys[granted[j]].
 
-    found: whether `firsts` is of `find` already. Else, where the writer's size class has no room for what is missing,
-    nothing is granted, and the first number is minus how many slots that wants.
+    found: whether `find` has filled `firsts` already. If it has not, and the writer's size class lacks room for the
+    missing keys, nothing is granted, and the first number is minus the number of missing keys.
     """
     writer, blocks, places = Writer(*writer), Blocks(*blocks), Places(*places)
     if not found:
@@ -84,13 +84,13 @@ def reserve(c, keys, firsts, writer, blocks, granted, places, found):
 
 @kernel
 def _grant_missing(c, keys, firsts, writer, source, staged, granted):
-    """Hold what is present of keys[:], then grant slots to what is missing from the writer's `start` on.
+    """Hold all keys that are present, then grant slots for the missing keys from the writer's `start` on.
 
     A key goes to the writer's size class while that has room, else to one of `others` that has, else a block is
-    evicted (`victim`). Room is not for a tenant that has its maximum: one of its own blocks goes for each.
+    evicted (`victim`). A tenant at its maximum may not use room: each new block evicts one of its own blocks.
 
     firsts: the keys' first rows, of `find`. source[i], out: the held or granted row, -1 where another client writes the
-    key. staged[i], out: the row on the writer's node to write into where the granted one is elsewhere, else -1.
+    key. staged[i], out: if the granted row is elsewhere, the row on the writer's node to write into; else -1.
     granted, out: indices of the granted keys.
     Returns (leading keys that are covered, number of grants). The first key that is not covered found no room, or came
     after this call had used up the staging window.
@@ -115,7 +115,7 @@ def _grant_missing(c, keys, firsts, writer, source, staged, granted):
             continue
         ahead = next_ahead(c, ahead)
         can_leave = can_stage(c, size_class)
-        may_leave = can_leave or elsewhere > 0  # else other calls use the window, and the block is stored here or not
+        may_leave = can_leave or elsewhere > 0  # else other calls use up the window: store the block here or not at all
         leaving, target = np.int64(-1), np.int64(-1)
         if room(c, size_class) > 0 and not is_full(c, tenant, c.size_classes[size_class].charge):
             target = size_class
@@ -138,7 +138,7 @@ def _grant_missing(c, keys, firsts, writer, source, staged, granted):
             if not can_leave:  # this call used up the window: the rest is for another call, and evicts nothing here
                 return i, grants
             elsewhere += 1
-            staged[i] = stage(c, size_class, k0, k1)  # before an eviction promotes a replica, which uses the window
+            staged[i] = stage(c, size_class, k0, k1)  # first: an eviction may promote a replica, which uses the window
         row = take(c, target) if has_room else evict(c, leaving)
         grant(c, row, k0, k1, WRITING, 1)
         if c.state[TENANTS] > 1:

@@ -1,9 +1,9 @@
-"""What tenants have: the bytes that each is charged for, and whose blocks may go for whom.
+"""The memory of tenants: the bytes that each is charged for, and whose blocks may go for whom.
 
-A tenant is a number below `TENANTS`; 0 is whoever has no quota. A key is charged to who stored or matched it last: all
-its rows have one tenant. What counts are primaries in the memory of nodes, ready or being written.
-`eviction` asks before a block goes, `placement` before a slot is granted, `gpu_demotion` before it takes one;
-`lists.charge` moves a key from one tenant to another.
+A tenant is a number below `TENANTS`; 0 is whoever has no quota. All rows of a key have one tenant, usually the last one
+that stored or matched it. Only primaries in the memory of nodes count, ready or being written.
+`eviction` asks before a block goes, `placement` before a slot is granted, `gpu_demotion` before it takes a slot.
+`lists.assign` moves a key from one tenant to another.
 """
 
 import numpy as np
@@ -16,7 +16,7 @@ ANYBODY, OWN, OTHERS, FAIR = range(4)  # whose blocks may go: see `may_go`
 
 @kernel
 def tenant_of(c, row):
-    """Who is charged for a row's key."""
+    """The tenant that pays for a row's key."""
     return np.int64(c.tenants[row]) if c.state[TENANTS] > 1 else np.int64(0)
 
 
@@ -28,10 +28,10 @@ def is_full(c, tenant, size):
 
 @kernel
 def whose(c, tenant, size):
-    """Whose blocks may go for one more of `size` bytes of a tenant.
+    """Whose blocks may go for one more block of a tenant, of `size` bytes (0: it counts for no quota).
 
-    OWN: it is above its maximum with it. OTHERS: it is within its minimum with it, and must be able to grow even where
-    its own blocks are the oldest. FAIR: else.
+    OWN: the block takes the tenant above its maximum. OTHERS: the tenant stays within its minimum, and must be able to
+    grow even if its own blocks are the oldest. FAIR: in between.
     """
     if size == 0:
         return ANYBODY
@@ -44,7 +44,7 @@ def whose(c, tenant, size):
 def may_go(c, owner, tenant, who, size):
     """Whether a block of `size` bytes of `owner` may go for `tenant` (-1: for nobody).
 
-    FAIR: its own, and those of tenants that have their minimum without it. OTHERS: the latter only.
+    FAIR: the tenant's own blocks, and those of tenants that keep their minimum without them. OTHERS: the latter only.
     """
     if who == ANYBODY:
         return True
@@ -55,6 +55,6 @@ def may_go(c, owner, tenant, who, size):
 
 @kernel(C, INT, INT, INT, INT)
 def may_give_up(c, tenant, size, owner, others):
-    """Whether a pinned block of `owner` may go for one of `tenant`, after `others` of it. size: bytes of each."""
+    """Whether a pinned block of `owner`, after `others` more, may go for a block of `tenant`. size: bytes of each."""
     who = whose(c, tenant, size)
     return may_go(c, owner, tenant, FAIR if who == OTHERS else who, (others + 1) * size)

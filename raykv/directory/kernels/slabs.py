@@ -1,4 +1,4 @@
-"""The rows of whole slabs: opened, closed, emptied, counted; and what node stores report of single slots.
+"""The rows of whole slabs: opened, closed, emptied, counted. Also takes reports of node stores on single slots.
 
 Also how rows become locations for messages (`describe`) and back (`rows_of`).
 """
@@ -57,7 +57,7 @@ def open_rows(c, base, slots):
 
 @kernel(C, INT, INT)
 def close_rows(c, base, slots):
-    """Take a slab's rows out of everything, held or not. Their holders find another generation."""
+    """Take a slab's rows out of table and lists, held or not. Their holders find another generation."""
     for row in range(base, base + slots):
         ahead = row + AHEAD
         if ahead < base + slots and stored(c.rows[ahead].state):
@@ -80,7 +80,7 @@ def close_rows(c, base, slots):
 
 @kernel(C, INT, INT)
 def clear_rows(c, base, slots):
-    """Forget a slab's blocks; a slot that is held is free only once it is released. Slot 0 is taken first again."""
+    """Forget a slab's blocks. A held slot becomes free when it is released. Slot 0 is taken first again."""
     for j in range(slots):
         row = base + slots - 1 - j
         state = c.rows[row].state
@@ -141,8 +141,8 @@ def census(c, base, slots, counts):
 def adopt(c, rows, keys, gens, floor):
     """Take up blocks found in free slots of a node that joins, oldest first. The first copy of a key is primary.
 
-    They are older than what the node's lists have already, which may have been touched since: the youngest come first
-    where an inventory comes in pieces. floor: the tick before that of the oldest. rows, out: -1 where not taken up.
+    They become older than all rows in the node's lists: of an inventory in pieces, the youngest piece comes first.
+    floor: the tick before that of the oldest block. rows, in and out: -1 where a block was not taken up.
     """
     for i in range(len(rows)):
         row = np.int64(rows[i])
@@ -160,7 +160,7 @@ def adopt(c, rows, keys, gens, floor):
 
 @kernel
 def _fill(c, row, k0, k1, gen):
-    """Make a row that is in no list a primary, or a replica where the key has one, and still in no list."""
+    """Make a row a primary, or a replica if memory has the key already. The row is in no list, before and after."""
     fill(c, row, k0, k1, gen, REPLICA if taken(c, k0, k1) else READY)
 
 
@@ -177,7 +177,7 @@ def set_aside(c, rows, gens):
 
 @kernel(C, ROWS, ROWS, FLAGS, KEYS, ROWS, INT)
 def sweep_result(c, rows, gens, verdicts, keys, found_gens, floor):
-    """Free QUARANTINED rows that were FREED; take up those that were FINISHED, with keys[i] and found_gens[i].
+    """Free QUARANTINED rows whose verdict is FREED. Take up blocks (keys[i], found_gens[i]) that are FINISHED.
 
     floor: generation up to which all blocks were cleared.
     """
@@ -210,7 +210,7 @@ def drop(c, rows, gens):
 
 @kernel(C, ROWS)
 def forget_rows(c, rows):
-    """Forget blocks that are stored or being demoted; a slot that is held is free only once it is released.
+    """Forget blocks that are stored or being demoted. A held slot becomes free when it is released.
 
     Returns how many of the rows were forgotten.
     """

@@ -30,7 +30,7 @@ def takeable(c, size_class):
 
 @kernel(C, INT)
 def room(c, size_class):
-    """Slots that writers may take without evicting: the rest of the staging window stays free. May be negative."""
+    """Slots that writers may take without evicting. The unused staging window stays free. May be negative."""
     return takeable(c, size_class) - max(0, c.size_classes[size_class].window - c.size_classes[size_class].staging)
 
 

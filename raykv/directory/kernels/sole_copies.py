@@ -12,7 +12,7 @@ from raykv.system.jit import kernel
 
 @kernel(C, INT, INT, INT, ROWS, INT)
 def held(c, base, slots, tier, out, n):
-    """As `in_lists`, of those primaries of a slab that are in no list because somebody holds them."""
+    """As `in_lists`, for the primaries of a slab that are in no list because somebody holds them."""
     for row in range(base, base + slots):
         if n < len(out) and c.rows[row].state == READY and not listed(c, row) and _is_sole_copy(c, row, tier):
             out[n] = row
@@ -22,7 +22,7 @@ def held(c, base, slots, tier, out, n):
 
 @kernel(C, INT, INT, INT)
 def count(c, base, slots, tier):
-    """Number of a slab's sole copies, with those that are still being written."""
+    """Number of a slab's sole copies, including blocks that are still being written."""
     n = 0
     for row in range(base, base + slots):
         state = c.rows[row].state
@@ -33,10 +33,10 @@ def count(c, base, slots, tier):
 
 @kernel(C, INT, INT, ROWS, ROWS, INT)
 def in_lists(c, size_class, tier, heads, out, n):
-    """Append the size class's primaries that are on no other node that stays to out[n:], youngest first.
+    """Append to out[n:] the size class's primaries without a copy on a staying node or in `tier`, youngest first.
 
-    tier: index of an external tier that outlives the node, -1 if there is none. heads: room for a number a tenant.
-    Returns the new n.
+    tier: index of an external tier that outlives the node, -1 if there is none. heads: scratch space, an entry for each
+    tenant. Returns the new n.
     """
     oldest(c, size_class)  # takes held rows at the old end out of the lists, so that `held` finds them
     for tenant in range(c.state[TENANTS]):

@@ -42,7 +42,7 @@ def tag_of(k0, k1):
 
 @kernel
 def probe(c, k0, k1):
-    """Position in the table of a key, or -1."""
+    """Position of a key's entry in the table, or -1."""
     mask = len(c.table) - 1
     tag = tag_of(k0, k1)
     i = tag & mask
@@ -71,7 +71,7 @@ def first_of(c, row):
 
 @kernel
 def insert(c, row):
-    """Append a row to its key's chain, whose tenant is charged for it too."""
+    """Append a row to its key's chain. The key's tenant pays for the row too."""
     k0, k1 = c.rows[row].k0, c.rows[row].k1
     c.rows[row].same = -1
     position = probe(c, k0, k1)
@@ -146,7 +146,7 @@ def find(c, keys, out):
             out[i] = (entry & 0xFFFFFFFF) - 1
             if entry != 0:
                 prefetch(c.rows, out[i])
-                prefetch(c.pages, out[i] >> PAGE_BITS)  # a row's size class is asked for with it
+                prefetch(c.pages, out[i] >> PAGE_BITS)  # callers need the row's size class too
         for i in range(start, stop):
             row = out[i]
             if row >= 0 and (c.rows[row].k0 != keys[i, 0] or c.rows[row].k1 != keys[i, 1]):
