@@ -21,7 +21,7 @@ class Asked(NamedTuple):
     by: bytes  # CLIENT or STORE: over the socket or through Ray; ADMINISTRATOR: through Ray only
     answer: type[tuple[Any, ...]] | None = None  # class of the answer, where the answer is a message
     frequent: bool = False  # engines make it with every request, so only a few of these calls are timed
-    few: bool = False  # it has at most KEYS_PER_CALL keys: all other callers wait meanwhile
+    few: bool = False  # it may have at most KEYS_PER_CALL keys, as all other callers wait for it
 
     def meant(self, answer: Any) -> Any:
         """The message that a plain tuple stands for. Returns None and other answers unchanged."""

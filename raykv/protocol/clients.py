@@ -10,7 +10,7 @@ class Call(NamedTuple):
 
     client: int  # its random id
     seq: int  # rises with every call
-    held: bytes = b""  # ids of leases and reservations that it still has; the directory releases older unlisted ones
+    held: bytes = b""  # ids of leases, reservations and intents that it still has; older ones that are not listed end
     pulled: bytes = b""  # locations of staging slots that hold their block now
     corrupt: bytes = b""  # locations where a reader did not find the block, or where the checksum did not fit
 
@@ -18,11 +18,11 @@ class Call(NamedTuple):
 class MatchRequest(NamedTuple):
     """Lease the longest ready prefix of `keys`. Answer: Matched.
 
-    A tuple of them is one question (`match_parts`), for blocks of several parts or for several readers. The directory
-    leases the longest prefix that all parts have. An Intent may go along. Answer: MatchedParts.
+    A tuple of MatchRequests is one question (`match_parts`), for blocks of several parts or for several readers. The
+    directory leases the longest prefix that all parts have. An Intent may go along. Answer: MatchedParts.
 
     A part with a window needs only its last blocks before the end of that prefix, as a sliding-window layer does. A
-    model's state needs one block. The blocks before may be gone, or may never have been stored.
+    model's state needs one block. Earlier blocks may be gone, or may never have been stored.
 
     `ahead` is for layers of a drafter. The last position of their block depends on the token after the block. The key
     of the following block says which token that is. So the following block must be ready too.
@@ -32,11 +32,11 @@ class MatchRequest(NamedTuple):
     node: str  # name of the memory that the client reads into
     keys: bytes
     block_bytes: int
-    stage: int  # blocks that get staging slots now, at most; the others get theirs by NextWindowRequest
+    stage: int  # at most so many blocks get staging slots now; the others get theirs by NextWindowRequest
     window: int = 0  # for `match_parts`: how many last blocks the reader needs; 0: all
     tokens: int = 1  # for `match_parts`: tokens of a block of this part; parts may differ
     tenant: str = ""  # the tenant to charge for the found blocks
-    counted: bool = True  # an engine looks it up; False: the client moves blocks, which counts in no hit rate
+    counted: bool = True  # count it in hit rates: an engine looks blocks up; False: a client only moves blocks
     ahead: int = 0  # for `match_parts`: blocks after the prefix that must be ready too; they are not leased
 
 
@@ -55,7 +55,7 @@ class NextWindowRequest(NamedTuple):
     start: int
     stop: int
     block_bytes: int
-    again: bool = False  # repeat `passed`: an answer with it may have been lost
+    again: bool = False  # send `passed` again, as the answer that had it may have been lost
 
 
 class Matched(NamedTuple):
@@ -63,8 +63,8 @@ class Matched(NamedTuple):
 
     epoch: int
     source: bytes  # locations to read
-    # Locations on the reader's node to pull the blocks into. slab_gen 0: the block is there already (node 0 too), or
-    # gets its slot later. Empty if all blocks are there already.
+    # Locations on the reader's node to pull the blocks into. slab_gen 0: the block is on that node already (then node
+    # is 0 too), or gets its slot later. Empty if all blocks are on that node already.
     staged: bytes
     # None: nobody follows requests. Else the client reports this request (RequestLine). The text says why the match
     # ended before the last key (see `raykv.directory.calls.why_missing`); "" if it did not.
@@ -86,21 +86,21 @@ class MatchedParts(NamedTuple):
 
     epoch: int
     parts: tuple[MatchedPart, ...]  # one for each request; empty where nothing is leased
-    pending: int = 0  # by how many blocks the prefix grows by what others compute or write; above 0, nothing is leased
+    pending: int = 0  # by how many blocks others will lengthen the prefix; above 0, nothing is leased
     short: str | None = None  # as in Matched
 
 
 class Window(NamedTuple):
     """Where blocks of a lease are, once the reader has passed the blocks before `start`.
 
-    source and staged are as in Matched, for the blocks from `start` on. They are fewer than asked for where a node is
-    gone.
+    source and staged are as in Matched, for the blocks from `start` on. They end before the first block that no longer
+    exists.
     """
 
     epoch: int
     source: bytes
     staged: bytes
-    # Sources of all blocks before `start`: given if some must now be read from another node, or if `again` is set.
+    # Sources of all blocks before `start`. Empty unless some must now be read from another node, or `again` is set.
     passed: bytes = b""
 
 
@@ -151,4 +151,4 @@ class Stored(NamedTuple):
     """
 
     epoch: int
-    found: bytes  # uint8, 1 or 0 a key. Empty while a node joins, as its blocks are not known yet
+    found: bytes  # uint8, 1 or 0 for each key. Empty while a node joins, as its blocks are not known yet

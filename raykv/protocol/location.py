@@ -19,12 +19,12 @@ LOCATION = np.dtype(
 Locations = NDArray[np.void]  # of LOCATION
 KEY_BYTES = 16
 ALIGN = 4096  # bytes: alignment of the payload, and so the smallest slot
-CONTENT_BYTES = 8  # a tier's content since it was last cleared has a name of so many bytes; nothing older is read again
+CONTENT_BYTES = 8  # bytes of the name of a tier's content. A cleared tier gets a new name; older blocks are not read
 COUNTER_BITS = 40  # a generation is epoch << COUNTER_BITS | counter
-EPOCHS = 1 << 21  # every epoch is below: a header keeps a generation and two more bits in 8 bytes
-GENERATIONS = EPOCHS << COUNTER_BITS  # every generation is below
-SLABS_MAX = 1 << 20  # of an arena or tier: counts from other processes must not fill the memory
-SLAB_BYTES_MAX = 1 << 30  # of an arena
+EPOCHS = 1 << 21  # every epoch is below this: a header keeps a generation and two more bits in 8 bytes
+GENERATIONS = EPOCHS << COUNTER_BITS  # every generation is below this
+SLABS_MAX = 1 << 20  # of an arena or tier: a count that another process sends must not fill the memory
+SLAB_BYTES_MAX = 1 << 30  # of one slab
 
 
 @overload
@@ -75,5 +75,5 @@ class Address(NamedTuple):
     port: int
     token: bytes
 
-    def __repr__(self) -> str:  # log lines and errors have it, and must not show the token
+    def __repr__(self) -> str:  # for log lines and errors, which must not show the token
         return f"{self.host}:{self.port}"

@@ -37,7 +37,7 @@ class SlabTarget(NamedTuple):
 
 
 class Inventory(NamedTuple):
-    """A piece of what a node store found in its arena, the youngest blocks first. The first four have one length."""
+    """A piece of the list of an arena's blocks, the youngest blocks first. The first four fields have one length."""
 
     locations: bytes  # of ready blocks
     keys: bytes

@@ -9,7 +9,7 @@ class TierReport(NamedTuple):
     capacity: int  # bytes
     shared: bool  # all nodes see one content
     reached: bool
-    lost: bytes  # where the content was lost: name of the new content, equal from all stores of a shared tier
+    lost: bytes  # if the content was lost, name of the new content; all stores of a shared tier give the same name
 
 
 class TierReply(NamedTuple):

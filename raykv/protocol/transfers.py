@@ -17,7 +17,7 @@ def seconds_left(end: float) -> float:
 
 
 def data_deadline(size: int) -> float:
-    """Seconds that a transfer of `size` bytes may take: 2 s for a busy machine, plus 100 MB/s of a slow link."""
+    """Seconds that a transfer of `size` bytes may take: 2 s for a busy machine, plus its time at 100 MB/s."""
     return 2.0 + size / 100e6
 
 
@@ -53,7 +53,7 @@ class Transfer(NamedTuple):
 def verdicts_of(answer: bytes, count: int) -> NDArray[np.uint8]:
     """(count,) uint8 verdicts from another process. Unknown verdicts become FAILED.
 
-    ValueError unless there are `count` of them.
+    ValueError for another number of verdicts.
     """
     verdicts = np.frombuffer(answer, np.uint8)
     if len(verdicts) != count:

@@ -1,4 +1,4 @@
-"""What to run next, by what is cached: for engines that people write themselves, and for batches. Without Ray."""
+"""Chooses what to run next, so that cached blocks save most work. For self-written engines and batches, without Ray."""
 
 from raykv.scheduling.batches import order, split
 from raykv.scheduling.steps import Budget, Request, Scheduled, plan

@@ -1,4 +1,4 @@
-"""In which order to run a batch, and on which engine, so that a cache sees every shared prefix once."""
+"""In which order to run a batch, and on which engine, so that each shared prefix is computed once."""
 
 import itertools
 from collections.abc import Sequence
@@ -7,17 +7,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 BLOCKS_MAX = 1 << 24  # number of keys that are compared; longer batches are ordered by the first blocks of each prompt
-SLACK = 0.1  # of an engine's share: loads may differ so much to keep a prefix on one engine
+SLACK = 0.1  # of an engine's share; loads may differ by so much, so that a prefix stays on one engine
 
-Prompts = Sequence[NDArray[np.uint8]]  # (n, k) each: keys of its full blocks; a key stands for all before it too
+Prompts = Sequence[NDArray[np.uint8]]  # of each (n, k): keys of its n full blocks; a key stands for all before it too
 
 
 def order(prompts: Prompts) -> list[int]:
     """Indices of prompts, depth first over their tree of shared prefixes: prompts that share most are neighbours.
 
-    The subtree that shares most blocks comes first. Equal prompts keep their order. A cache of as many
-    blocks as the longest prompt computes each shared block once. Takes O(prompts) memory, and a copy of at most 16
-    million keys. In larger batches only the first blocks of each prompt are compared.
+    The subtree that shares most blocks comes first. Equal prompts keep their order. If the cache has room for the
+    longest prompt, each shared block is computed once. Takes O(prompts) memory, and a copy of at most 16 million keys.
+    In larger batches only the first blocks of each prompt are compared.
     """
     found = _by_keys(prompts)
     shared = _shared_with_before(prompts, found)
@@ -39,8 +39,8 @@ def order(prompts: Prompts) -> list[int]:
 def split(prompts: Prompts, engines: int) -> list[list[int]]:
     """Indices of the prompts of each engine, in the order to run them. ValueError for less than one engine.
 
-    The prompts are in `order`. They are cut where neighbours share least, near the places that give each engine as many
-    blocks to compute.
+    The prompts are in `order`. They are cut where neighbours share least, near the places that give all engines equally
+    many blocks to compute.
     """
     if engines < 1:
         raise ValueError(f"engines={engines}: a batch needs one at least")
@@ -73,7 +73,7 @@ def _depth(lengths: list[int]) -> int:
 
 
 def _shared(one: NDArray[np.uint8], other: NDArray[np.uint8]) -> int:
-    """How many leading keys are equal. A key stands for all before it: a binary search finds the first difference."""
+    """How many leading keys are equal. A key stands for all before it, so a binary search finds the difference."""
     begin, end = 0, min(len(one), len(other))
     while begin < end:
         middle = (begin + end) // 2

@@ -17,11 +17,11 @@ class Request:
 
     keys: (n, k) uint8, of the full blocks of its prompt; a key stands for all blocks before it too, like
     `KVCache.keys`.
-    num_tokens: of its prompt, and generated. arrival: seconds.
-    num_computed_tokens: of a running request, tokens whose KV it has; of a waiting one, tokens whose KV is cached where
-    the engine can read it.
-    num_held_blocks: of a waiting request, how many of its first blocks running requests hold. Other cached blocks count
-    as free; when the request starts, they no longer are.
+    num_tokens: of the prompt, plus generated tokens. arrival: seconds.
+    num_computed_tokens: of a running request, tokens whose KV it has; of a waiting request, tokens whose KV is cached
+    where the engine can read it.
+    num_held_blocks: of a waiting request, how many of its first blocks are held by running requests. Its other cached
+    blocks count as free until it starts.
     """
 
     keys: NDArray[np.uint8]
@@ -57,10 +57,10 @@ def plan(
     """What to run in the next step: running requests first, then waiting ones; least to compute first.
 
     A waiting request starts if there are blocks for everything that it must compute, in later steps too. It waits while
-    another request computes its next block. Requests that have waited `patience` seconds come first, in order of
-    arrival, and are not passed over, except while they wait for another's block. A running request without a free block
-    is left out: preempt a request to free some. Refuse requests that need more blocks than the engine has: they would
-    hold up all others. now: seconds, on the clock of arrivals.
+    another request computes its next block. Requests that have waited `patience` seconds come before other waiting
+    requests, in order of arrival. Others pass them only while they wait for another request's block. A running request
+    without a free block is left out: preempt a request to free some. Refuse requests that need more blocks than the
+    engine has: they would hold up all others. now: seconds, on the clock of arrivals.
     """
     step = _Step(budget)
     for request in sorted(running, key=lambda request: request.num_new_tokens):  # generation waits for no prompt
@@ -79,7 +79,7 @@ def _in_turn(waiting: Sequence[Request], now: float, patience: float) -> Iterato
 
 
 class _Step:
-    """The rest of a budget, and the requests that use its other part."""
+    """The unused part of a budget, and the requests that use the rest."""
 
     def __init__(self, budget: Budget) -> None:
         self.tokens, self._blocks, self._block_tokens = budget.tokens, budget.blocks, budget.block_tokens
@@ -87,7 +87,7 @@ class _Step:
         self.scheduled: list[Scheduled] = []
 
     def run(self, request: Request) -> None:
-        """Go on with a running request, as far as there are tokens. Its blocks are kept for it in any case."""
+        """Go on with a running request, as far as the tokens suffice. In any case its blocks are kept for it."""
         blocks = self._blocks_of(request.num_tokens) - self._blocks_of(request.num_computed_tokens)
         if blocks <= self._blocks:
             self._take(request)
