@@ -1,7 +1,7 @@
 """The directory: where every block of a pool is, and which blocks stay. No Ray, no clock, no I/O.
 
-It answers the calls of `raykv.protocol.calls`. Which slot a block gets is in kernels/placement.py, which block is
-evicted in kernels/eviction.py, what stays for whom in kernels/quotas.py, and when a lease ends in state/holds.py.
+It answers the calls of `raykv.protocol.calls`. kernels/placement.py chooses the slot of a new block,
+kernels/eviction.py the block to evict, and kernels/quotas.py whose blocks may go. state/holds.py ends leases.
 `raykv.actors.directory.server` serves a Directory.
 """
 
@@ -13,10 +13,10 @@ class Directory(State):
     """All blocks, leases, reservations and nodes of one pool: a State, and the functions that answer calls.
 
     A state machine for a single thread: it has no locks, and its caller must not call it from two threads at a time.
-    Every call takes the time as `now` (seconds of any monotonic clock), and first does what time has made due. No call
-    raises because of what a late, repeated or confused caller sends, but ValueError or TypeError for what is no
-    message: a part of a key, arrays of different lengths, counts that nothing has. No block is held or dropped for it.
-    Keys are 16 bytes each, joined. `name` is a node's, or that of one of its GPUs: see `protocol.location.host_of`.
+    Every call takes the time as `now` (seconds of any monotonic clock), and first does what time has made due. Late or
+    repeated calls raise no error. A call raises ValueError or TypeError if its arguments are no message, like a part of
+    a key or an impossible count. Then it neither holds nor drops a block.
+    Keys are 16 bytes each, joined. `name` names a node or one of its GPUs: see `protocol.location.host_of`.
     """
 
     join = nodes.join

@@ -1,4 +1,4 @@
-"""The token up to which a reader can go on: every part has the blocks that the reader needs there."""
+"""Where a reader can go on: the last token at which every part has the blocks that the reader needs."""
 
 from collections.abc import Sequence
 from math import lcm

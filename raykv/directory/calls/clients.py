@@ -61,8 +61,8 @@ def pin(
 ) -> Counted:
     """Pin stored blocks until `unpin`, or for `ttl` seconds. Counts the keys that are pinned now.
 
-    priority: where a writer would be refused, the directory gives up the pins of the lowest priority first; None:
-    never. Pins without a priority hold at most PINNED_SHARE of the nodes' memory. ValueError for a bad ttl or priority.
+    priority: instead of refusing a writer, the directory gives up pins, the lowest priority first; None: it never gives
+    up this pin. Such pins hold at most PINNED_SHARE of the nodes' memory. ValueError for a bad ttl or priority.
     """
     on_call(state, call, now)
     if not isinstance(priority, int | None):
@@ -81,9 +81,10 @@ def unpin(state: State, call: Call, keys: bytes, now: float) -> Counted:
 
 
 def done(state: State, call: Call, keys: bytes, now: float, again: bool = False, tenant: str = "") -> Counted:
-    """Make blocks that their user asks for no more, or later than others, older than all blocks in use. Counts copies.
+    """Make blocks older than all blocks in use. Counts copies.
 
-    Blocks that somebody holds, blocks of another tenant, and copies on a GPU or on a node that joins, stay as they are.
+    again: the user asks for the blocks again, later than for others; False: never again. Copies that somebody holds,
+    copies of another tenant, and copies on a GPU or on a node that joins or is suspect, stay as they are.
     ValueError for a bad `again` or tenant.
     """
     on_call(state, call, now)

@@ -21,7 +21,7 @@ def resume(state: State, totals: dict[str, int]) -> None:
 
 
 def gauges(state: State) -> dict[str, int]:
-    """Numbers of the present. Reading them needs no look at every slot."""
+    """Numbers of the present state. They need no look at every slot."""
     held = [hold.writes for client in state.clients.values() for hold in client.holds.values()]
     return {
         "keys": int(state.c.state[ENTRIES]),
@@ -40,7 +40,7 @@ def oldest_lease(state: State) -> float:
 
 
 def coldest(state: State, name: str) -> int:
-    """Tick of the last use of the block in use that a node evicts next; -1 where the node has none."""
+    """Tick of the last use of a node's oldest block in use; -1 if none is in use."""
     node = state.nodes.get(name)
     ticks = [state.size_classes.oldest_tick_in_use(number) for number in node.size_classes.values()] if node else []
     return min((tick for tick in ticks if tick >= 0), default=-1)
@@ -49,7 +49,8 @@ def coldest(state: State, name: str) -> int:
 def memory_stats(state: State, name: str, now: float, slots_a_step: int) -> Iterator[dict[str, Any] | None]:
     """Slots by state, and bytes, of the memory of that name. KeyError for an unknown name.
 
-    Looks at every slot, in steps: None after about `slots_a_step` slots, then the answer. Others may call in between.
+    Looks at every slot, in steps. Yields None after about every `slots_a_step` slots, so that others can call in
+    between, and the answer at the end.
     """
     return state.allocator.stats_in_steps(state.nodes[name], now, slots_a_step)
 
@@ -63,7 +64,7 @@ def largest_prefixes(state: State, n: int, now: float) -> list[dict[str, Any]]:
     """At most `n` prefixes at which look-ups ended since this directory began; the most blocks found first.
 
     key: of the last block, in hex. blocks, bytes: of the prefix. hits: look-ups that ended there. idle_s: since the
-    last. nodes: where the last block is in memory.
+    last of them. nodes: names of the nodes that have the last block in memory.
     """
     return [
         {

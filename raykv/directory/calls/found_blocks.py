@@ -1,4 +1,4 @@
-"""What a node store found in its arena, as arrays. They are checked, as any process can alter headers."""
+"""The blocks that a node store found in its arena, as arrays. They are checked: any process can alter headers."""
 
 from typing import NamedTuple, Self
 

@@ -27,7 +27,7 @@ from raykv.protocol.stores import (
 
 SOLE_COPIES_PER_CALL = 4096  # of each size
 ARENA_BYTES_MAX = 1 << 50
-EPOCHS_AHEAD = 1 << 16  # a store from another directory may be so far ahead; no pool gets there in years
+EPOCHS_AHEAD = 1 << 16  # an arena's epoch may be so far ahead of the directory's; no pool takes so many in years
 GPUS = 64  # of a node, at most
 
 
@@ -64,10 +64,10 @@ def _check_gpus(state: State, name: str) -> None:
 
 
 def adopt(state: State, name: str, found: Inventory, now: float, offered: int = 0) -> None:
-    """Take up what a node store found in its arena. Where the directory has rows of the node, headers only veto them.
+    """Take up the blocks that a node store found in its arena. Of a joined node, the inventory only drops rows.
 
-    The inventory may come in pieces, the youngest blocks first. Other calls may come between two pieces, and nothing is
-    offered there until the last piece. offered: slabs that are allocated there; without the number, blocks would be
+    The inventory may come in pieces, the youngest blocks first. Other calls may come between two pieces; nothing is
+    offered on the node until the last piece. offered: the node's allocated slabs; without the number, blocks would be
     evicted until the next heartbeat. ValueError for a bad Inventory or count of slabs. Impossible locations are left
     out.
     """
@@ -95,7 +95,7 @@ def adopt(state: State, name: str, found: Inventory, now: float, offered: int = 
 
 
 def _take_up(state: State, node: Node, found: FoundBlocks) -> None:
-    """Make rows of the blocks in a joining node's arena: the oldest first, children before parents."""
+    """Make rows of the blocks in a joining node's arena, the oldest first, and children before their parents."""
     state.allocator.open_slabs_of(node, np.concatenate([found.locations, found.writing]))
     slabs.set_aside(state.c, *state.size_classes.rows_of(found.writing))
     order = np.lexsort((-found.positions.astype(np.int64), found.stamps))
@@ -150,9 +150,9 @@ def sweep_result(state: State, result: SweepResult, now: float) -> None:
 def set_slab_target(state: State, name: str, report: SlabReport, now: float) -> SlabTarget:
     """Set a node's number of slabs to `report.limit`. Comes before every `adopt` and `heartbeat`.
 
-    Slabs that the report calls given back are gone, whatever was agreed before. If the node has too many slabs, it
-    returns slabs without held slots now, the oldest first. It returns the others as holds end. ValueError for a bad
-    limit.
+    Slabs that the report calls given back are gone, whatever was agreed before. If the node has too many slabs, the
+    answer names slabs to give back, the oldest first, as far as no slot there is held. Later answers name the others,
+    as holds end. ValueError for a bad limit.
     """
     check(state, now)
     _check_slabs(report.limit)
@@ -174,8 +174,8 @@ def set_slab_target(state: State, name: str, report: SlabReport, now: float) -> 
 def follow(state: State, name: str, plan: Plan, now: float) -> None:
     """Use the memory by a plan from now on, and make the node's room for copies.
 
-    A leaving node makes none: its primaries are yet to be copied. Nor does any node while tenants have quotas, as their
-    minima are of memory without copies, nor a node that has no other node to copy from.
+    While tenants have quotas, no node makes room: their minima are shares of memory without copies. A pool's only node
+    makes none, as it has no node to copy from. A leaving node makes none either: its primaries are yet to be copied.
     """
     check(state, now)
     alone = sum(not node.on_gpu for node in state.nodes.values()) < 2
@@ -187,7 +187,7 @@ def follow(state: State, name: str, plan: Plan, now: float) -> None:
 
 
 def _set_withdrawn(state: State, node: Node, given_back: set[int]) -> None:
-    """Take over the node's list of slabs that it gave back. The lists differ after a lost or late answer."""
+    """Take over the node's list of slabs that it gave back. The directory's own list differs after a lost answer."""
     kept = sorted(node.withdrawn - given_back, reverse=True)
     lost = [number for number in given_back if number in node.slabs]
     for number in lost:
@@ -274,7 +274,7 @@ def _remove(state: State, name: str) -> int:
 
 
 def _check_arena(arena: ArenaDescription, epoch: int) -> None:
-    """ValueError for an impossible arena. Its sizes and epoch come from outside.
+    """ValueError for an impossible arena, whose numbers come from outside.
 
     epoch: the directory's. An arena too far ahead would bring the directory to the last epoch that a header can keep.
     """

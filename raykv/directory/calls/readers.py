@@ -33,8 +33,8 @@ HELD_UP_S = 0.5  # a reader without staging slots waits so long for slots that o
 class HeldPrefix:
     """A prefix that is held for a reader, and where its blocks are.
 
-    counts: all blocks; blocks outside the reader's memory; of these, blocks in external tiers; of these, blocks in the
-    host's memory where the reader is a GPU.
+    counts: numbers of all blocks; of blocks outside the reader's memory; of blocks in external tiers; and, if the
+    reader is a GPU, of blocks in the memory of its node.
     """
 
     reader: Node | None
@@ -81,8 +81,8 @@ def match_parts(
     """Lease for each reader the blocks that it needs of the longest prefix that all parts have.
 
     requests: one for each part and reader, each with its own lease. Parts with equally long blocks have equally many
-    keys. intent: the client will compute the other blocks, unless it waits for clients that already do. Others can wait
-    for this client if the intent has an id. ValueError for bad requests.
+    keys. intent: the client will compute the blocks that are not leased, or wait for clients that compute them. Others
+    can wait for this client if the intent has an id. ValueError for bad requests.
     """
     client = on_call(state, call, now)
     keys = [key_array(request.keys) for request in requests]
@@ -103,7 +103,7 @@ def match_parts(
         found.append(held)
         if held.counts[0] < blocks.stop - blocks.start:  # no room to stage it
             tokens = _shortened(requests, held.counts[0] * request.tokens)
-    watched = set()  # last keys of parts: ranks that need the same blocks have equal ones, and use the blocks once
+    watched = set()  # last keys of parts; ranks with the same last key read the same blocks: count them once
     for request, part, held in zip(requests, keys, found, strict=True):
         blocks = _needed(request, tokens)
         _cut(state, held, blocks.stop - blocks.start)
@@ -126,7 +126,7 @@ def match_parts(
 
 
 def _ready_prefix(state: State, requests: tuple[MatchRequest, ...], keys: list[KeyArray]) -> int:
-    """Tokens up to which all parts without a window are ready, with their blocks ahead. Touches and holds no blocks."""
+    """Tokens up to which all parts without a window and their blocks ahead are ready. Touches and holds nothing."""
     whole = _whole(requests, keys)
     limits = whole or zip(requests, keys, strict=True)
     tokens = min(_less_ahead(request, len(part)) for request, part in limits)
@@ -150,9 +150,10 @@ def _boundary(state: State, requests: tuple[MatchRequest, ...], keys: list[KeyAr
 
 
 def _pending(state: State, client: int, requests: tuple[MatchRequest, ...], keys: list[KeyArray], prefix: int) -> int:
-    """By how many blocks of the first part the ready prefix grows by what others write, or are about to compute.
+    """By how many blocks of the first part the ready prefix will grow through other clients.
 
-    Intents are known by the first part's keys: a client computes all parts of a block together.
+    Counts blocks that they write, or are about to compute. Intents name keys of the first part only: a client computes
+    all parts of a block together.
     """
     first, whole = requests[0], _whole(requests, keys)
     tokens = min((_less_ahead(request, len(part)) for request, part in whole), default=0)
@@ -189,7 +190,7 @@ def _hold_prefix(state: State, call: Call, request: MatchRequest, keys: KeyArray
     counts = leases.match(state.c, *question, False)
     if counts[0] < 0 and reader:
         if state.allocator.provide_slots(reader, size_class, stride, -counts[0]):
-            table.find(state.c, keys, firsts)  # another size may have given up a slab with some of them
+            table.find(state.c, keys, firsts)  # the slots may come from another size's slab, which held some of them
         counts = leases.match(state.c, *question, True)
     hold = Hold(
         call.seq,
@@ -338,7 +339,7 @@ def _whole(requests: tuple[MatchRequest, ...], keys: list[KeyArray]) -> list[tup
 
 
 def _less_ahead(request: MatchRequest, blocks: int) -> int:
-    """Tokens of the prefix that a part's leading blocks are good for. The last ones of them are the blocks ahead."""
+    """Tokens of the prefix that `blocks` leading blocks of a part allow: the last `ahead` of them come after it."""
     return max(0, blocks - request.ahead) * request.tokens
 
 
@@ -349,7 +350,7 @@ def _needed(request: MatchRequest, tokens: int) -> slice:
 
 
 def _shortened(requests: tuple[MatchRequest, ...], tokens: int) -> int:
-    """Tokens that remain where one part ends early. 0 where a part has a window: it would need other blocks."""
+    """Tokens of the prefix if one part ends after `tokens`. 0 if a part has a window: it would need other blocks."""
     if any(request.window for request in requests):
         return 0
     return tokens - tokens % step_of([request.tokens for request in requests])

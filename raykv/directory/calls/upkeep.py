@@ -13,9 +13,9 @@ CHECK_EVERY_S = 0.5  # between two looks for nodes and clients that are gone
 
 
 def check(state: State, now: float) -> None:
-    """Suspect silent nodes, expire silent clients, leases, pins and intents, age the curve; twice a second at most.
+    """Suspect silent nodes; end silent clients, and old leases, pins and intents; age the hit curve.
 
-    A burst of look-ups has the curve checked sooner.
+    Does so twice a second at most. After a burst of look-ups it checks the curve sooner.
     """
     if now < state.next_check:
         if state.hit_curve.overdue:

@@ -23,14 +23,14 @@ def clear(state: State, now: float) -> int:
             slabs.clear_rows(state.c, *state.size_classes.span(record))
     state.tier_catalog.clear()
     state.pins.repair()
-    state.hit_curve.begin()  # which would miss what was cleared
+    state.hit_curve.begin()  # else it would expect hits on cleared blocks
     return keys
 
 
 def set_quota(state: State, tenant: str, quota: Quota, now: float) -> None:
     """Set a tenant's minimum and maximum. ValueError where the minima of all tenants would exceed 1.
 
-    No memory is left to copies any more: see `nodes.follow`.
+    From then on no memory is reserved for copies: see `nodes.follow`.
     """
     check(state, now)
     state.quotas.set(tenant, quota)

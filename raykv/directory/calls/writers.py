@@ -45,7 +45,7 @@ def reserve(state: State, call: Call, request: ReserveRequest, now: float) -> Re
     covered, grants = ask(found=False)
     if covered < 0:
         if state.allocator.provision(writer, size_class, stride, -covered, tenant):
-            table.find(state.c, keys, firsts)  # another size may have given up a slab with some of them
+            table.find(state.c, keys, firsts)  # the slots may come from another size's slab, which held some of them
         covered, grants = ask(found=True)
     client.holds[request.reservation] = Hold(
         call.seq,

@@ -21,7 +21,7 @@ from raykv.protocol.location import LOCATION, Locations, host_of, slot_bytes
 
 QUARANTINED_PER_HEARTBEAT = 4096
 CLOSED_PER_CALL = 8  # slabs
-NOBODY = -1  # stands for the tenant where no writer asks
+NOBODY = -1  # instead of a tenant, if no writer asks for the slots
 SLOTS_MAX = 1 << 22  # of a slab: 16 times the slots of a 1 GiB slab
 
 
@@ -45,7 +45,7 @@ class Node:
     spare: list[int] = field(default_factory=list)  # slabs that serve no size; the last is taken first
     size_classes: dict[int, int] = field(default_factory=dict)  # by slot size
     slabs: dict[int, int] = field(default_factory=dict)  # slab record by slab number
-    copies: float = 0.0  # share of its slots that primaries leave to copies of other nodes' blocks, while it stays
+    copies: float = 0.0  # share of its slots that it reserves for copies of other nodes' blocks, while it stays
     checked: dict[int, int] = field(default_factory=dict)  # by size class, evictions at the last `_oldest_slab`
 
     @cached_property
@@ -63,7 +63,7 @@ class Node:
 
     @property
     def is_half_adopted(self) -> bool:
-        """Whether the first pieces of its inventory have come, but not the last."""
+        """Whether its inventory's first piece has come, but not the last."""
         return self.state == "joining" and self.floor >= 0
 
     @property
@@ -122,7 +122,7 @@ class Allocator:
         self.restore_windows(lacking)
 
     def resize_windows(self, node: Node) -> None:
-        """Set a node's windows, in which copies have their room. Primaries in the way go as writers take slots."""
+        """Set a node's windows, which include the room for copies. Later writers evict the primaries in the way."""
         copies = node.copies if node.offered_to == columns.TO_ALL else 0.0
         slots = self.slots(node) if copies else dict.fromkeys(node.size_classes, 0)
         for stride, size_class in node.size_classes.items():
@@ -130,7 +130,7 @@ class Allocator:
             self._size_classes.resize_window(size_class, window)
 
     def restore_windows(self, lacking: RowArray) -> None:
-        """Make up for slots of staging windows, by size class, that primaries took: open spare slabs, or evict."""
+        """Open spare slabs, or evict, as primaries took slots of staging windows. lacking: such slots by size class."""
         for size_class in np.flatnonzero(lacking).tolist():
             self.lacking[size_class] = self.lacking.get(size_class, 0) + int(lacking[size_class])
         self.restore_lacking()
@@ -144,18 +144,18 @@ class Allocator:
             left = int(eviction.restore_window(self._c, size_class, slots))
             if left and self.slots(node)[stride] > self._c.size_classes[size_class]["window"]:
                 self.lacking[size_class] = left
-            else:  # else a size of few slots would evict the block that was just promoted
+            else:  # a size of few slots must not evict the block that was just promoted
                 del self.lacking[size_class]
 
     def promote_replicas(self, node: Node) -> None:
-        """Make replicas on staying nodes the primaries of this node's blocks."""
+        """For this node's primaries, make replicas on staying nodes the primaries."""
         promoted = np.zeros(len(self._c.size_classes), np.int64)
         for record in node.slabs.values():
             leases.promote_replicas(self._c, *self._size_classes.span(record), promoted)
         self.restore_windows(promoted)
 
     def withdraw(self, node: Node, pinned: RowArray) -> list[int]:
-        """Withdraw slabs that a node has too many. Returns the numbers of slabs that are no longer in use."""
+        """Withdraw a node's surplus slabs. Returns the numbers of slabs that are no longer in use."""
         excess = min(CLOSED_PER_CALL, node.offered - len(node.withdrawn) - node.limit)
         numbers = node.spare[: max(0, excess)]
         closing = self._slabs_to_close(node, excess - len(numbers), pinned)
@@ -167,7 +167,7 @@ class Allocator:
         node.closing = closing & node.slabs.keys()
         node.spare = [number for number in node.spare if number not in numbers]
         node.withdrawn.update(numbers)
-        if closing:  # the free slots were retired first
+        if closing:  # `retire` took free slots, which the staging windows need
             self.resize_windows(node)
         for stride, size_class in node.size_classes.items() if closing else ():
             eviction.restore_window(self._c, size_class, node.least_window(stride))
@@ -201,15 +201,15 @@ class Allocator:
         return node.size_classes[stride]
 
     def provision(self, writer: Node, size_class: int, stride: int, need: int, tenant: int) -> bool:
-        """Give a size slabs until `need` more blocks fit, or its tenant's maximum is reached.
+        """Give a size slabs until `need` more blocks fit, or the tenant's maximum is reached.
 
-        Spare slabs come first, the writer's before others, then slabs of other sizes. Returns whether it took any slab
-        of another size.
+        Spare slabs of the writer's node come first, then other nodes' spare slabs, then slabs of other sizes. Returns
+        whether it took any slab of another size.
         """
         with_spare = self._nodes_with_spare(writer)
-        if not with_spare and not writer.spare and len(writer.size_classes) == 1:  # no node has any to give
+        if not with_spare and not writer.spare and len(writer.size_classes) == 1:  # no node has a slab to give
             return False
-        # without a slot the node can't stage for other nodes either
+        # at least one slot here, else the node can't stage blocks for other nodes either
         took = self.provide_slots(writer, size_class, stride, 1, tenant)
         if charge := int(self._c.size_classes[size_class]["charge"]):
             need = min(need, self._left(tenant, charge))
@@ -263,9 +263,9 @@ class Allocator:
     ) -> bool:
         """Take slabs of other sizes until `measure(size_class)` is `need`. Returns whether it took any.
 
-        While this size has nothing to evict for the tenant, any slab will do. Else the slab's newest block must be
-        older than the oldest block that may go. Finding a slab looks at all rows, so it is done once per slab's worth
-        of evictions.
+        While this size has nothing to evict for the tenant, any slab will do. Otherwise the slab's newest block must be
+        older than the oldest block that may go. The search for a slab looks at all rows, so it is done only once in as
+        many evictions as a slab has slots.
         """
         took = False
         while len(node.size_classes) > 1 and measure(size_class) < need:
@@ -286,10 +286,10 @@ class Allocator:
         return took
 
     def _oldest_slab(self, node: Node, size_class: int, tenant: int) -> tuple[int, int]:
-        """(tick of its newest block, number) of the slab of another size that was used longest ago; number -1: none.
+        """The slab of another size that was used longest ago: (tick of its newest block, its number, or -1 if none).
 
-        Skips slabs without which another tenant would lack some of its minimum. While this tenant itself lacks some,
-        slabs without its blocks come first.
+        Skips slabs without which another tenant would fall below its minimum. Slabs without which this tenant itself
+        would fall below its minimum come last.
         """
         found = []
         for number, record in node.slabs.items():
@@ -300,7 +300,7 @@ class Allocator:
         return min(found, key=lambda entry: entry[:2])[1:] if found else (0, -1)
 
     def _lacking_without(self, record: int) -> set[int]:
-        """Tenants with blocks in a slab that would have less than their minimum without it."""
+        """Tenants that would fall below their minimum without a slab that has blocks of theirs."""
         if self._size_classes.tenants == 1:
             return set()
         used = self._size_classes.used_by_tenant(record)
@@ -340,7 +340,7 @@ class Allocator:
         return sum(node.limit * node.slab_bytes for node in self.nodes.values() if not node.on_gpu)
 
     def quarantined(self, node: Node) -> Locations:
-        """Slots of the node that its store must sweep, at most QUARANTINED_PER_HEARTBEAT of each size."""
+        """Quarantined slots, which the node's store must sweep; at most QUARANTINED_PER_HEARTBEAT of each size."""
         locations = [np.zeros(0, LOCATION)]
         for stride, size_class in node.size_classes.items():
             if not self._c.size_classes[size_class]["quarantined"]:

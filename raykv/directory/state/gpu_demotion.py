@@ -45,9 +45,9 @@ class GpuDemotion:
         return GpuDemotions(*batch.fields())
 
     def demoted(self, name: str, locations: Locations, stored: NDArray[np.uint8]) -> int:
-        """Finish the last answer. Its blocks count as demoted only if the report says so. Returns how many were.
+        """Finish the last answer. Its blocks count as demoted only if the report says so. Returns how many do.
 
-        A report of an earlier answer counts for nothing: its rows are quarantined by now, or hold another block.
+        A report on an earlier answer has no effect: that answer's rows are quarantined by now, or hold other blocks.
         """
         c, (rows, gens) = self._size_classes.c, self._size_classes.rows_of(locations[stored > 0])
         done = rows[c.rows["gen"][rows] == gens]

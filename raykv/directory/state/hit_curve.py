@@ -9,37 +9,37 @@ from raykv.directory.kernels.hit_curve import DISTANCES, FINENESS, LEAST_BITS, U
 from raykv.directory.state.arrays import KeyArray
 
 KEYS = 32_768  # of the sample: 4 MiB
-MULTIPLES = (0.5, 1.0, 2.0, 4.0)  # of the pool's memory, that figures tell
-CEILING = 16  # times the pool's memory: what is used again only after more counts as never
-USES_MOST, LOOK_S = 50_000, 10.0  # of sampled keys, each of 0.1 us, in so many seconds: with more it takes fewer keys
+MULTIPLES = (0.5, 1.0, 2.0, 4.0)  # of the pool's memory, for which `figures` has hit rates
+CEILING = 16  # times the pool's memory: keys with more between two uses count as never used again
+USES_MOST, LOOK_S = 50_000, 10.0  # uses of sampled keys, 0.1 us each, in so many seconds; above, the sample is halved
 CALM_S = 600.0  # of few look-ups, after which the hit curve begins anew with all keys
-HALF_LIFE_S = 1800.0  # in which what the hit curve counted loses half of its weight
-PLANNED_FROM = 20_000  # uses of sampled keys
+HALF_LIFE_S = 1800.0  # in which the counts of the hit curve lose half of their weight
+PLANNED_FROM = 20_000  # uses of sampled keys before the first plan
 LEAST_COPIES, MOST_COPIES, STEP = 0.125, 0.5, 1 / 32  # of a node's slots; a smaller share spares few reads
 PRICE = 0.0075  # of the hit rate, that the room for copies may cost
-SHORT = 0.01  # of the hit rate of an LRU over all nodes, that stores on the writers' nodes may cost
+SHORT = 0.01  # of the hit rate: evictions on the writers' nodes may cost so much against an LRU over all nodes
 SPARE_LOCALITY = 2.0  # where there is room for copies
 
 
 class Plan(NamedTuple):
     """How a full pool uses its memory.
 
-    copies: share of a node's slots that primaries leave to copies of other nodes' blocks, which are read there.
-    exact: whether the oldest block of all nodes is evicted wherever it is.
+    copies: share of a node's slots that is reserved for copies of other nodes' blocks that are read there.
+    exact: whether each eviction takes the oldest block of all nodes.
     """
 
     copies: float = 0.0
     exact: bool = False
 
     def locality(self, usual: float) -> float:
-        """The factor of idle times (see PoolConfig), where it usually is `usual`."""
+        """The `locality` of this plan. usual: that of the pool, see PoolConfig."""
         if self.exact:
             return 1.0
         return max(usual, SPARE_LOCALITY) if self.copies else usual
 
 
 class HitCurve:
-    """Uses of a sample of all keys that matches asked for, by how much memory a hit would have taken."""
+    """Counts how much memory a hit of a match would have taken, on a sample of the keys."""
 
     def __init__(self) -> None:
         self._capacity = self._horizon = 1.0
@@ -51,7 +51,7 @@ class HitCurve:
         self._sample = hit_curve.sample(KEYS)
         self._arguments = tuple(self._sample)
         self._asked = self._found = 0.0  # keys
-        self._uses = self._halved = 0  # at the last look; how often the load halved the sample
+        self._uses = self._halved = 0  # uses at the last look; how often the load halved the sample
 
     def resize(self, capacity: int) -> None:
         """Set the bytes that all nodes have for blocks."""
@@ -79,7 +79,7 @@ class HitCurve:
 
     @property
     def overdue(self) -> bool:
-        """Whether more uses were counted since the last look than it may cost."""
+        """Whether more uses were counted since the last look than USES_MOST."""
         return self._uses_since() > USES_MOST
 
     def _uses_since(self) -> int:
@@ -104,12 +104,12 @@ class HitCurve:
             self._sample.counts[:] /= 2
 
     def hit_rate(self, memory: float) -> float:
-        """Share of the keys asked for that an LRU of so many bytes would have had; nan before the first."""
+        """Share of the keys asked for that an LRU of so many bytes would have had; nan before the first key."""
         if not self._asked:
             return float("nan")
         self._count()
         counts = self._sample.counts
-        missed_by_sample = self._asked - counts.sum()  # a hot key may be outside, and makes the sample too cold
+        missed_by_sample = self._asked - counts.sum()  # a hot key may be outside the sample: its uses count as hits
         place = (np.log2(max(1.0, memory)) - LEAST_BITS) * FINENESS
         whole = int(min(max(place, 0), DISTANCES))
         part = counts[whole] * (place - whole) if whole < DISTANCES else 0.0
@@ -117,10 +117,10 @@ class HitCurve:
         return float(min(max(hits / self._asked, 0.0), 1.0))
 
     def plan(self, before: Plan) -> Plan:
-        """The most room for copies that costs nearly no hit, where there is memory to spare.
+        """Plan as much room for copies as costs nearly no hit.
 
-        Where there is none, and nodes that evict their own blocks find fewer than an LRU of the whole pool would, the
-        pool is that LRU from now on.
+        If there is no memory to spare, and the pool found fewer blocks than one LRU over all nodes would, the pool
+        evicts like that LRU from now on.
         """
         self._count()
         if self._sample.state[USES] < PLANNED_FROM:

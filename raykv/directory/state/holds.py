@@ -13,7 +13,7 @@ from raykv.directory.state.arrays import KeyArray, RowArray
 from raykv.directory.state.size_classes import SizeClasses
 from raykv.protocol.clients import Call
 
-UNUSED_S = 600.0  # nothing asked for by a lease for so long: the reader has probably forgotten the lease
+UNUSED_S = 600.0  # a lease that nobody used for so long ends: its reader has probably forgotten it
 
 
 @dataclass(slots=True)
@@ -26,13 +26,13 @@ class Hold:
     keys: KeyArray
     blocks: Blocks  # as many as keys
     writes: bool
-    group: int  # id of the first hold of one question; blocks of the same number in a group belong together
-    since: float  # seconds, of the caller's clock
-    used: float  # the same clock: of its request, or of the last request for staging slots by it
-    held_up: float | None = None  # the same clock: since then it waits for slots that others hold
+    group: int  # id of the question's first hold. Blocks with the same index in the holds of a group belong together
+    since: float  # when it began: seconds of the caller's clock
+    used: float  # when it began, or when its reader last asked for staging slots (same clock)
+    held_up: float | None = None  # since when it waits for slots that others hold (same clock); None: it does not
 
     def cut(self, n: int) -> "Hold":
-        """End the hold on blocks from n on, in this object. Returns a Hold of those blocks, to be released."""
+        """Cut blocks from n on off this hold. Returns a Hold of those blocks, for the caller to release."""
         rest = replace(self, keys=self.keys[n:], blocks=self.blocks.part(slice(n, None)))
         self.keys, self.blocks = self.keys[:n].copy(), self.blocks.first(n)
         return rest
@@ -70,7 +70,7 @@ class Clients(dict[int, Client]):
         self.release([client.holds.pop(hold) for hold in holds if hold in client.holds])
 
     def end_unlisted(self, client: Client, call: Call) -> None:
-        """End holds that a call does not list, unless the client sent the call before it asked for the hold."""
+        """End holds that a call does not list. Holds that the client asked for after it sent the call stay."""
         if client.holds:
             held = set(memoryview(call.held).cast("Q"))
             self.end_all(client, [i for i, hold in client.holds.items() if i not in held and hold.seq < call.seq])
@@ -92,7 +92,7 @@ class Clients(dict[int, Client]):
         return gone
 
     def end_unused(self, now: float) -> None:
-        """End leases that nobody used for UNUSED_S. A late reader sees it by the headers.
+        """End leases that nobody used for UNUSED_S. A late reader notices by the blocks' headers.
 
         Slots that the reader's node may still write are quarantined.
         """
@@ -137,7 +137,7 @@ class Clients(dict[int, Client]):
 
 
 def _woven(parts: tuple[RowArray, ...]) -> RowArray:
-    """The first row of each part, then the second of each, and so on; -1 where one has no more."""
+    """The first row of each part, then the second of each, and so on; -1 where a part has no more rows."""
     woven = np.full((max(map(len, parts)), len(parts)), -1, np.int64)
     for i, part in enumerate(parts):
         woven[: len(part), i] = part

@@ -1,17 +1,17 @@
-"""What clients are about to compute. So others can wait for it instead of computing it too."""
+"""The blocks that clients are about to compute. Other clients can wait for them instead of computing them too."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from raykv.protocol.clients import Call
 
-KEYS_MAX = 1 << 18  # in all; all clients that ask for more keys compute them
+KEYS_MAX = 1 << 18  # of all intents together; nobody waits for keys beyond that
 TTL_S = 60.0  # after so long nobody waits for an intent any more
 
 
 @dataclass(slots=True)
 class Intended:
-    """keys: those that no other client was about to compute."""
+    """keys: those that no earlier intent has."""
 
     seq: int  # of the call with the intent
     since: float
@@ -51,7 +51,7 @@ class Intents:
         self._end(client, [intent])
 
     def end_unlisted(self, call: Call) -> None:
-        """End intents that a call does not list, unless the client sent the call before the intent."""
+        """End intents that a call does not list. Intents that the client sent after the call stay."""
         if mine := self._clients.get(call.client):
             held = set(memoryview(call.held).cast("Q"))
             self._end(call.client, [i for i, it in mine.items() if i not in held and it.seq < call.seq])

@@ -17,23 +17,23 @@ from raykv.directory.state.size_classes import SizeClasses
 
 
 class Pins(dict[bytes, tuple[int, int]]):
-    """By key: the row that is held for it, and the row's generation. A copy in a tier comes before the primary."""
+    """By key: the row that its pin holds (its copy in a tier, else its primary), and the row's generation."""
 
     def __init__(self, size_classes: SizeClasses) -> None:
         self._size_classes = size_classes
         self._ends: dict[bytes, float] = {}  # end times, of pins with a ttl
-        self._next_end = inf  # not after the first of these times
+        self._next_end = inf  # the first of these times, or earlier
         self._priorities: dict[bytes, int] = {}  # of pins that may be given up
         self._by_priority: dict[int, dict[bytes, None]] = {}  # the same pins by priority, oldest first
         self._lasting: dict[bytes, int] = {}  # the other pins, and the bytes of each in the memory of a node
         self._lasting_bytes = 0  # sum of `_lasting`
 
     def pin(self, keys: list[bytes], end: float = inf, priority: int | None = None, limit: int | None = None) -> int:
-        """Pin keys that are stored, until `end`. Where a writer needs room, they give way by `priority`; None: never.
+        """Pin keys that are stored, until `end`. If a writer needs room, pins give way by `priority`; None: never.
 
         The new terms also replace the terms of earlier pins. limit: bytes of nodes' memory for all pins that never give
-        way. The last of `keys` beyond the limit keep their earlier state. Returns how many of `keys` are pinned on the
-        new terms.
+        way. Keys beyond the limit, the last of `keys`, stay as they were before. Returns how many of `keys` are pinned
+        on the new terms.
         """
         before = {key for key in keys if key in self}
         self._hold(keys)
@@ -52,7 +52,7 @@ class Pins(dict[bytes, tuple[int, int]]):
         return len(pinned)
 
     def _beyond(self, limit: int, keys: list[bytes]) -> set[bytes]:
-        """The last of these pinned keys, with which the lasting pins would have more than `limit` bytes."""
+        """The last of these pinned keys: without them, the lasting pins stay within `limit` bytes."""
         sizes = self._memory_bytes([key for key in dict.fromkeys(keys) if key in self and key not in self._lasting])
         over, beyond = self._lasting_bytes + sum(sizes.values()) - limit, set[bytes]()
         for key, size in reversed(sizes.items() if over > 0 else ()):
@@ -133,7 +133,7 @@ class Pins(dict[bytes, tuple[int, int]]):
         return len(held)
 
     def renew(self, keys: list[bytes]) -> None:
-        """Hold the copy that is now to stay: once a key is in an external tier, its copy in memory may go."""
+        """Hold the copy that is to stay now. Once a key is in an external tier, its copy in memory may go."""
         before = {key: self.pop(key) for key in keys if key in self}
         self._hold(list(before))
         self._forget_terms([key for key in before if key not in self])

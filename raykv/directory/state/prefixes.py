@@ -10,7 +10,7 @@ SEEN = 1024  # prefixes until the table is cleared; all but the KEPT largest are
 
 @dataclass(slots=True)
 class Prefix:
-    """key: of its last block. blocks: its length. hits: look-ups that ended there, the last one at `last`."""
+    """key: of its last block. blocks: its length. hits: look-ups that ended there. last: time of the last of them."""
 
     key: bytes
     blocks: int
@@ -25,7 +25,7 @@ class Prefix:
 
 
 class Prefixes:
-    """Counts by the last block found. If a look-up takes several calls, each call counts alone."""
+    """Counts look-ups by the last block found. If a look-up takes several calls, each call counts alone."""
 
     def __init__(self) -> None:
         self._seen: dict[bytes, Prefix] = {}

@@ -1,4 +1,4 @@
-"""Shares of the pool's memory, by tenant: a minimum that is kept for it, and a maximum.
+"""Shares of the pool's memory: a minimum that is kept for a tenant, and a maximum.
 
 Only tenants with a quota are told apart, each by a number. All others are tenant 0, which has no minimum and no limit.
 Kernels enforce quotas: `kernels/quotas.py: may_go` says whose blocks may go for whom.

@@ -67,7 +67,7 @@ class SizeClasses:
         self._slab_count = 0
         self._page_count = 0
         self._free_slabs: list[int] = []  # records of slabs that were closed
-        self._free_pages: list[tuple[int, int]] = []  # runs of pages of such slabs: first, length
+        self._free_pages: list[tuple[int, int]] = []  # runs of pages of closed slabs: first page, length
 
     def next_gen(self) -> int:
         """A generation above all earlier ones."""
@@ -102,7 +102,7 @@ class SizeClasses:
         return size_class
 
     def add_tier(self, tier: int, offered: int) -> int:
-        """Make a size class of an external tier. No writer's blocks go there, so none evicts there."""
+        """Make a size class of an external tier. Writers get no slots there, and so evict nothing there."""
         return self._add(tier, 0, offered, 0)
 
     def _add(self, node: int, window: int, offered: int, charge: int) -> int:
@@ -131,7 +131,7 @@ class SizeClasses:
         self._reset_heap(stride)
 
     def reset_heaps(self) -> None:
-        """Oldest primaries may have become older."""
+        """Begin all heaps anew, as oldest primaries may have become older."""
         for stride in self.sizes:
             self._reset_heap(stride)
 
@@ -171,11 +171,11 @@ class SizeClasses:
         return self._tick_of(eviction.oldest(self.c, size_class))
 
     def oldest_tick_in_use(self, size_class: int) -> int:
-        """As `oldest_tick`, of the blocks that nobody is done with."""
+        """As `oldest_tick`, among blocks that nobody is done with."""
         return self._tick_of(eviction.oldest_in_use(self.c, size_class))
 
     def oldest_tick_for(self, size_class: int, tenant: int) -> int:
-        """As `oldest_tick`, for blocks that this tenant may evict; not its own while it is within its minimum."""
+        """As `oldest_tick`, among blocks that may go for this tenant; while it is within its minimum, not its own."""
         return self._tick_of(eviction.oldest_candidate(self.c, size_class, tenant))
 
     def _tick_of(self, row: int) -> int:
@@ -184,7 +184,7 @@ class SizeClasses:
     # ------------------------------------------------------------------ slabs
 
     def open(self, node: int, number: int, size_class: int, slots: int, gen: int) -> int:
-        """Have slab `number` of a node serve a size class. Returns the slab's record."""
+        """Let slab `number` of a node serve a size class. Returns the slab's record."""
         pages = _pages(slots)
         first = self._take_pages(pages)
         record = self._free_slabs.pop() if self._free_slabs else self._slab_count

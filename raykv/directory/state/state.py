@@ -47,12 +47,12 @@ class State:
         share: float = 0.25,
         min_hits: int = 0,
     ) -> None:
-        """epoch: above that of every earlier directory. locality: factor of idle times; another node's oldest block
-        must have been idle so many times as long as the writer's own to be evicted instead. client_ttl: seconds without
-        a call after which a client is gone. share: of a node's slots, to keep free or copied to its external tier.
-        min_hits: matches after which a block is copied there.
+        """epoch: above that of every earlier directory. locality: another node's oldest block is evicted if it was idle
+        so many times as long as the oldest block of the writer's node. client_ttl: seconds without a call after which a
+        client is gone. share: of a node's slots, to keep free or copied to its external tier. min_hits: matches after
+        which a block is copied there.
         """
-        compile_all("raykv.directory")  # before a first caller waits for a kernel
+        compile_all("raykv.directory")  # so that no caller waits for a kernel
         self.locality = float(locality)
         self.counters = dict.fromkeys(COUNTERS, 0)
         self.evicted_before = 0  # by earlier directories

@@ -22,7 +22,7 @@ from raykv.protocol.tiers import Demotions, TierReply, TierReport
 
 BATCH_BYTES = 32 * MIB  # of all sizes together, demoted by one answer
 NOTHING = Demotions(b"", b"", b"", b"", 0)
-SUSPECT = "suspect"  # in `unreached`, stands for the owner being suspect
+SUSPECT = "suspect"  # in `unreached`: the tier's owner is suspect
 
 
 @dataclass
@@ -37,16 +37,16 @@ class ExternalTier:
     size_classes: dict[int, int] = field(default_factory=dict)  # by the bytes of a block there
     slabs: dict[int, int] = field(default_factory=dict)  # slab record by slab number
     to_delete: dict[bytes, None] = field(default_factory=dict)  # keys to delete there, in order
-    unreached: set[str] = field(default_factory=set)  # nodes that do not reach it: then it is not offered
+    unreached: set[str] = field(default_factory=set)  # nodes that do not reach it; it is offered only if there are none
     demoting: dict[str, tuple[RowArray, RowArray]] = field(default_factory=dict)  # by node: rows of its last answer
-    lister: str | None = None  # the node that lists the blocks from before
-    listed: bool = False  # whether all are listed
-    cleared: bool = False  # cleared before all was listed: later listed blocks are deleted too
+    lister: str | None = None  # the node that lists the blocks that lay there before
+    listed: bool = False  # whether all these blocks are listed
+    cleared: bool = False  # whether the tier was cleared before all was listed: blocks listed later are deleted too
     deleting: dict[str, tuple[int, list[bytes]]] = field(
         default_factory=dict
     )  # by node: last answer, its keys to delete
-    answers: int = 0  # so far, and so the number of the last answer
-    content: bytes = b""  # name of the present content, since content was last lost
+    answers: int = 0  # so far; also the number of the last answer
+    content: bytes = b""  # name of the present content; b"" if content was never lost
     demoted: int = 0  # blocks, since start
 
 
@@ -82,7 +82,7 @@ class TierCatalog:
         return TierReply(tier.index, not tier.listed and tier.lister == node)
 
     def set_suspect(self, node: str, suspect: bool) -> None:
-        """A node stops answering, or answers again. While it does not, the tier that only it reads is not offered."""
+        """A node stops answering, or answers again. While it is silent, the tier that only it reads is not offered."""
         if node in self.tiers:
             self._set_reached(self.tiers[node], SUSPECT, not suspect)
 
@@ -120,7 +120,7 @@ class TierCatalog:
         self.refresh(size_class for size_classes in self._size_classes.sizes.values() for size_class in size_classes)
 
     def refresh(self, size_classes: Iterable[int]) -> None:
-        """Some clean blocks of these size classes no longer are. Look for blocks to demote from the oldest on."""
+        """Some clean blocks of these size classes no longer are clean. Look for blocks to demote from the oldest on."""
         for size_class in size_classes:
             demotion.forget_clean_tail(self._c, size_class)
 
@@ -162,10 +162,10 @@ class TierCatalog:
         examined: int,
         pinned: RowArray,
     ) -> Demotions:
-        """Choose a node's blocks to demote, oldest first, until `shares` of its `slots`, by size, are free or clean.
+        """Choose a node's blocks to demote, oldest first, until the share of each size's slots is free or clean.
 
-        examined: rows of a size to look at, at most; beyond them there may be more to demote. pinned: rows that are
-        demoted too, where nothing else is left.
+        shares, slots: by size. examined: rows of a size to look at, at most, even if others are still to be demoted.
+        pinned: rows that are demoted too, once nothing else is left.
         """
         tier = self.tier_of(node)
         if tier is None or tier.unreached or not tier.listed:
@@ -192,8 +192,8 @@ class TierCatalog:
         """Finish earlier answers to a node. Returns whether some of their blocks were not demoted.
 
         Blocks that the report does not name were not demoted. A block that was not stored, or is no longer wanted, may
-        have left bytes in the tier, so its key is deleted. A key that was demoted again is not: the bytes are now that
-        block's. seen: number of the answer whose deletions the node has carried out.
+        have left bytes in the tier, so its key is deleted. A key that was demoted again is not deleted: the bytes now
+        belong to that copy. seen: number of the answer whose deletions the node has carried out.
         """
         tier = self.tier_of(node)
         if tier is None:
@@ -225,7 +225,7 @@ class TierCatalog:
         tier.to_delete.update(dict.fromkeys(split_keys(keys.tobytes())))
 
     def _cancel(self, tier: ExternalTier, node: str) -> bool:
-        """Free what the node's last answer still demotes. Returns whether there was any."""
+        """Free the rows that the node's last answer still demotes. Returns whether there were any."""
         rows, gens = tier.demoting.pop(node, (np.zeros(0, np.int64), np.zeros(0, np.int64)))
         c = self._c
         rows = rows[(c.rows["gen"][rows] == gens) & (c.rows["state"][rows] == columns.DEMOTING)]
@@ -313,7 +313,7 @@ class TierCatalog:
         return tier.size_classes[stride]
 
     def _provide_slots(self, tier: ExternalTier, size_class: int, need: int) -> None:
-        """Give a size spare slabs until `need` blocks fit. A size without a slab takes the slab used longest ago."""
+        """Give a size spare slabs until `need` blocks fit. A size without any slab takes the one used longest ago."""
         stride = next(size for size, known in tier.size_classes.items() if known == size_class)
         while self._size_classes.takeable(size_class) < need and tier.spare:
             self._open_slab(tier, tier.spare.pop(), size_class, stride)
