@@ -1,4 +1,4 @@
-"""The directory as an actor: its server, calls through Ray, and what Ray keeps of it.
+"""The directory as an actor: its server, calls through Ray, and what Ray's internal KV keeps for later directories.
 
 A call through Ray costs this process ten times as much as the answer. So clients and node stores each keep a
 connection, which one thread serves. A lock keeps this thread and Ray's thread apart. Calls through Ray are for
@@ -31,10 +31,10 @@ SUCCESSOR_BYTES = 1 << 30  # a successor loads its kernels early where so much m
 
 
 class DirectoryActor(DirectoryServer):
-    """Where every block of a pool is."""
+    """The actor that knows where every block of a pool is."""
 
     def __init__(self, pool: str, name: str) -> None:
-        """name: this actor's. It serves if the named directory is in charge, else it stands by: see Succession."""
+        """name: this actor's. It serves if the pool says that it is in charge. Else it stands by: see Succession."""
         super().__init__(pool, DirectoryMetrics(pool, name))
         events.begin(named_actors.restarted(), role="directory", pool=pool, name=name, pid=os.getpid())
         if internal_kv.settings(pool) is None:  # `start` waits, and shows the progress
@@ -60,7 +60,7 @@ class DirectoryActor(DirectoryServer):
         self._succession.take()
 
     def _serve(self) -> Address | None:
-        """Begin to serve, unless it does. Returns where it listens."""
+        """Begin to serve, unless it serves already. Returns where it listens."""
         if self._state is None:
             self._begin()
         return self._listener.address if self._listener else None
@@ -68,7 +68,7 @@ class DirectoryActor(DirectoryServer):
     def _begin(self) -> None:
         """Answer from now on, with an empty directory and a new epoch."""
         settings, epoch = self._settings, internal_kv.take_epoch(self._pool)
-        self._nodes = cluster.living()  # later Ray is asked for new nodes only, as all callers wait meanwhile
+        self._nodes = cluster.living()  # later Ray is asked only about unknown nodes, as all callers wait for it
         directory = Directory(
             epoch, settings["locality"], share=WRITE_SHARES[settings["write"]], min_hits=settings["min_hits"]
         )
@@ -99,7 +99,7 @@ class DirectoryActor(DirectoryServer):
             log.warning("pool %s: no socket for the directory, which is called through Ray: %r", self._pool, error)
 
     def join(self, name: str, arena: Message) -> Message:
-        """As DirectoryServer. ValueError for a node that Ray does not have: each node costs memory, and counts."""
+        """As DirectoryServer. ValueError for a node that Ray does not have, as each node takes memory."""
         if host_of(name) not in self._nodes:
             self._nodes = cluster.living()
         if host_of(name) not in self._nodes:

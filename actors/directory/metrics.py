@@ -37,11 +37,11 @@ GAUGES = {
     "clients": "clients",
     "pinned_blocks": "pinned",
 }
-MEMORY_EVERY = 2  # exports: a census of a memory looks at every slot,
-STEP_SLOTS = 16_384  # so many slots in a row, in less than a millisecond
+MEMORY_EVERY = 2  # exports from one census of a memory to the next: a census looks at every slot
+STEP_SLOTS = 16_384  # that a census looks at in a row, in less than a millisecond
 STEP_S = 0.0005  # between two looks at some of a node's slots, so that calls come in between
 FOLDED = 1024  # call times that are added to their buckets at once
-TIMED_EVERY = 8  # for frequent calls: timing a call costs more than counting it
+TIMED_EVERY = 8  # one of so many frequent calls is timed: timing a call costs more than counting it
 SLOT_STATES = ("free", "writing", "ready", "replica", "staging", "quarantined", "dropped", "demoting")
 
 

@@ -36,7 +36,7 @@ PARTS = 1024  # of a match: for each rank, one for each KV head and kind of laye
 ERROR_CHARS = 1000  # of the error text of a failed call
 LOG_EVERY_S = 60.0  # between two lines of the log about failed calls of one name
 PLAN_EVERY_S = 10.0  # between two plans of a node's memory
-PREFIXES, HOLDERS = 20, 3  # how many `stats` has
+PREFIXES, HOLDERS = 20, 3  # how many of each `stats` lists
 T = TypeVar("T")
 
 
@@ -84,9 +84,9 @@ _name, _arena = taker(str), taker(ArenaDescription)
 
 
 class DirectoryServer:
-    """Answers calls in the order they came: those of clients and stores on its socket, any as a method.
+    """Answers calls in the order they came. Clients and stores make their calls over its socket.
 
-    It has a method for each of CALLS. Those that are not written here are made by `_served`, from the directory's.
+    It has a method for each of CALLS. `_served` makes those that are not written here from functions of Directory.
     """
 
     def __init__(self, pool: str, metrics: DirectoryMetrics, clock: Callable[[], float] = time.monotonic) -> None:
@@ -273,7 +273,7 @@ class DirectoryServer:
 
 
 def _served(name: str) -> Callable[..., Any]:
-    """The method of that name, which answers as the directory's function does, by plain values."""
+    """A method that calls the Directory's function of that name. It takes and returns plain values."""
     function = getattr(Directory, name)
     hints = get_type_hints(function)
     takes_now = hints.pop("now", None) is not None
@@ -287,5 +287,5 @@ def _served(name: str) -> Callable[..., Any]:
     return one_at_a_time(method)
 
 
-for _call in CALLS.keys() - vars(DirectoryServer).keys():  # they need no more than the time
+for _call in CALLS.keys() - vars(DirectoryServer).keys():  # calls to which only the time must be added
     setattr(DirectoryServer, _call, _served(_call))

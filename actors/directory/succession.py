@@ -23,9 +23,9 @@ from raykv.system import events
 
 log = logging.getLogger("raykv")
 SILENT_PINGS = 3  # of HEARTBEAT_S each; after them a directory counts as lost
-ENDING_LOOKS = 50  # at most, whether a process has ended
+ENDING_LOOKS = 50  # at most so many looks whether a process has ended
 ENDING_LOOK_S = 0.02  # between two looks whether a process has ended
-SILENT_RAY_PINGS = 10  # the same through Ray, where a ping waits behind all other calls
+SILENT_RAY_PINGS = 10  # like SILENT_PINGS, for pings through Ray, which wait behind all other calls
 
 
 class Succession:
@@ -36,8 +36,8 @@ class Succession:
     ) -> None:
         """name: of this directory's actor. prepare: slow work to do early. take_charge: makes the directory serve.
 
-        take_charge returns where it listens. A second call changes nothing; it comes where telling the first answer
-        failed.
+        take_charge returns where the directory listens. It is called again if the pool could not be told of the first
+        answer; a second call changes nothing.
         """
         self._pool, self._name, self._prepare, self._take_charge = pool, name, prepare, take_charge
         self._line = DirectoryLine(pool)
@@ -79,7 +79,7 @@ class Succession:
         return max(0.0, self._pinged + HEARTBEAT_S - time.monotonic())
 
     def _watched_connection(self) -> Stream | None:
-        """While standing by: the connection to the directory in charge. Its end shows that the process ended."""
+        """While standing by: the connection to the directory in charge. It closes when that process ends."""
         return None if self._serves else self._line.connection
 
     def _on_error(self, error: Exception) -> float:
@@ -99,7 +99,7 @@ class Succession:
             self._pinged = time.monotonic()
             if not self._known or self._silent:  # while it answers, no other directory is in charge
                 in_charge = internal_kv.in_charge(self._pool)
-                if in_charge.name == self._name:  # it has told so, but the answer was lost
+                if in_charge.name == self._name:  # an earlier `take` wrote this name, but Ray's answer was lost
                     return True
                 self._connect(in_charge.address)
             if self._is_silent():

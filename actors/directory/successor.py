@@ -11,10 +11,10 @@ from ray.exceptions import RayError
 from raykv.actors.directory.directory import start_directory
 
 log = logging.getLogger("raykv")
-FIRST_LOOK_S = 10.0  # until the first look: a pool that has just started has better things to do
+FIRST_LOOK_S = 10.0  # until the first look: a pool that has just started is busy
 LOOK_S = 5.0  # between two looks at the successor
 START_DEADLINE_S = 120.0  # for a successor to start; then another is started
-MOVE_AFTER_S = 30.0  # since the last move: nodes come and go, and a start takes seconds of a core
+MOVE_AFTER_S = 30.0  # between two moves of a successor: nodes come and go, and a start takes seconds of a core
 
 
 class Successor:
@@ -44,9 +44,9 @@ class Successor:
     def look(self, number: int, in_charge: str, others: list[str]) -> Any:
         """Start the successor if it does not run. Returns its handle if it should be somewhere else.
 
-        number: its own. in_charge: node of the directory in charge. others: other nodes where the successor may be.
+        number: the successor's. in_charge: node of the directory in charge. others: other nodes where it may be.
         """
-        if self._number != number:  # it took over, so a pending answer is of the other directory
+        if self._number != number:  # the successor took over: a pending answer is not of the new successor
             self._number, self._answer, self._handle, self.node_id = number, None, None, ""
         nodes = others or [in_charge]
         if self._handle is None or not is_alive(self._handle):
@@ -65,7 +65,7 @@ class Successor:
         self._given_up += 1
 
     def _is_bad(self, nodes: list[str]) -> bool:
-        """Whether it has been silent too long, or is on none of these nodes.
+        """Whether the successor has been silent too long, or is on none of these nodes.
 
         A successor that moved less than MOVE_AFTER_S ago stays where it is. Each answer counts once.
         """

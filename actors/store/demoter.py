@@ -30,7 +30,7 @@ from raykv.tiers.guarded import GuardedTier
 
 POLL_S = 0.1  # between looks at a tier that is down; the first pause without blocks is a quarter of it
 IDLE_POLL_S = 1.0  # the longest pause between two questions to the directory
-SERVED_HEARTBEAT_S = 5.0  # between heartbeats of a tier that the directory serves, which each answer to `demote` shows
+SERVED_HEARTBEAT_S = 5.0  # between heartbeats of a tier while answers to `demote` show that the directory serves it
 TIER_RETURNS_S = 5.0  # `flush` gives up on a tier that is down for so long
 REFUSED_S = 1.0  # pause after the tier refused blocks of a batch
 EXISTING_PER_CALL = 4096  # blocks
@@ -50,7 +50,7 @@ def open_external(pool: str, fingerprint: bytes, url: str, maker: bytes | None) 
 
 
 def content_seed(pool: str) -> bytes:
-    """The seed of the names of empty tiers' contents, equal in all stores of a pool."""
+    """The seed from which a store names the content of an empty tier. All stores of a pool get the same seed."""
     internal_kv.put(pool, Kept.SEED, secrets.token_bytes(CONTENT_BYTES), overwrite=False)
     return internal_kv.get(pool, Kept.SEED) or bytes(CONTENT_BYTES)
 
@@ -62,8 +62,8 @@ class Demoter:
         """arena: of the node's memory. capacity: of the tier, in bytes."""
         self.external, self.copier = external, TierCopier(arena, external)
         self.index = -1  # of the tier, in locations; -1 until the directory has given it one
-        # Guards slots that nobody leased while `demote` reads them. The Resizer takes it before it frees memory. A late
-        # store goes on reading after the release: see GuardedTier.storing.
+        # Held while `demote` reads slots, which no lease keeps. The Resizer takes it before it frees memory. A store
+        # into the tier may go on reading past its deadline, without the guard: see GuardedTier.storing.
         self.read_guard = threading.Lock()
         self._node_id, self._capacity = node_id, capacity
         self._report = NOTHING_DONE  # not yet sent to the directory
@@ -79,7 +79,7 @@ class Demoter:
     def flush(self, seconds: float, lasting: bool = True) -> bool:
         """Demote everything that is not in the tier yet. Returns whether it was done in time.
 
-        lasting: from now on blocks are demoted as soon as they are stored.
+        lasting: afterwards go on to demote blocks as soon as they are stored.
         """
         self._idle.clear()
         caller = object()
@@ -117,7 +117,7 @@ class Demoter:
         return self._pause
 
     def _heartbeat(self, directory: DirectoryLine) -> None:
-        """Report the tier's state to the directory. Where it asks, also list the blocks in the tier."""
+        """Report the tier's state to the directory. If the directory asks for it, also list the blocks in the tier."""
         self._lost |= self.external.probe() is False
         up, now = self.external.up, time.monotonic()
         if self.external.shared is None:  # the tier could not be opened yet
@@ -139,7 +139,7 @@ class Demoter:
             self._report_existing(directory)
 
     def _report_existing(self, directory: DirectoryLine) -> None:
-        """List the tier's blocks to the directory, and delete those without room."""
+        """List the tier's blocks to the directory. Delete blocks for which the tier's capacity has no room."""
         listed = {key: size for batch in self.external.scan() for key, size in batch}  # redis may name a key twice
         if not self.external.up:  # it will be listed again when it is back
             return
@@ -181,20 +181,21 @@ class Demoter:
         return stored
 
     def _delete(self, keys: bytes) -> bool:
-        """Whether the tier has deleted these keys."""
+        """Delete keys from the tier. Returns whether it did."""
         return self.external.delete([keys[at : at + KEY_BYTES] for at in range(0, len(keys), KEY_BYTES)])
 
     def _rest(self, give_up: bool) -> None:
-        """Pause after the tier refused blocks. give_up: nothing was stored, so end a flush."""
+        """Pause after the tier refused blocks. give_up: also end a flush, as nothing was stored."""
         if give_up:
             self._idle.set()
         self._loop.sleep(REFUSED_S)
 
 
 def fitting(sizes: list[int], capacity: int) -> list[bool]:
-    """Which blocks of a tier find a slot in `capacity` bytes, the newest first. sizes: block_bytes, oldest first.
+    """Which blocks of a tier have room in `capacity` bytes, if the newest get slots first.
 
-    Counts slots like the directory. Otherwise the directory would refuse the newest blocks, which come last.
+    sizes: block_bytes, oldest first. Counts slots like the directory. Otherwise the directory would refuse the newest
+    blocks, as they are listed last.
     """
     slab = slab_bytes(capacity)
     spare = max(1, capacity // slab)

@@ -29,9 +29,9 @@ def open_gpus(
 ) -> list[NodeMemory]:
     """The memory of each GPU that this process can use.
 
-    gpu_memory, transport: see PoolConfig. cluster: see `raylets.cluster_id`. again: after a restart, when engines have
-    taken the room that was left for NCCL. CapacityError where a GPU has too little memory, or the node's GPUs can't be
-    used. DeviceError where a GPU fails.
+    gpu_memory, transport: see PoolConfig. cluster: see `raylets.cluster_id`. again: the store restarted, and engines
+    have taken the room for NCCL. CapacityError where a GPU has too little memory, or the node's GPUs can't be used.
+    DeviceError where a GPU fails.
     """
     if not gpu_memory:
         return []
@@ -50,7 +50,7 @@ def open_gpus(
             transports = open_transports(arena, transport, ray.util.get_node_ip_address())
             memories.append(_fixed_size_memory(f"{node_id}/{uuid}", arena, transports))
     except BaseException:
-        for memory in memories:  # all of them or none, as the next try begins from zero
+        for memory in memories:  # open all GPUs or none, as the next try begins with all
             memory.transports.close()
             memory.arena.close(unlink=True)
         raise

@@ -16,12 +16,12 @@ from raykv.line.periodic import Periodic
 from raykv.metrics.exporter import EXPORT_S, Exporter
 from raykv.protocol.location import host_of
 
-LOOK_S = 60.0  # between two questions which nodes live
+LOOK_S = 60.0  # between two questions to Ray about which nodes live
 log = logging.getLogger("raykv")
 
 
 class StoreMetrics:
-    """Exports a store's figures once in EXPORT_S. The head's store also keeps the dashboard for them."""
+    """Exports a store's figures once in EXPORT_S. The head's store also keeps the Grafana dashboard in place."""
 
     def __init__(self, pool: str, memories: Sequence[NodeMemory], demoter: Demoter | None) -> None:
         self._pool, self._memories, self._demoter = pool, memories, demoter

@@ -24,7 +24,7 @@ PIECE_BLOCKS = 4096  # of an inventory; a piece takes the directory a millisecon
 
 
 class NodeMemory:
-    """An arena, the transports of its blocks, and its index in locations."""
+    """An arena, the transports for its blocks, and its index in locations."""
 
     def __init__(
         self,
@@ -34,12 +34,12 @@ class NodeMemory:
         report: Callable[[], SlabReport],
         on_directory_reply: Callable[[SlabReport, SlabTarget], None],
     ) -> None:
-        """name: see `raykv.protocol.location.host_of`. report: of the arena's slabs. on_directory_reply: its answer."""
+        """name: see `protocol.location.host_of`. report: makes a report. on_directory_reply: takes the answer to it."""
         self.name, self.arena, self.transports = name, arena, transports
         self.index = -1  # in locations; -1 until it has joined
         self.joined = threading.Event()
         self._report, self._on_directory_reply = report, on_directory_reply
-        self._had_name = True  # whether its file had its name, at the last look
+        self._had_name = True  # whether the arena's file still had its name at the last look
 
     def heartbeat(self, directory: DirectoryLine) -> bool:
         """Report to the directory. Join a directory that does not know this memory. Returns whether it joined.

@@ -82,7 +82,7 @@ class NodeStore:
             tier = open_external(pool, pool_fingerprint, settings["external"], internal_kv.get(pool, Kept.TIER))
             up = tier[0].open(content_seed(pool))
             events.tell("external", url=parse(settings["external"]).text, capacity=tier[1], up=up)
-        # Laid out for all of the node's memory, as slabs that are not offered take none.
+        # The arena is laid out for all of the node's memory: slabs that are not offered take no memory.
         slabs = min(max(total // slab, limit), SLABS_MAX)
         self._cluster = cluster.identity()
         self._arena: Arena = open_own(pool, pool_fingerprint, slab, slabs, free_memory.check, limit, self._cluster)
@@ -124,7 +124,7 @@ class NodeStore:
         self._lacks_gpus = False
 
     def _open_gpus_again(self) -> None:
-        """Open the GPU tier after a restart. First tell the directory that the dead store's blocks there are lost."""
+        """Open the GPU tier after a restart. First tell the directory that the dead store's blocks on GPUs are lost."""
         directory = named_actors.find_directory(self._pool)
         names = [f"{self._node_id}/{gpu}" for gpu in device.visible()]
         ray.get([directory.remove_node.remote(name) for name in names], timeout=HEARTBEAT_S)
@@ -141,7 +141,7 @@ class NodeStore:
     # ------------------------------------------------------------------ for clients of this node
 
     def describe_arena(self, gpu: str | None = None) -> tuple[Any, ...]:
-        """The StoreDescription of the node's arena, or of the arena on the GPU with this UUID, if any.
+        """The StoreDescription of the arena on the GPU with this UUID. Without such an arena, that of the node's arena.
 
         Waits until the arena has joined the directory. Raises TimeoutError past JOIN_DEADLINE_S.
         """
@@ -189,7 +189,7 @@ class NodeStore:
         memory = self._memory_at(int(target["node"][0]))
         if memory is None:
             return np.full(len(target), FAILED, np.uint8)
-        _, _, there = memory.arena.read_headers(target, keys)  # another reader's pull was faster
+        _, _, there = memory.arena.read_headers(target, keys)  # there: another reader's pull was faster
         verdicts = np.where(there, PULLED, FAILED).astype(np.uint8)
         for index in np.unique(source["node"][~there]).tolist():
             part = np.flatnonzero((source["node"] == index) & ~there)
@@ -226,7 +226,7 @@ class NodeStore:
     def _memory_at(self, index: int) -> NodeMemory | None:
         """The memory of an index in locations. An earlier directory's index means the node's own memory.
 
-        None where it may mean a GPU that is not open.
+        None if the index may be that of a GPU that is not open.
         """
         other = None if self._lacks_gpus else self._memory
         return next((memory for memory in self._memories if memory.index == index), other)
@@ -252,7 +252,7 @@ class NodeStore:
     def read(self, locations: bytes, keys: bytes) -> tuple[Any, ...]:
         """Blocks in one memory of this node, or in its external tier. Returns a BlocksRead; the reader verifies it.
 
-        ValueError unless there is a key for each location, and a size that a tier can have.
+        ValueError like Transfer.arrays.
         """
         source, rows, _ = Transfer(locations, keys, locations).arrays()
         if self._demoter and len(source) and source["node"][0] == self._demoter.index:
@@ -271,7 +271,7 @@ class NodeStore:
     def stats(self) -> dict[str, Any]:
         """Counters since this process started.
 
-        pulled: blocks copied here from other nodes or from a tier. corrupt: blocks found altered on arrival.
+        pulled: blocks copied here from other memories or a tier. corrupt: blocks found altered on arrival.
         transports: routes from other nodes. tier_*: faults of the external tier. refusal: why the tier can't be written
         now.
         """
@@ -289,7 +289,7 @@ class NodeStore:
         }
 
     def clear(self, generation: int, content: bytes) -> None:
-        """Forget all blocks up to a generation. A restarted directory must not find them again.
+        """Forget all blocks up to a generation, so that a restarted directory does not find them again.
 
         content: the new name of the external tier's content (CONTENT_BYTES). ValueError for another length or a bad
         generation; nothing is forgotten then.
@@ -333,7 +333,7 @@ class NodeStore:
         for memory in self._memories:
             memory.transports.close()
             if isinstance(memory.arena, GpuArena):
-                memory.arena.disown()  # of all GPUs before any is waited for
+                memory.arena.disown()  # all before the first `close`, which waits until others let go of the memory
         if self._demoter is not None:
             self._demoter.stop()
         for memory in self._memories:

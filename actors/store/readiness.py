@@ -39,7 +39,7 @@ class Question(NamedTuple):
 def why_not_usable(node_id: str, seconds: float) -> str:
     """Why Ray's workers on a node can't use raykv; "" if they can, or give no answer in `seconds`.
 
-    Ray does not say this of an actor: it restarts an actor that can't be imported for ever, and calls wait.
+    Ray tells this of a task, but not of an actor: it restarts such an actor for ever, and calls of it wait.
     """
     pinned = NodeAffinitySchedulingStrategy(node_id, soft=False)
     try:
@@ -95,7 +95,7 @@ def machine() -> str:
 
 
 def left_behind_by_pool() -> dict[str, int]:
-    """Bytes of shared memory that were left behind, by pool, of all pools with arenas of this user here."""
+    """Bytes of shared memory that dead stores left behind here, for each pool that has arenas of this user."""
     names = (re.fullmatch(rf"raykv-([A-Za-z0-9_-]+)-{os.getuid()}-(gpu-)?\d+", name) for name in os.listdir(SHM))
     ours = cluster.identity()
     return {name: _bytes(left_behind(name, ours)) for name in {found[1] for found in names if found}}

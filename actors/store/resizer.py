@@ -61,8 +61,9 @@ class SavedSize(NamedTuple):
 class Resizer:
     """Offers slabs of an arena, and gives back those that the directory no longer uses, in its own thread.
 
-    Three threads meet here: its own changes the arena, the heartbeat's calls `report` and `on_directory_reply`, and an
-    actor's calls `resize`. They share single values, and dictionaries that each change in one operation.
+    Three threads meet here. The Resizer's own thread changes the arena. The heartbeat's thread calls `report` and
+    `on_directory_reply`, and a thread of the actor calls `resize`. They share single values, and dictionaries that each
+    change in one operation.
     """
 
     def __init__(
@@ -78,7 +79,7 @@ class Resizer:
         self._saved_size, self._arena, self._demoter, self._withdraw = saved_size, arena, demoter, withdraw
         self._known_slabs = 0  # number of slabs that the directory knows
         self._to_give_back: dict[int, int] = {}  # slab -> generation from which the directory no longer uses it
-        self._grace = data_deadline(arena.slab_bytes)  # for the longest read that began before a slab was given back
+        self._grace = data_deadline(arena.slab_bytes)  # seconds for reads that began before a slab was given back
         # slab -> when its memory goes. The arena's last owner may have given back some of these just now.
         self._to_discard = dict.fromkeys(arena.given_back(), time.monotonic() + self._grace)
         self._full = ""  # why there can't be more slabs; "" if there can
@@ -88,7 +89,7 @@ class Resizer:
 
     @property
     def at_limit(self) -> bool:
-        """Whether there are as many slabs as wanted, or as possible, and the directory knows."""
+        """Whether the directory knows of as many slabs as wanted, or the node can't have more."""
         return self._known_slabs == self._arena.available == self.limit or bool(self._full)
 
     @property
@@ -98,7 +99,7 @@ class Resizer:
 
     def report(self) -> SlabReport:
         """The slabs of this memory, for every `heartbeat` and `adopt`."""
-        promised = list(self._to_give_back)  # read first: a slab that is given back meanwhile is in both
+        promised = list(self._to_give_back)  # before the arena's: a slab given back meanwhile is in both
         given_back = {*promised, *self._arena.given_back()}
         return SlabReport(self._arena.offered, self.limit, np.array(sorted(given_back), np.int32).tobytes())
 
@@ -179,7 +180,7 @@ class Resizer:
             return False
 
     def _give_back(self) -> bool:
-        """Give back one slab. Returns whether there was one. The directory will name a slab that can't go now again."""
+        """Give back one slab. Returns whether there was one. If it can't go now, the directory will name it again."""
         for slab, generation in list(self._to_give_back.items()):
             if self._arena.available > self.limit:
                 with self._read_guard():
@@ -193,7 +194,7 @@ class Resizer:
     def _discard(self) -> Pause:
         """Free the memory of slabs that nobody can still be reading. Returns the pause until more memory may go.
 
-        A late reader, or a client that maps such a slab late, fills it again; that memory goes too.
+        A late reader, or a client that maps such a slab late, fills its memory again. That memory is freed later too.
         """
         given_back, now = self._arena.given_back(), time.monotonic()
         for slab in self._to_discard.keys() - set(given_back):  # offered again

@@ -21,10 +21,10 @@ class SingleFlight:
     def do(
         self, items: Sequence[Hashable], work: Callable[[list[int]], NDArray[np.uint8]], seconds: float
     ) -> NDArray[np.uint8]:
-        """Do `work` on those items that nobody else works on, and wait for the other items.
+        """Do `work` on the items that nobody else works on, and wait for the other items.
 
         work: takes indices of `items`, returns a verdict for each.
-        seconds: to wait for others, after the own work; FAILED where they take longer.
+        seconds: to wait for other callers after the own work; FAILED for items that take longer.
         Returns (n,) uint8 verdicts. Raises errors of `work`; other callers that wait for these items get FAILED then.
         """
         mine, flights = self._claim(items)

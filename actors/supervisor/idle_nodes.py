@@ -28,8 +28,9 @@ STOP_S = 10.0  # for the store of a node that leaves to stop
 class IdleNodes:
     """Finds nodes that have been idle for long, and leaves them. Its notes on each are in Ray's internal KV.
 
-    seconds: idle time after which a node is left; 0: none ever is. Sets of Ray node ids: without_store: nodes that were
-    left; being_left: nodes that are being emptied; long: nodes that were idle for `seconds` at the last look.
+    To leave a node is to empty it and end its store.
+    seconds: idle time after which a node is left; 0: never. Sets of Ray node ids: without_store: nodes that were left;
+    being_left: nodes that are being emptied; long: nodes that were idle for `seconds` at the last look.
     """
 
     def __init__(self, pool: str, seconds: float, telling: threading.Lock) -> None:
@@ -39,12 +40,12 @@ class IdleNodes:
         self.long, self.being_left = set[str](), set[str]()
         self.without_store = internal_kv.left_nodes(pool) if seconds else set()
         for node_id in self.without_store:
-            self._end_store(node_id)  # an earlier supervisor may have died before it did so
+            self._end_store(node_id)  # an earlier supervisor may have died before it ended the store
 
     def look(self, living: set[str], served: set[str]) -> set[str]:
-        """Returns the nodes with a store that should be left now. Takes back nodes that are in use again.
+        """Take back nodes that are in use again. Returns the nodes to leave now.
 
-        living: nodes. served: nodes whose store has answered.
+        living: nodes that are alive. served: nodes whose store has answered.
         """
         used, notes = used_nodes(), internal_kv.idle_nodes(self._pool)
         self.without_store &= living
@@ -54,14 +55,14 @@ class IdleNodes:
             elif node_id in used or not notes[node_id]:
                 with self._telling:
                     self.take_back(node_id)
-        drained = set(internal_kv.names(self._pool, Kept.LEAVING))  # by somebody else, as it has no note here
+        drained = set(internal_kv.names(self._pool, Kept.LEAVING))  # also nodes that somebody else drains
         now, idle = time.monotonic(), (served & living) - used - drained - self.being_left - self.without_store
         self._since = {node_id: self._since.get(node_id, now) for node_id in idle}
         self.long = {node_id for node_id, since in self._since.items() if now >= since + self.seconds}
         return self.long
 
     def leave(self, node_id: str) -> None:
-        """Drain a node and end its store, in a thread; not if something else runs there by then."""
+        """In a thread, drain a node, and end its store unless something else runs there by then."""
         self.being_left.add(node_id)
         threading.Thread(target=self._leave, args=(node_id,), name="raykv-leave", daemon=True).start()
 
@@ -81,7 +82,7 @@ class IdleNodes:
 
     def _empty_and_end(self, node_id: str) -> None:
         note = secrets.token_bytes(8)
-        with self._telling:  # if two nodes leave at once, the second finds that the first does
+        with self._telling:  # so that of two nodes that leave at once, the second sees that the first leaves
             check_others(self._pool, node_id)
             internal_kv.put(self._pool, Kept.IDLE, note, node_id)
             internal_kv.put(self._pool, Kept.LEAVING, b"", node_id)
@@ -89,7 +90,7 @@ class IdleNodes:
         while left and (again := drain(self._pool, node_id, DRAIN_S)) < left:
             left = again
         with self._telling:
-            if internal_kv.get(self._pool, Kept.IDLE, node_id) != note:  # an administrator drains it, or has it stay
+            if internal_kv.get(self._pool, Kept.IDLE, node_id) != note:  # an administrator drained or kept the node
                 return
             if node_id in used_nodes():
                 self.take_back(node_id)
@@ -110,7 +111,7 @@ class IdleNodes:
 def used_nodes() -> set[str]:
     """Ray node ids of nodes where something runs that is not a pool's: an actor, or a user of resources.
 
-    They include the head: Ray never removes it.
+    Includes the head, which Ray never removes.
     """
     free = state.available_resources_per_node()
     taken = {

@@ -2,7 +2,7 @@
 
 Ray restarts an actor whose process died. The supervisor does what Ray does not: it starts a store on a node that joins,
 and removes rows of a dead node. It replaces a directory that does not answer. It drains nodes that are about to leave,
-and leaves nodes that nobody else uses.
+and ends the stores of nodes that nobody else uses.
 """
 
 import contextlib
@@ -37,13 +37,13 @@ from raykv.protocol.location import host_of
 from raykv.system import events
 
 log = logging.getLogger("raykv")
-LATE_S = 2.0  # after which a look at the directory is overdue
+LATE_S = 2.0  # beyond REST_S: a directory without an answer for so long is exported as down
 REST_S = 4.0  # between close looks while nothing changes
 REPLACE_AFTER_S = 10.0  # a directory that answers nothing for this long is replaced
 SILENT_S = 10.0  # a new store that is silent for so long may be impossible to import
 RETRY_S = 30.0  # until a store that could not start is started again
-DRAIN_AGAIN_S = 10.0  # after a drain that left blocks
-NOTICE_S = 30.0  # to drain a node whose end Ray does not name
+DRAIN_AGAIN_S = 10.0  # until the next try after a drain that left blocks
+NOTICE_S = 30.0  # to drain a leaving node for which Ray names no deadline
 STOP_DEADLINE_S = 10.0  # for a look that is under way to end
 
 
@@ -55,18 +55,18 @@ class Supervisor:
         events.begin(named_actors.restarted(), role="supervisor", pool=pool, pid=os.getpid())
         self._stores: dict[str, Any] = {}  # by Ray node id
         self._pings: dict[str, Any] = {}  # by store: its pending answer
-        self._silent: dict[str, float] = {}  # since when a store is silent, or when that was last looked into
+        self._silent: dict[str, float] = {}  # by node: since when its store is silent, or when that was last examined
         self._living: set[str] = set()  # nodes, at the last look
         self._served: set[str] = set()  # nodes whose store has answered
         self._draining: set[str] = set()  # nodes that are being drained, or were
         self._telling = threading.Lock()  # held while the directory is told which nodes leave or stay
         now, failures = time.monotonic(), internal_kv.failures(pool)  # of an earlier supervisor
         self._failed = {node_id: (now, why) for node_id, why in failures.items()}  # by node: when, why its store failed
-        self._answered, self._in_charge = now, ""  # when the directory answered, and which one was last in charge
+        self._answered, self._in_charge = now, ""  # when the directory last answered; name of the one last in charge
         self._successor = Successor(pool)
         idle_node_s = (internal_kv.settings(pool) or {}).get("idle_node_s", 0.0)  # none: the pool is being stopped
         self._idle = IdleNodes(pool, idle_node_s, self._telling)
-        self._rests_until = 0.0  # the last close look found all well
+        self._rests_until = 0.0  # until then no close look is due, as the last one found all well
         self._exporter, self._exported, self._started = Exporter(pool), 0.0, time.time()
         self._loop = Periodic("raykv-supervisor", self._watch, self._on_error)
         self._loop.start()
@@ -78,7 +78,7 @@ class Supervisor:
         return os.getpid()
 
     def drain(self, node_id: str, seconds: float, force: bool) -> int:
-        """Empty a node that is about to leave (see `drain`). Returns how many blocks only it still has.
+        """Empty a node that is about to leave (see `drain`). Returns how many blocks only that node still has.
 
         force: drain even the last node that takes blocks; else that is a ValueError.
         """
@@ -95,7 +95,7 @@ class Supervisor:
             left = drain(self._pool, node_id, seconds)
             return left
         finally:
-            if left:  # a notice, now or later, starts another try
+            if left:  # a notice by Ray, now or later, starts another try
                 self._draining.discard(node_id)
 
     def cancel_drain(self, node_id: str) -> None:
@@ -118,7 +118,7 @@ class Supervisor:
     def _watch(self) -> float:
         try:
             self._look()
-        finally:  # also tell what could not be looked at
+        finally:  # export even if the look failed
             if time.monotonic() > self._exported + EXPORT_S:
                 self._export()
         return self._pause()
@@ -143,7 +143,7 @@ class Supervisor:
         return max(0.1, self._loop.rest_of(HEARTBEAT_S))
 
     def _look(self) -> None:
-        """Ask Ray one question. Look closely, with seven, unless all is as it was."""
+        """Ask Ray one question. If anything changed, or REST_S are over, look closely, with seven questions."""
         self._living, some_leave = _nodes()
         if some_leave or self._living - self._idle.without_store != self._stores.keys() or not self._at_rest():
             self._rests_until = 0.0
@@ -187,7 +187,7 @@ class Supervisor:
         with self._telling:
             for node_id in internal_kv.names(self._pool, Kept.LEAVING):
                 if node_id in living:
-                    ray.get(directory.leave.remote(node_id), timeout=HEARTBEAT_S)  # it may have restarted meanwhile
+                    ray.get(directory.leave.remote(node_id), timeout=HEARTBEAT_S)  # a new directory needs it again
                 else:
                     internal_kv.drop(self._pool, Kept.LEAVING, node_id)
         for node_id, seconds in _noticed().items():
@@ -219,7 +219,7 @@ class Supervisor:
             self._draining.discard(node_id)  # the next look tries again
 
     def _drop_failed(self) -> None:
-        """Forget stores that are dead for good, so that others start: at once, or later if the constructor raised."""
+        """Forget stores that are dead for good. Others start at once, or after RETRY_S if the constructor raised."""
         waiting = list(self._pings.values())
         done = ray.wait(waiting, num_returns=len(waiting), timeout=0)[0] if waiting else []
         for node_id, store in list(self._stores.items()):
@@ -279,7 +279,7 @@ class Supervisor:
             return self._start_directory(self._in_charge)
 
     def _start_directory(self, old: str, why: str = "it does not answer") -> Any:
-        """Put the other directory in charge instead of `old`. Its epoch makes all refuse `old`, should it live."""
+        """Put the other directory in charge instead of `old`. Its newer epoch makes all refuse `old` if that lives."""
         if internal_kv.settings(self._pool) is None:
             raise RuntimeError(f"pool {self._pool!r} has no settings in Ray's internal KV: it was stopped")
         if internal_kv.in_charge(self._pool).name != old:  # the other directory took over by itself
