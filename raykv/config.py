@@ -12,8 +12,8 @@ from decimal import Decimal
 from pathlib import Path
 
 MIB = 1 << 20
-NAMESPACE = "raykv"  # of every actor that raykv starts
-METADATA_DEADLINE_S = 0.25  # of a client's question to the directory, by default
+NAMESPACE = "raykv"  # Ray's namespace of every actor that raykv starts
+METADATA_DEADLINE_S = 0.25  # for the directory to answer a client's question, by default
 HEARTBEAT_S = 1.0  # between two heartbeats of a node
 SUSPECT_AFTER_S = 3.0 * HEARTBEAT_S  # without a heartbeat for so long a node is "suspect"
 CLIENT_TTL_S = 10.0  # a client that has said nothing for this long is gone
@@ -21,12 +21,12 @@ TRANSPORTS = ("auto", "nixl", "tcp", "object_store")
 # The share of a node's slots to keep free or copied to its external tier, so that new blocks find room at once.
 WRITE_SHARES = {"back": 0.25, "through": 1.0, "never": 0.0}
 FLUSH_DEADLINE_S = 300.0  # to demote all blocks to the external tier when a pool stops
-USES_MAX = 255  # matches of a block that are counted
+USES_MAX = 255  # matches of one block that are counted, at most
 KEYS_PER_CALL = 6000  # 96 KB of keys: past 100 KB a Ray argument costs 2 to 4 ms more
-KEYS_PER_JOINT_CALL = 200_000  # of parts whose keys can't be sent in pieces: 3.2 MB, of a call's 4 MiB
-MIN_MEMORY = 8 * MIB  # the smallest arena
+KEYS_PER_JOINT_CALL = 200_000  # where all parts' keys must go in one call: 3.2 MB of its 4 MiB
+MIN_MEMORY = 8 * MIB  # bytes of the smallest arena
 
-Size = float | int | str  # of a memory: see parse_size
+Size = float | int | str  # size of a memory: see parse_size
 _SIZE = re.compile(r"(\d+(?:\.\d+)?) ?(?:([kmgt]?)(i?)b?)", re.IGNORECASE)
 
 
@@ -36,27 +36,27 @@ class PoolConfig:
 
     name: letters, digits, '_' and '-', and no '-' first; at most 40 of them.
     cpu_memory: of every node: a fraction of its memory (0.3), or bytes (an int above 1, or "20GiB"); see `parse_size`.
-    gpu_memory: of every GPU of a node: the same. Blocks of engines that attach with `device=` go there first. 0: no
-        such tier.
-    locality: a writer's node evicts its own coldest block, unless another node's block has been idle so many times as
-        long. Then that block is evicted instead. 1 is exact cluster-wide LRU. A value above 1 is where the pool begins:
-        it is exact LRU while memory is scarce, and leaves memory to copies while some is to spare.
+    gpu_memory: of every GPU of a node, given as for `cpu_memory`. Blocks of engines that attach with `device=` go to
+        that GPU first. 0: no GPU tier.
+    locality: a writer's node evicts its own coldest block. If another node's block has been idle more than so many
+        times as long, that block is evicted instead. 1 is exact cluster-wide LRU. With a value above 1 the pool changes
+        to exact LRU when memory is scarce, and leaves memory to copies when it has some to spare.
     transport: how blocks cross nodes. "auto": each pair of nodes uses the best transport that both have: NIXL over
         RDMA, else TCP between node stores. While that fails they use Ray's object store. "nixl": NIXL over any network;
-        "tcp": no NIXL; "object_store": always, for networks that only Ray may use. Where Ray uses TLS, TCP uses TLS
+        "tcp": no NIXL; "object_store": only Ray's, for networks that only Ray may use. Where Ray uses TLS, TCP uses TLS
         with Ray's certificates, and "nixl" is refused.
     external: URL of the external tier, such as "file:///mnt/nvme/raykv?capacity=200GiB" (each node has its own; for a
         shared mount append "&shared=1"), "redis://host:6379?capacity=50GiB" or "s3://bucket/prefix?capacity=1TiB" (one
-        for all nodes). It outlives the pool, so it needs a `secret`.
-    write: which blocks are demoted to it. "back": a node's oldest blocks, before their room is needed; "through": every
-        block soon after it is stored; "never": none.
+        for all nodes). The tier outlives the pool, so it needs a `secret`.
+    write: which blocks are demoted to that tier. "back": a node's oldest blocks, before their room is needed;
+        "through": every block soon after it is stored; "never": none.
     min_hits: how many matches must have asked for a block before it is demoted.
-    deadline: seconds that a client's question to the directory may take, at most 10; past them the answer is a miss.
-        Raise it where engines leave the processors no time: a hanging directory is then noticed later. A router waits a
-        fifth of it; a read waits eight times as long for staging slots.
-    idle_node_s: seconds for which nothing but the pool runs on a node before the pool leaves it, so that Ray's
-        autoscaler can remove it: its blocks go to other nodes, and its store ends. 0: never. Ray's head keeps a store.
-    secret: keys are derived from it. Bytes, or the path of a file that only its owner can read. Default: RAYKV_SECRET
+    deadline: seconds for the directory to answer a client's question, at most 10; after them the answer is a miss.
+        Raise it where engines keep all processors busy: clients then notice a hanging directory later. A router waits a
+        fifth of the deadline; a read waits eight deadlines for staging slots.
+    idle_node_s: the pool leaves a node when nothing else has run there for so many seconds. The node's blocks go to
+        other nodes, and its store ends, so Ray's autoscaler can remove it. 0: never. Ray's head keeps a store.
+    secret: what keys are derived from: bytes, or the path of a file that only its owner can read. Default: RAYKV_SECRET
         of the environment, else a random secret, kept in Ray's internal KV.
     """
 
@@ -121,7 +121,7 @@ class PoolConfig:
         return secret
 
 
-TENANT_CHARACTERS = 64  # of a tenant's name, at most: it is a label of metrics
+TENANT_CHARACTERS = 64  # in a tenant's name, at most: the name is a label of metrics
 
 
 def check_tenant(name: object) -> str:
@@ -135,8 +135,8 @@ def check_tenant(name: object) -> str:
 class Quota:
     """A tenant's share of a pool's memory. ValueError for impossible shares.
 
-    minimum: share of all nodes' memory that no other tenant can take from it; 0 to 1. maximum: share that it can have;
-    0 to 1, where 1 is no limit.
+    minimum: share of all nodes' memory that other tenants can't take from this one; 0 to 1. maximum: the largest share
+    that the tenant can have; 0 to 1, where 1 is no limit.
     """
 
     minimum: float = 0.0
@@ -169,7 +169,7 @@ def parse_size(name: str, given: Size) -> float | int:
 
 
 def _number(text: str) -> float | int | None:
-    """The number that a size means, a float only without a unit; None for other text."""
+    """The number that the text of a size means; None for other text. With a unit it is an int."""
     match = _SIZE.fullmatch(text.strip())
     if match is None or (match[3] and not match[2]):
         return None
@@ -189,7 +189,7 @@ def memory_size(name: str, given: Size) -> float | int:
 
 
 def fingerprint(pool: str, secret: bytes) -> bytes:
-    """16 bytes, equal for equal pool and secret, which stored blocks carry. They do not reveal the secret."""
+    """16 bytes that mark arenas and external tiers, equal for equal pool and secret. They do not reveal the secret."""
     return hashlib.sha256(b"raykv arena\0" + pool.encode() + b"\0" + hashlib.sha256(secret).digest()).digest()[:16]
 
 

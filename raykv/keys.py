@@ -1,4 +1,4 @@
-"""Token ids to chained block keys: equal keys mean equal prefixes. And Keys, an array that knows its cache.
+"""Makes chained block keys from token ids: equal keys mean equal prefixes. Keys is an array that knows its cache.
 
 A key is the first 16 bytes of a SHA-256 over (parent digest, tokens as little-endian int32, extra of that block). The
 first parent holds the cache's root (and so the pool's secret), the block size, the adapter and the salt.
@@ -20,11 +20,11 @@ from raykv.system.sha256 import digests
 
 ROOT_BYTES = 32
 _INT32 = np.iinfo(np.int32)
-_HEAD, _MARSHALLED = 5, np.dtype([("code", "S1"), ("value", "<i4")])  # of a list that marshal writes
+_HEAD, _MARSHALLED = 5, np.dtype([("code", "S1"), ("value", "<i4")])  # what marshal writes: a head, then each item
 
 
 class CacheId(NamedTuple):
-    """The identity of a cache. It does not reveal what keys are computed from.
+    """The identity of a cache. It does not reveal the root that keys are computed from.
 
     The tenant is no part of it: a cache may have prompts of several tenants, each with its own salt.
     """
@@ -34,7 +34,7 @@ class CacheId(NamedTuple):
     block_bytes: int
     digest: bytes  # of the cache's root, and so of everything that tells the cache from others
     tenant: str = ""  # is charged for blocks, and is a label of metrics: see `for_salt`
-    is_named: bool = False  # whether the tenant was given, and is not that of the cache's salt
+    is_named: bool = False  # whether the caller named the tenant; if not, it comes from the cache's salt
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, CacheId) and self.digest == other.digest and self[:3] == other[:3]
@@ -46,7 +46,7 @@ class CacheId(NamedTuple):
         return hash(self.digest)
 
     def for_salt(self, salt: str | bytes | None, secret: bytes) -> "CacheId":
-        """The same cache, for a prompt with that salt. If no tenant was given, it is that of the salt (`tenant_of`)."""
+        """The same cache, for a prompt with that salt. Without a named tenant it gets the salt's (`tenant_of`)."""
         return self._replace(tenant=tenant_of(salt, secret)) if salt and not self.is_named else self
 
     def __str__(self) -> str:
@@ -60,14 +60,14 @@ class Keys(np.ndarray[Any, np.dtype[np.uint8]]):  # not NDArray: an alias is no 
     """Keys of one cache: (n, 16) uint8, one for each block. Get them from `KVCache.keys` or `KVCache.rekey`.
 
     The array carries its cache's identity. Slices, rows chosen by an index, `copy`, pickling and `np.concatenate` of
-    keys of one cache keep it. A column, a single key or the result of arithmetic has none. A cache refuses keys of
-    another cache, and arrays without identity.
+    keys of one cache keep the identity. A column, a single key or the result of arithmetic loses it. A cache refuses
+    keys of another cache, and arrays without identity.
     """
 
     _cache: CacheId | None
 
     def __new__(cls, rows: NDArray[np.uint8], cache: CacheId) -> "Keys":
-        """rows: (n, 16) uint8, not copied if contiguous. For raykv itself, which must know that the cache is right."""
+        """rows: (n, 16) uint8, not copied if contiguous. For raykv itself: nothing checks that they are of `cache`."""
         keys = np.ascontiguousarray(rows).view(cls)
         if not keys._are_rows():
             raise ValueError(f"keys: {rows.dtype} of shape {rows.shape}, not uint8 of (n, {KEY_BYTES})")
@@ -92,7 +92,7 @@ class Keys(np.ndarray[Any, np.dtype[np.uint8]]):  # not NDArray: an alias is no 
         return Keys(plain, cache) if cache else plain
 
     def __getitem__(self, which: Any) -> Any:
-        """Rows of it are Keys; other parts have no cache."""
+        """Rows of the array are Keys; other parts have no cache."""
         found = super().__getitem__(which)
         columns = isinstance(which, tuple) and len(which) > 1
         return found.view(np.ndarray) if columns and isinstance(found, Keys) else found
@@ -130,10 +130,10 @@ def _cache_of(array: object) -> CacheId | None:
 
 @lru_cache(1024)
 def tenant_of(salt: str | bytes | None, secret: bytes) -> str:
-    """The tenant of a salt without a named tenant; "" without a salt.
+    """Default name of the tenant of a salt; "" without a salt.
 
-    It is 8 hex digits of the salt's HMAC-SHA256, keyed by the pool's secret: without a key, readers of metrics could
-    try a list of salts.
+    It is 8 hex digits of the salt's HMAC-SHA256 under the pool's secret. From a plain hash, readers of metrics could
+    find the salt by trying a list.
     """
     return hmac.digest(secret, b"tenant" + _bytes("salt", salt), "sha256").hex()[:8] if salt else ""
 
@@ -205,7 +205,7 @@ def chain(
 
 
 def rekey(root: bytes, hashes: Sequence[bytes] | NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """An engine's own block hashes, already chained by it, as keys of this cache: (len(hashes), 16) uint8.
+    """An engine's own block hashes, which the engine has chained, as keys of this cache: (len(hashes), 16) uint8.
 
     hashes: bytes objects, or (n, k) uint8. ValueError for other values, or an empty hash.
     """
@@ -235,7 +235,7 @@ def _start(root: bytes, domain: bytes, fields: Mapping[str, bytes]) -> bytes:
 
 
 def _keys(parent: bytes, data: NDArray[np.uint8], ends: NDArray[np.int64], chained: bool) -> NDArray[np.uint8]:
-    """The beginnings of `digests`, with the same arguments."""
+    """Like `digests`, with each digest cut to the length of a key."""
     return digests(parent, data, ends, chained)[:, :KEY_BYTES].copy()
 
 
@@ -313,8 +313,8 @@ def _from_ints(token_ids: list[Any] | tuple[Any, ...]) -> NDArray[np.int32]:
 def _from_plain_ints(token_ids: list[Any] | tuple[Any, ...]) -> NDArray[np.int32] | None:
     """The ids as int32; None unless all are Python's own ints that fit.
 
-    marshal looks at types and converts in one pass, in half the time of looking and packing. It writes such an int, and
-    nothing else, as an "i" and four bytes. So if each "i" is at its place, there was nothing else.
+    marshal checks types and converts in one pass, in half the time of a check and `struct.pack`. Only an int that
+    fits becomes an "i" and four bytes. So if an "i" begins each item, all items are such ints.
     """
     try:
         written = marshal.dumps(token_ids, 2)

@@ -1,7 +1,7 @@
-"""`raykv.start`: ask every node whether it can take its part of a pool, then start the actors.
+"""`raykv.start`: start the actors of a pool, if every node can take its part.
 
-The directory and the node stores start while the nodes are asked. They wait for the settings, which are put when every
-node has agreed. The supervisor comes last: it finds the others by name, and the pool can serve by then.
+The directory and the node stores start first, and wait for the pool's settings. Each store says what its node has.
+`start` puts the settings when every node can take its part. The supervisor comes last, when the pool can serve.
 """
 
 import json
@@ -36,7 +36,7 @@ from raykv.tiers.url import shown
 log = logging.getLogger("raykv")
 ASK_DEADLINE_S = 60.0  # for a node's store to say what it has
 START_DEADLINE_S = 300.0  # the first start on a machine compiles the kernels
-PROGRESS_S = 0.2  # between two lines of progress
+PROGRESS_S = 0.2  # between two reports of how many kernels are compiled
 ANSWER_LOOK_S = 0.02  # between two looks for the stores' answers
 SILENT_S = 3.0  # after so long a silent node is asked whether it has raykv
 Progress = Callable[[int, int], None]
@@ -53,7 +53,7 @@ def start(config: PoolConfig | None = None, *, exist_ok: bool = False, on_progre
 
     CapacityError where a node can't afford the memory. PoolNotFound if there is no Ray cluster. ValueError for settings
     that are not the running pool's, for a bad secret, for nodes that lack raykv, and for an external tier, a transport
-    or GPUs that nodes can't use. After an error or a KeyboardInterrupt nothing is left running.
+    or GPUs that nodes can't use. An error or a KeyboardInterrupt ends whatever this call started.
     """
     exist_ok |= config is None
     config = config or PoolConfig()
@@ -65,7 +65,7 @@ def start(config: PoolConfig | None = None, *, exist_ok: bool = False, on_progre
         running = internal_kv.settings(config.name)
         if running is not None:
             _check_same(config, secret, running, exist_ok)
-            start_supervisor(config.name)  # a killed start may have left the pool without it
+            start_supervisor(config.name)  # a killed start may have left the pool without one
             return KVPool(config.name)
         settings, question = _prepared(config, secret)
         if named_actors.names(config.name):  # of a start that was killed
@@ -121,7 +121,7 @@ def _comparable(config: PoolConfig) -> dict[str, Any]:
 
 
 def _check_same(config: PoolConfig, secret: bytes | None, running: dict[str, Any], exist_ok: bool) -> None:
-    """ValueError for other settings than the running pool's; the text names each."""
+    """ValueError for other settings than the running pool's; the text names each difference."""
     if secret is not None and secret.hex() != running["secret"]:
         raise ValueError(f"pool {config.name!r} runs with another secret: leave it out, or stop that pool first")
     given = _comparable(config)
@@ -199,7 +199,7 @@ def _head() -> str:
 def _answers(pool: str, stores: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """The stores' answers by Ray node id. Nodes that are lost meanwhile, or don't answer, are absent.
 
-    ValueError where raykv can't be imported.
+    ValueError if a silent node can't import raykv.
     """
     answers: dict[str, dict[str, Any]] = {}
     begin, usable = time.monotonic(), set[str]()  # usable: silent nodes that can import raykv
@@ -219,8 +219,8 @@ def _answers(pool: str, stores: dict[str, Any]) -> dict[str, dict[str, Any]]:
 def _check(question: Question, answers: dict[str, dict[str, Any]]) -> None:
     """CapacityError if a node can't afford its memory; nodes that share a machine's memory are added up.
 
-    ValueError if a node's raykv has other messages, or if a node can't use its external tier or the transport, or where
-    no node has the GPUs asked for.
+    ValueError if a node's raykv has another protocol version, if a node can't use the external tier or the transport,
+    or if no node has a GPU for `gpu_memory`.
     """
     refusals: dict[str, list[str]] = {}  # node ids by the text of a refusal
     for node_id, answer in answers.items():

@@ -16,13 +16,13 @@ from raykv.errors import CapacityError
 from raykv.protocol.location import CONTENT_BYTES, host_of
 from raykv.system import raylets
 
-ADMIN_DEADLINE_S = 10.0  # for each answer to an administrator; beside its own deadline for a resize
+ADMIN_DEADLINE_S = 10.0  # for each answer to an administrator; added to the deadline of a resize
 STORES_DEADLINE_S = 1.0  # for all stores to send their counts: a store that hangs is left out
-DRAIN_GRACE_S = 60.0  # beside a drain's deadline, for its last round
+DRAIN_GRACE_S = 60.0  # added to twice the deadline of a drain, for its last round
 
 
 class Administration:
-    """The calls that a process needs no client for. They map no memory and open no line to the directory.
+    """Calls for which a process need not be a client. They map no memory and open no line to the directory.
 
     name: the pool's. Every method raises PoolNotFound where the pool does not run (any more), and RayKVError in a
     process that has left its Ray cluster.
@@ -43,7 +43,7 @@ class Administration:
     def clear(self) -> int:
         """Forget every block for good: no restart finds the blocks again. Returns how many keys there were.
 
-        Raises RayError if the pool's actors do not answer, and ValueError if it has no directory.
+        Raises RayError if the pool's actors do not answer, and ValueError if the pool has no directory.
         """
         directory = self._directory()
         floor, count = ray_calls.get(directory.clear.remote(), timeout=ADMIN_DEADLINE_S)
@@ -99,8 +99,8 @@ class Administration:
         deadline. The new size survives restarts of the node's store, and ends with the pool.
         node_id: Ray's. cpu_memory: as in PoolConfig, a fraction of the node's memory or bytes. deadline: seconds.
         Returns the new bytes of the node's CPU tier: whole slabs, and more than asked for if the deadline passed.
-        Raises CapacityError if the node can't afford it, and ValueError if no living node has that id or for a bad
-        `cpu_memory`; neither changes the size. Raises RayError if the pool's actors do not answer.
+        Raises CapacityError if the node can't afford the size, and ValueError for a bad `cpu_memory` or if no living
+        node has that id. Both leave the size as it was. Raises RayError if the pool's actors do not answer.
         """
         settings_of(self.name)
         cpu_memory = memory_size("cpu_memory", cpu_memory)
@@ -113,9 +113,9 @@ class Administration:
     def set_quota(self, tenant: str, minimum: float = 0.0, maximum: float = 1.0) -> None:
         """Set a tenant's smallest and largest share of the pool's memory, while the pool is in use.
 
-        Blocks of other tenants never take memory from the minimum that the tenant needs. They may use the rest of the
-        minimum. Above the maximum, each new block of the tenant evicts another block of the tenant. The pool keeps both
-        shares until it stops.
+        Other tenants' blocks never take memory that the tenant needs below its minimum. They may use what the tenant
+        leaves of the minimum. Above the maximum, each new block of the tenant evicts another block of the tenant. The
+        pool keeps both shares until it stops.
         tenant: as for `cache`; for a cache without a tenant, `pool.tenant_of(salt)`. minimum, maximum: shares of the
         memory of all nodes (GPUs do not count), 0 to 1.
         Raises ValueError for a bad name, for impossible shares, if the minima of all tenants would add up to more than
@@ -128,7 +128,7 @@ class Administration:
             ray_calls.get(directory.set_quota.remote(tenant, quota.minimum, quota.maximum), timeout=ADMIN_DEADLINE_S)
 
     def remove_quota(self, tenant: str) -> bool:
-        """Remove a tenant's quota: it shares the rest with all tenants without a quota.
+        """Remove a tenant's quota: the tenant then shares the rest with all tenants without a quota.
 
         Returns whether the tenant had a quota. Raises RayError if the directory does not answer.
         """
@@ -139,7 +139,7 @@ class Administration:
         """Quotas and used memory of each tenant with a quota; under "", of all other tenants together.
 
         used: bytes of the tenant's blocks in memory, each block counted once. minimum, maximum: as in `set_quota`.
-        minimum_bytes, maximum_bytes: the same in bytes, now. evicted: the tenant's blocks that made room for others
+        minimum_bytes, maximum_bytes: those shares, in bytes. evicted: the tenant's blocks that made room for others
         since this directory took charge. Raises RayError if the directory does not answer.
         """
         asked = self._directory().quotas.remote()

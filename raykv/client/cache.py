@@ -172,8 +172,8 @@ class KVCache:
 
         ttl: seconds until the pin ends (to within half a second); None: no such end.
         priority: an int: the pin gives way where a writer needs room and the blocks' node has nothing else to evict.
-        The lowest priority goes first, then the oldest pin. None: the pin never gives way. Such pins have at most half
-        of the nodes' memory; blocks in an external tier or on a GPU take none of it.
+        The lowest priority goes first, then the oldest pin. None: the pin never gives way. Pins without a priority have
+        at most half of the nodes' memory; blocks in an external tier or on a GPU take none of that half.
         The last call for a key counts. Returns how many keys are pinned on these terms. Keys that are not stored, or
         beyond that half, can't be pinned.
         Raises ValueError for keys of another cache, a ttl that is not above 0, and a priority that is no int.
@@ -194,9 +194,9 @@ class KVCache:
     def done(self, keys: Keys, *, again: bool = False) -> int:
         """Have the pool evict these blocks before all blocks in use. A look-up puts them back in use.
 
-        again: somebody will ask for them, but later than for others, as when a person answers an agent. They go after
-        blocks that nobody asks for any more. Where the pool has an external tier, a block that the tier lacks may stay
-        as it is.
+        again: somebody will ask for the blocks, but later than for others: say, an agent waits for a person. They go
+        after the blocks of calls without `again`. Where the pool has an external tier, a block that the tier lacks may
+        stay as it is.
         Leave out the beginning that other prompts share: `cache.done(keys[n:])`. Blocks that somebody reads or writes,
         blocks of another tenant, and copies on a GPU stay as they are. The last key goes first. Returns how many copies
         are evicted earlier now. Raises ValueError for keys of another cache.

@@ -16,7 +16,7 @@ CONNECT_S = 5.0  # for Ray's head to answer; after that, RAY_ADDRESS counts as w
 def connect(name: str, namespace: str = NAMESPACE, logging_level: int = logging.INFO) -> None:
     """Join the Ray cluster of RAY_ADDRESS, or else of this machine, unless this process is in a cluster already.
 
-    name: of the wanted pool. namespace: of this process's Ray job; raykv's actors have another namespace.
+    name: of the wanted pool. namespace: of this process's Ray job; raykv's actors are in NAMESPACE.
     logging_level: of Ray's lines in this process. Raises PoolNotFound if there is no cluster, and RayKVError if the
     cluster asks for another token.
     """

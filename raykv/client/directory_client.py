@@ -44,8 +44,8 @@ from raykv.system.fork import refuse_forked
 
 log = logging.getLogger("raykv")
 LOG_EVERY_S = 60.0  # between two lines of the log about one kind of fault
-PROBE_S = 1.0  # at least: for a silent directory to answer, before the client looks for another directory in charge
-FORGET_S = 2.5  # at least: for a call that nobody waits for
+PROBE_S = 1.0  # for a silent directory to answer, at least; then the client looks for another directory in charge
+FORGET_S = 2.5  # for the directory to forget blocks, at least: nobody waits for that answer
 
 A = TypeVar("A", Matched, MatchedParts, Window, Reserved, Counted, Stored)
 F = TypeVar("F", Matched, MatchedParts)
@@ -69,8 +69,8 @@ class DirectoryClient:
     """Calls the directory. Past its deadline a call is a miss. Later calls are misses too, until a probe returns.
 
     The client chooses the ids of leases and reservations, and every call lists the held ids. So the directory releases
-    the grants of a call that timed out. Thread-safe. Whoever makes a client makes its thread too, a Tending: without
-    heartbeats the directory would take the client for gone.
+    the grants of a call that timed out. Thread-safe. Whoever makes a client must also make a Tending, its thread:
+    without heartbeats the directory would take the client for gone.
 
     line: the way to the directory. deadline: seconds that a call may take. client: id of this client. faults: number of
     faults by kind. metrics: this process's counts for Ray. requests: lines for people who follow requests. held: what
@@ -105,7 +105,7 @@ class DirectoryClient:
         self.client = random.SystemRandom().getrandbits(63)
         self._ids = itertools.count(1)
         self.held = Held(self.client)
-        self.lock = threading.RLock()  # a signal's handler that closes the pool may have interrupted its holder
+        self.lock = threading.RLock()  # a signal's handler that closes the pool may have interrupted the lock's holder
         self._dropped: deque[Sequence[int]] = deque()  # ids held by objects that were collected as garbage
         self._logged: dict[str, float] = {}
         self.up = self.line.find()
@@ -268,7 +268,7 @@ class DirectoryClient:
         self._dropped.append(held)
 
     def release_dropped(self) -> None:
-        """End what `drop` was told of."""
+        """End the leases and reservations that `drop` was told of."""
         while self._dropped:
             held = self._dropped.popleft()
             self.release(*held)
@@ -281,7 +281,7 @@ class DirectoryClient:
             self._rouse()
 
     def corrupt(self, locations: Locations) -> None:
-        """Report blocks that are not what the directory said."""
+        """Report locations where a reader did not find its block, or found altered bytes."""
         with self.lock:
             self.held.corrupt(locations)
             self._rouse()
@@ -352,7 +352,7 @@ class DirectoryClient:
         plain_request = [plain(part) if isinstance(part, tuple) else part for part in request]
         try:
             with self.lock:  # calls must arrive in the order in which their lists of held ids were made
-                if self.closed:  # what the directory granted now would stay until it misses the client
+                if self.closed:  # a grant now would last until the directory misses the client
                     return None
                 sent = self.line.send(method, self._call(hold), *plain_request)
             answer = self.line.wait(sent, self.deadline if seconds is None else seconds)

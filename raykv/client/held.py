@@ -1,4 +1,4 @@
-"""What a client holds, and what it has seen of blocks. Its next call tells the directory."""
+"""What a client holds, and what it has seen of blocks: the client's next call tells the directory both."""
 
 import itertools
 from array import array
@@ -14,7 +14,7 @@ from raykv.protocol.location import Locations
 class Held:
     """Ids of leases and reservations, and locations to report. For one thread at a time.
 
-    news: the directory does not know all of it yet.
+    news: whether there is something that no call has told yet.
     """
 
     def __init__(self, client: int) -> None:
@@ -46,7 +46,7 @@ class Held:
         self.news = True
 
     def corrupt(self, locations: Locations) -> None:
-        """Report blocks that are not what the directory said."""
+        """Report locations where a reader did not find its block, or found altered bytes."""
         self._corrupt.append(locations)
         self.news = True
 

@@ -55,13 +55,13 @@ class KVPool(Administration):
     ) -> KVCache:
         """A key space of blocks of `block_tokens` tokens and `block_bytes` bytes.
 
-        Equal arguments give equal caches, in every process of the cluster. The arguments must tell apart engines whose
-        KV differs, or an engine reads bytes that are no KV of its own: model, revision, dtype, layout (of a block's
-        bytes), parallel (shape), part (index of a piece of a model that spans nodes). model, dtype and layout are
-        required: nothing else keeps apart two engines with blocks of one size. salt separates tenants that cooperate.
+        Equal arguments give equal caches, in every process of the cluster. Engines whose KV differs must differ in an
+        argument, or they read each other's bytes: model, revision, dtype, layout (of a block's bytes), parallel
+        (shape), part (index of a piece of a model that spans nodes). model, dtype and layout are required: nothing else
+        keeps apart two engines with blocks of one size. salt separates tenants that cooperate.
         tenant: name, in metrics and in `set_quota`, to charge for blocks that are stored or matched through this cache;
         default: the salt's hash. recompute_tokens_per_s: how fast the engine prefills, which limits waits for an
-        external tier. These two do not change the cache: tenants may share blocks.
+        external tier. `tenant` and this rate do not change the cache: tenants may share blocks.
         Raises ValueError for arguments that are missing or make no block.
         """
         _check_said(model=model, dtype=dtype, layout=layout)
@@ -92,7 +92,7 @@ class KVPool(Administration):
         return KVCache(self.session, cache, root, recompute_tokens_per_s)
 
     def tenant_of(self, salt: str | bytes) -> str:
-        """Name, in metrics, traces and quotas, of a salt's tenant that was given no name. It differs between pools."""
+        """Default name of a salt's tenant in metrics, traces and quotas. It differs between pools."""
         return keys.tenant_of(salt, self.session.secret)
 
     def stats(self) -> dict[str, Any]:
@@ -105,8 +105,8 @@ class KVPool(Administration):
         None if all calls go through Ray.
         failed: why other nodes have no store, by Ray node id.
         transports: an entry for each memory (`reader`) that has read from another memory (`from`): the last used
-        `transport`, its GB/s (1e9 bytes) as `gbps`, and how often each transport has `failed`. Without entries of
-        stores that do not answer in time.
+        `transport`, its GB/s (1e9 bytes) as `gbps`; by transport, the `bytes` read and how often it `failed`. Stores
+        that do not answer in time have no entries.
         """
         return {**super().stats(), "faults": dict(self.session.directory.faults)}
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from raykv.keys import CacheId
 from raykv.protocol.requests import RequestLine
 
-WAITING = 128  # lines that wait for the next report
+WAITING = 128  # lines that wait for the next report, at most
 
 
 class RequestReport:

@@ -24,7 +24,7 @@ NO_ROOM = "all memory is held, or this node is drained or has no store: see `ray
 class Reservation:
     """Slots that one call granted to a store: `copy_in` at memory speed, then `commit`. A context manager.
 
-    covered: leading keys that are stored, being written or granted now; the next key found no room.
+    covered: how many leading keys are stored, being written or granted now; the next key found no room.
     len(): number of granted slots.
     """
 
@@ -118,7 +118,7 @@ class Reservation:
 
 
 class Offered(NamedTuple):
-    """The result of a store. new: blocks that it added. covered: leading keys that are stored or being written."""
+    """How many blocks a store added (`new`), and how many leading keys are stored or being written (`covered`)."""
 
     new: int
     covered: int

@@ -35,7 +35,7 @@ REFRESH_S = 1.0  # at least, between two looks of a process at the pool's stores
 
 
 class Session:
-    """A KVPool, its caches, matches and reservations share a session. Thread-safe. It pickles to the pool's name.
+    """A KVPool, its caches, matches and reservations share a session. Thread-safe. Pickled as the pool's name.
 
     name: the pool's. node_id: of this process's Ray node. secret, fingerprint: the pool's. directory: the line to the
     directory. local: the store of this node; None while the node has no store.
@@ -70,7 +70,7 @@ class Session:
         self._workers = Workers("raykv")
         self._asking = Workers("raykv-match")  # a match must not queue behind copies
         self._background = Workers("raykv-background")
-        Tending(self.directory)  # its thread keeps it
+        Tending(self.directory)  # its thread keeps it alive
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _joined, (self.name,)
@@ -81,7 +81,7 @@ class Session:
         return self.local.name if self.local else self.node_id
 
     async def in_thread(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run a blocking function beside the event loop. If cancelled, wait for it: it may use the caller's memory.
+        """Run a blocking function beside the event loop. If cancelled, await its end: it may use the caller's memory.
 
         The function runs in the caller's context, so the caller's span is current there.
         """
@@ -97,9 +97,9 @@ class Session:
         return self._background.submit(function, *args, **kwargs)
 
     def local_with(self, nodes: NDArray[np.uint32], epoch: int) -> LocalStore | None:
-        """This node's store, if this process maps the memory of the locations that a directory of this epoch gave.
+        """This node's store, if its memory has the locations that a directory of this epoch gave.
 
-        Else None, and the session looks for the store again. nodes: of the LOCATIONs.
+        Else None, and the session looks for the store again. nodes: `node` of the LOCATIONs.
         """
         local = self.local
         if local is not None and local.has(nodes, epoch):
@@ -118,7 +118,7 @@ class Session:
     def refresh(self) -> None:
         """Look for node stores again, in the background: a store seems to be replaced. At most once in REFRESH_S.
 
-        A thread of its own waits for a store that does not answer, so no caller does.
+        A separate thread waits for stores that do not answer, so no caller waits.
         """
         with self._renewing:
             looks = self._renewal is not None and self._renewal.is_alive()
@@ -131,7 +131,7 @@ class Session:
                 self.directory.fault("store", error)
 
     def _let_go_of_lost_memory(self) -> None:
-        """Unmap the arena if its store has died or waits to free it. The next store needs that memory."""
+        """Unmap the arena if it is lost: the next store needs the memory."""
         local = self.local  # `_take` may set another meanwhile
         if local is not None and local.arena.lost:
             local.arena.close()
@@ -168,7 +168,7 @@ class Session:
             self.directory.fault("strange", self._of_another_secret())
 
     def _why_strange(self) -> str:
-        """Why the running pool is another pool than this process attached to; "" if it is the same, or none runs."""
+        """Why the running pool is not the one that this process attached to; "" if it is, or if no pool runs."""
         try:
             running = internal_kv.settings(self.name)
         except ProtocolMismatch as error:

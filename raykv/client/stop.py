@@ -99,8 +99,8 @@ def _flush(stores: list[Any]) -> None:
 def _clean_up(name: str, unstopped: set[str], silent: set[str]) -> int:
     """Remove the arenas of stores that did not answer `stop`. Returns how many arenas were removed.
 
-    unstopped: Ray node ids of living nodes. silent: the nodes among them whose store may still be dying. Where a raylet
-    is gone, other raylets of its machine wait for its store to die: otherwise the arena could stay for days.
+    unstopped: Ray node ids of living nodes without a stopped store. silent: those whose store may still be dying. If a
+    raylet is gone, tasks on its machine's other raylets await its store's death: else the arena could stay for days.
     """
     addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
     living = cluster.living() & addresses.keys()

@@ -18,7 +18,7 @@ from raykv.client.session import Session
 from raykv.keys import CacheId, Keys
 from raykv.protocol.transfers import data_deadline
 
-SLACK = 4  # times a read's deadline: blocks that are not back by then are lost
+SLACK = 4  # deadlines of a read, after which blocks that are not back are lost
 RETRY_S = 0.05  # between matches for kept blocks that were not read yet
 
 
@@ -38,7 +38,7 @@ class Swapped:
 class Swaps:
     """The requests that one process has swapped out of one cache.
 
-    The directory keeps their blocks, in memory or in an external tier, for as long as this process is there.
+    The directory keeps their blocks, in memory or in an external tier, for as long as this process lives.
     """
 
     def __init__(self, session: Session, cache: CacheId, root: bytes) -> None:

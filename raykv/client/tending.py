@@ -1,4 +1,4 @@
-"""The thread of a client: it sends heartbeats and what no call has told yet, and finds a lost directory again."""
+"""The thread of a client: it sends heartbeats and news that no call has told, and finds a lost directory again."""
 
 import logging
 import threading
@@ -15,12 +15,12 @@ from raykv.metrics.exporter import EXPORT_S
 
 log = logging.getLogger("raykv")
 TEND_S = HEARTBEAT_S / 2  # between two looks of a client's thread, while the client is in use
-HEARTBEAT_AFTER_S = CLIENT_TTL_S / 4  # without a call: the directory takes a client for gone after CLIENT_TTL_S
+HEARTBEAT_AFTER_S = CLIENT_TTL_S / 4  # from a call to a heartbeat: a client silent for CLIENT_TTL_S counts as gone
 RESTART_S = 0.05  # before a lost directory is looked for: while it restarts it refuses connections for a moment
 
 
 class Tending:
-    """The thread. It ends with the client, also where nobody closes the client."""
+    """The thread. It ends when the client is closed, or is garbage."""
 
     def __init__(self, client: DirectoryClient) -> None:
         self._bell = bell = client.bell
@@ -76,7 +76,7 @@ class Tending:
         if line.way == "socket" and line.look():
             client.up = client.probe()
         if not client.up:
-            line.close()  # its fault does not matter: a new line is found next
+            line.close()  # why the line failed does not matter: a new line is found next
             client.up = line.find() and not self._turned_away(client) and client.probe()
         if client.up:
             client.metrics.add("without_directory_seconds_total", time.monotonic() - client.down_since)

@@ -8,11 +8,11 @@ from raykv.client.session import Session
 from raykv.keys import CacheId
 from raykv.metrics.exporter import Exporter, Series, Tags
 
-SOURCES = "memory", "node", "external"  # that tokens are found in
+SOURCES = "memory", "node", "external"  # where tokens are found
 
 
 def found_tokens(leases: Iterable[Lease], cache: CacheId) -> dict[str, int]:
-    """Found tokens, by source, for each of SOURCES."""
+    """Number of found tokens for each of SOURCES."""
     found = dict.fromkeys(SOURCES, 0)
     for lease in leases:
         for source, blocks in lease.found.items():
@@ -28,13 +28,13 @@ def count_found(session: Session, cache: CacheId, asked: int, found: dict[str, i
 
 
 def count_saved(session: Session, cache: CacheId, tokens: int, tokens_per_s: float) -> None:
-    """Count tokens that an engine reads instead of computing them, `tokens_per_s` a second."""
+    """Count tokens that an engine reads instead of computing them. tokens_per_s: how fast it computes."""
     metrics = session.directory.metrics
     series = _of_reads(metrics, cache.model, cache.tenant, cache.is_named)
     metrics.add_each(zip(series, (tokens, tokens / tokens_per_s), strict=True))
 
 
-@lru_cache(1024)  # a look-up must not make them
+@lru_cache(1024)  # to make these anew would slow each look-up
 def _of_look_ups(metrics: Exporter, model: str, tenant: str, is_named: bool) -> tuple[Series, ...]:
     tags = _tags(metrics, model, tenant, is_named)
     hits = [("hit_tokens_total", (*tags, ("source", source))) for source in SOURCES]

@@ -18,7 +18,7 @@ from raykv.protocol.clients import Intent, MatchedPart
 class Part(NamedTuple):
     """One part of a prompt's blocks, for one reader.
 
-    memory: the directory's name of the memory to read it into (the reader's `Session.memory_name`). window: how many
+    memory: the directory's name of the memory to read into (the reader's `Session.memory_name`). window: how many
     last blocks the reader needs; 0: all. A sliding-window layer needs the blocks of its window, a state needs one.
     ahead: how many blocks after the prefix must be ready too. They are not leased. A drafter's layer needs one.
     """
@@ -30,7 +30,7 @@ class Part(NamedTuple):
 
 
 class LeasedCall(NamedTuple):
-    """The leases of one call, by part. tokens: that it found. firsts: number of each part's first leased block."""
+    """The leases of one call, by part. tokens: how many it found. firsts: number of each part's first leased block."""
 
     tokens: int
     firsts: list[int]
@@ -38,16 +38,16 @@ class LeasedCall(NamedTuple):
 
 
 class JointMatch:
-    """Leases on the blocks that readers need of the longest prefix that all parts have. `release` ends them.
+    """Leases on the longest prefix that all parts have: on the blocks that readers need. `release` ends the leases.
 
-    Other processes read the blocks (`leased`), each in the memory of its own node. This process need not map it.
+    Other processes read the blocks (`leased`), each in its own node's memory. This process need not map that memory.
 
-    pending: blocks of the first part, after the ready blocks, that others write or are about to compute. While the
-    caller waits for these blocks, nothing is leased. answered: the directory has answered all questions so far.
+    pending: how many blocks of the first part, after the ready blocks, others write or are about to compute. While the
+    caller waits for these blocks, nothing is leased. answered: the directory has answered the last question.
     """
 
     def __init__(self, session: Session, parts: Sequence[Part], tokens_per_s: float, request: str = "") -> None:
-        """Leases nothing before `ask`. parts: at least one; parts with blocks of one size have equally many blocks.
+        """Leases nothing before `ask`. parts: at least one; parts with equal `block_tokens` have equally many keys.
 
         tokens_per_s: how fast the engine computes, which limits the wait for an external tier. request: the engine's
         name of the request.
@@ -61,10 +61,10 @@ class JointMatch:
         self.pending, self.answered = 0, True
 
     def ask(self, computes: bool = False, wait: bool = False) -> Self:
-        """Lease the blocks. One call asks for all parts, unless they have more keys than a call may ask for.
+        """Lease the blocks. One call asks for all parts if their keys fit into it.
 
-        computes: the caller computes and stores the last call's missing blocks. Other clients may wait for these until
-        `end_intent`. wait: where other clients compute or write the next blocks, lease nothing: see `pending`.
+        computes: the caller will compute and store the blocks that are not found. Other clients may wait for these
+        until `end_intent`. wait: if other clients compute or write the next blocks, lease nothing: see `pending`.
         """
         try:
             self._ask_all(Intent(self._intent if computes else 0, wait) if computes or wait else None)
@@ -181,7 +181,7 @@ class JointMatch:
         return tokens
 
     def _common(self, counts: Sequence[int]) -> int:
-        """Tokens after which all parts end that have so many leading blocks each."""
+        """Tokens up to the last place where blocks of all parts end. counts: how many leading blocks each part has."""
         sizes = [part.keys.cache.block_tokens for part in self._parts]
         most = min(count * size for count, size in zip(counts, sizes, strict=True))
         return most - most % lcm(*sizes)

@@ -109,13 +109,13 @@ class Lease:
 
     @classmethod
     def borrowed(cls, session: Session, block_bytes: int, leased: Leased) -> Self:
-        """A Lease to read by another process's lease, which was made for this node's memory."""
+        """A Lease that reads by another process's lease. That lease was made for this node's memory."""
         source = np.frombuffer(leased.source, LOCATION)
         keys = np.frombuffer(leased.keys, np.uint8).reshape(-1, KEY_BYTES)
         return cls(session, session.local, block_bytes, leased.name, source, keys)
 
     def _limit_wait(self, block_s: float) -> int:
-        """Have reads wait for a tier as long as computing its blocks would take. Returns the number of its blocks."""
+        """Limit waits for a tier to the time of computing its blocks. Returns how many blocks are in a tier."""
         external = self.found["external"]
         self._stream.wait_budget_s = block_s * external if external else None
         return external

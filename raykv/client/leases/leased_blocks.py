@@ -26,9 +26,9 @@ class LeaseName(NamedTuple):
 class LeasedBlocks:
     """Blocks of one lease.
 
-    source: (n,) LOCATION of each block. staged: (n,) LOCATION of the staging slot on this node to pull it into
-    (slab_gen 0: none). keys: (n, 16). external: (n,) bool: whether a block lay in an external tier when it was leased.
-    record: of the blocks' request, while somebody follows requests.
+    source: (n,) LOCATION of each block. staged: (n,) LOCATION of the staging slot on this node to pull the
+    block into (slab_gen 0: none). keys: (n, 16). external: (n,) bool: whether a block lay in an external tier when it
+    was leased. record: of the blocks' request, while somebody follows requests.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class LeasedBlocks:
     def take_slots(self, piece: Blocks, start: int) -> Blocks | None:
         """The leading blocks of a piece that have staging slots, after asking for missing slots.
 
-        start: slots of blocks before it, and behind the piece, are given back. None: no answer, or the lease is gone.
+        Gives back slots of blocks before `start` and behind the piece. None: no answer, or the lease is gone.
         """
         if len(self.with_slots(piece)) == len(piece):
             return piece

@@ -21,10 +21,10 @@ from raykv.system.fork import refuse_forked
 
 
 class Match:
-    """Leases on the leading ready blocks: no such block is evicted before `release`. A context manager.
+    """Leases on the leading ready blocks: no leased block is evicted before `release`. A context manager.
 
-    If its reader asks the directory for nothing for ten minutes, the lease ends, and a later read may be a miss.
-    num_blocks, num_tokens: the leased blocks, and their tokens. After `release` every read raises ValueError: other
+    If the reader asks the directory for nothing for ten minutes, its leases end, and a later read may be a miss.
+    num_blocks, num_tokens: how many blocks and tokens are leased. After `release` every read raises ValueError: other
     blocks may have the slots.
     """
 
@@ -34,13 +34,13 @@ class Match:
         """Leases nothing before `ask`.
 
         tokens_per_s: how fast the engine computes, which limits the wait for an external tier. prefetch: begin to pull
-        blocks of other nodes with the match, not with the first read. counted: an engine looks blocks up, so metrics
-        and request reports count it; False: the client moves blocks.
+        blocks of other nodes with the match, not with the first read. counted: metrics and request reports count this
+        look-up, as an engine makes it; False: the client moves blocks.
         """
         self._leases, self._released = list[Lease](), False
         self._session, self._keys, self._cache = session, keys, keys.cache
         self._block_s, self._prefetch = self._cache.block_tokens / tokens_per_s, prefetch
-        self._stage = PIECES_AHEAD * piece_blocks(self._cache.block_bytes)  # of a read's first pieces
+        self._stage = PIECES_AHEAD * piece_blocks(self._cache.block_bytes)  # blocks of a read's first pieces
         self._counted = counted
         self._record: RequestRecord | None = None  # while somebody follows requests
 
@@ -79,7 +79,7 @@ class Match:
             yield keys[first : first + KEYS_PER_CALL] if count > KEYS_PER_CALL else keys
 
     def _take(self, part: Keys, lease: int, answer: Matched | None) -> bool:
-        """Keep the lease of an answer. Returns whether it has all keys of the call."""
+        """Keep the lease of an answer. Returns whether the lease has all keys of the call."""
         if self._counted and self._session.directory.requests.followed and self._record is None:
             self._record = self._begin_record(lease)
         try:
@@ -112,7 +112,7 @@ class Match:
     def nodes(self) -> list[str]:
         """Ray node ids of the nodes that the blocks lie on, in the blocks' order, each once.
 
-        Asks the directory for unknown names. Without nodes that it does not name.
+        Asks the directory for unknown names. Leaves out nodes that the directory does not name.
         """
         return self._session.node_names(self._indices())
 

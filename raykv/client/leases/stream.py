@@ -25,7 +25,7 @@ WINDOW_POLL_S = 0.005  # between a read's first questions for staging slots
 WINDOW_REST_S = 0.02  # between a read's later questions for staging slots
 
 SILENT = "its node does not answer"  # the next reasons appear in request lines, which also name the node
-LATE = "the pull was late", "the external tier was slower than computing would be"  # of another node, of a tier
+LATE = "the pull was late", "the external tier was slower than computing would be"  # for another node, for a tier
 FAILED_TO = "the pull failed", "the external tier did not give it"
 
 
@@ -37,15 +37,15 @@ def piece_blocks(block_bytes: int) -> int:
 class Stream:
     """Pulls leased blocks to this node.
 
-    wait_budget_s: how long a read waits for an external tier; None: as long as for other pulls. piece_blocks: how many
-    blocks it pulls at a time.
+    wait_budget_s: seconds that a read waits for an external tier; None: as long as for other pulls. piece_blocks: how
+    many blocks one pull brings.
     """
 
     def __init__(self, session: Session, store: StoreClient | None, blocks: LeasedBlocks) -> None:
         """store: of the reader's node."""
         self._session, self._store, self.blocks = session, store, blocks
         self.piece_blocks = piece_blocks(blocks.block_bytes)
-        self._begun: dict[int, tuple[int, Any]] = {}  # by first block: (blocks of an early pull, its answer)
+        self._begun: dict[int, tuple[int, Any]] = {}  # by first block: (number of blocks of an early pull, answer)
         self.wait_budget_s: float | None = None
         self._since = time.monotonic()
 
@@ -61,7 +61,7 @@ class Stream:
         """Bring blocks before `stop` to this node, piece by piece. Yields (blocks, where they are now), as they arrive.
 
         Blocks that are here already come first, while the first pieces are on their way. passes: after each step, reuse
-        the staging slots of the yielded blocks. Ends with the first piece that does not arrive.
+        the staging slots of the yielded blocks. No pull begins after one that did not bring all of its blocks.
         """
         blocks, store, here = self.blocks, self._store, self.blocks.here()[:stop]
         if store is None:
@@ -92,7 +92,7 @@ class Stream:
             pulls.pass_by(part)
 
     def by_source(self, piece: Blocks) -> list[Blocks]:
-        """A piece's blocks in other nodes' memory, and its blocks in a tier: the first must not wait for the tier."""
+        """A piece's blocks in other nodes' memory, which must not wait for a tier, and its blocks in a tier."""
         external = self.blocks.external[piece]
         return [part for part in (piece[~external], piece[external]) if len(part)]
 
@@ -116,7 +116,7 @@ class Stream:
         return reached
 
     def _first_of(self, store: StoreClient, pulls: dict[Any, Blocks]) -> tuple[Blocks, Blocks] | None:
-        """Wait for one of the pulls. Returns (its blocks, its arrived blocks). None: all pulls were late: given up."""
+        """Wait for one of the pulls. Returns (its blocks, its arrived blocks). None: all are late, and given up."""
         since, source = time.monotonic(), self.blocks.source
         with span("pull", pool=self._session.name, pieces=len(pulls)):
             answer = store.first(list(pulls), self._deadline(list(pulls.values())))
@@ -146,12 +146,12 @@ class Stream:
         return arrived
 
     def _wait_for_window(self, end: float, pause: float) -> bool:
-        """Wait while other readers use up the staging window. False past `end`, unless `end` is 0."""
+        """Pause while other readers use up the staging window. False: it is past `end` (0: no end yet)."""
         if end and time.monotonic() > end:
             self.blocks.fall_short("other readers use up this node's staging window")
             self._session.directory.fault("window", "other readers use up this node's staging window")
             return False
-        with giving_way():  # readers with slots need a thread to report that their blocks came
+        with giving_way():  # a reader with slots needs a seat to report that its blocks came
             time.sleep(pause)
         return True
 

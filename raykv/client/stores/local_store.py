@@ -17,7 +17,7 @@ DESCRIBE_DEADLINE_S = 60.0  # a store that has just started waits for the direct
 
 
 class LocalStore(StoreClient):
-    """The store of this process's node. While the store is down, its memory serves, and other nodes' blocks are misses.
+    """The store of this process's node. While it is down, its memory serves, and other nodes' blocks are misses.
 
     name: the directory's name of the memory. index: of the memory, in locations. arena: the memory, mapped.
     """
@@ -40,15 +40,15 @@ class LocalStore(StoreClient):
         weakref.finalize(self, self.arena.close).atexit = False
 
     def has(self, nodes: NDArray[np.uint32], epoch: int) -> bool:
-        """Whether locations that a directory of this epoch gave are in this memory. If not, the store was replaced.
+        """Whether this memory has the locations that a directory of this epoch gave. If not, the store was replaced.
 
-        nodes: of the LOCATIONs. A store raises its memory's epoch before a new directory places blocks there.
+        nodes: `node` of the LOCATIONs. A store raises its memory's epoch before a new directory places blocks there.
         """
         return epoch <= self.arena.epoch and not np.count_nonzero(nodes != self.index)
 
     def wrong(self, locations: Locations, keys: NDArray[np.uint8]) -> Locations:
-        """The locations, of blocks that could not be read, to report as corrupt.
+        """Which of these locations, whose blocks could not be read, to report as corrupt.
 
-        Leaves out good blocks whose length differs from the reader's block size: there the reader is wrong.
+        Leaves out good blocks whose length is not the reader's block size: the reader is wrong about them.
         """
         return locations[~self.arena.holds_other_length(locations, keys)]

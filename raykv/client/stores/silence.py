@@ -20,7 +20,7 @@ class Silence:
     """Which nodes were late for one process, and whether its own node's store is silent. Thread-safe.
 
     A store that does not answer a ping is silent until it answers. The process asks a late node for nothing for
-    SUSPECT_AFTER_S: if the node is down, the directory knows by then, and sends no reader there.
+    SUSPECT_AFTER_S. If the node is down, the directory knows after that time, and sends no reader there.
     """
 
     def __init__(self) -> None:
@@ -36,7 +36,7 @@ class Silence:
                 self._ping, self._asked = store.ping.remote(), time.monotonic()
 
     def of_store(self, store: Any) -> bool:
-        """Whether the store is silent, as all stores are after ray.shutdown()."""
+        """Whether the store is silent. After ray.shutdown() every store is."""
         with self._lock:
             if not ray.is_initialized():
                 return True

@@ -42,7 +42,7 @@ class StoreClient:
         return np.zeros(len(nodes), np.bool_) if silent else ~self._silence.of_nodes(nodes)
 
     def pull(self, source: Locations, keys: NDArray[np.uint8], target: Locations, external: bool = False) -> Any:
-        """Begin to fetch blocks into slots of its node; `verdicts` waits for the answer.
+        """Begin to fetch blocks into slots of this store's node. `first` waits for the answer, `verdicts` reads it.
 
         source, target: (n,) LOCATION. keys: (n, 16) uint8. external: the source is an external tier.
         """
