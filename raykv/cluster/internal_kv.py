@@ -80,7 +80,7 @@ def _key(pool: str, kind: Kept, name: str) -> str:
 
 
 def forget(pool: str) -> None:
-    """Remove all values of a pool but its lock and last epoch. Attached clients tell the next pool by its epoch."""
+    """Remove all values of a pool but its lock and last epoch. Clients notice the next pool by its epoch."""
     kept = [f"{pool}/{key}".encode() for key in (Kept.LOCK, Kept.LAST_EPOCH)]
     for key in _internal_kv_list(f"{pool}/", namespace=NAMESPACE.encode()):
         if key not in kept:
@@ -173,7 +173,7 @@ def put_other_tokens(pool: str, node_id: str, client: int, chunks: int) -> None:
 
 
 def other_tokens(pool: str) -> dict[str, int]:
-    """Number of such chunks since the last `clear`, by node."""
+    """Sums of what `put_other_tokens` reported since the last `clear`, by node."""
     found: dict[str, int] = {}
     for name in names(pool, Kept.OTHER_TOKENS):
         node_id = name.partition("/")[0]
@@ -182,7 +182,7 @@ def other_tokens(pool: str) -> dict[str, int]:
 
 
 def drop_other_tokens(pool: str) -> None:
-    """Count such chunks from 0 again."""
+    """Remove all that `put_other_tokens` reported."""
     for name in names(pool, Kept.OTHER_TOKENS):
         drop(pool, Kept.OTHER_TOKENS, name)
 

@@ -65,9 +65,9 @@ def find_directory(pool: str) -> Any:
 def options(name: str, node_id: str | None, threads: int = 1) -> dict[str, Any]:
     """Options of a detached actor that stays on `node_id`, or on Ray's head if None. threads: calls at a time.
 
-    An actor with a soft affinity and no CPU would land anywhere: Ray first asks any raylet, and that raylet takes it.
+    The affinity is hard: with a soft one Ray first asks any raylet, and that raylet takes an actor without CPUs.
     """
-    head = {"resources": {cluster.HEAD: 0.001}}  # as Serve's controller: follows to a head that replaces this head
+    head = {"resources": {cluster.HEAD: 0.001}}  # as Serve's controller has: a new head gets the actor too
     place = head if node_id is None else {"scheduling_strategy": NodeAffinitySchedulingStrategy(node_id, soft=False)}
     return {
         "name": name,

@@ -1,6 +1,6 @@
-"""Ray's calls, for threads of ours that may outlive `ray.shutdown()`: RaySystemError after it.
+"""Ray's calls, for raykv's threads that may outlive `ray.shutdown()`. After it, they raise RaySystemError.
 
-Ray's own names start or join a cluster in a process without one.
+Called as `ray.get` and so on, they would start or join a cluster in a process without one.
 """
 
 from collections.abc import Callable

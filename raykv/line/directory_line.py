@@ -17,7 +17,7 @@ from raykv.protocol.location import Address
 from raykv.protocol.packing import packed, unpacked
 
 log = logging.getLogger("raykv")
-SUCCESSION_S = 1.0  # after a directory's process ended, Ray is not asked for it so long: it is about to be replaced
+SUCCESSION_S = 1.0  # after a directory's process ended, nobody calls it through Ray for so long: another replaces it
 SOCKET_AGAIN_S = 5.0  # until a failed socket is tried again; meanwhile calls go through Ray
 
 ERRORS = (RayError, ConnectionError, TimeoutError, ValueError)  # errors of a call where the directory does not answer
@@ -46,7 +46,7 @@ class DirectoryLine:
         self._pipeline: Pipeline | None = None
         self._socket_at = 0.0  # time.monotonic() from which the socket is tried again
         self._last: Address | None = None  # address of the last connection
-        self._ended_at = 0.0  # time.monotonic() since when nobody listens there; 0: somebody does
+        self._ended_at = 0.0  # time.monotonic() since when nobody listens at `_last`; 0: somebody does
 
     @property
     def way(self) -> str:

@@ -14,7 +14,7 @@ log = logging.getLogger("raykv")
 class DirectoryLoop(Periodic):
     """Takes steps with a line to the directory in charge. After an error it looks for the directory again.
 
-    It does not after a single late answer: looking needs Ray's GCS, which may be down while the directory is well.
+    A single late answer is no reason to look: that needs Ray's GCS, which may be down while the directory is well.
     """
 
     def __init__(

@@ -39,8 +39,8 @@ class Unhurried(bytes):
 class Connection:
     """An accepted connection. The listener's thread uses it, or the thread that it is lent to.
 
-    outbox: bytes of one answer at most. events: the listener waits for these; 0 while lent. side: what the peer proved
-    to be. frame_bytes: of the longest frame that it may send. greeted: it has taken a step of TLS.
+    outbox: bytes of one answer at most. events: what the listener waits for; 0: nothing, as while lent. side: what the
+    peer proved to be. frame_bytes: bytes of the longest frame that the peer may send. greeted: it took a step of TLS.
     """
 
     def __init__(self, peer: socket.socket) -> None:
@@ -51,7 +51,7 @@ class Connection:
         self.frame_bytes = 0
         self.prove_until = time.monotonic() + wire.HANDSHAKE_S
         self.proven, self.greeted, self.events = False, False, selectors.EVENT_READ
-        self.gone: OSError | None = None  # what showed the peer gone; its earlier requests are still served
+        self.gone: OSError | None = None  # the error that shows the peer gone; its earlier requests are still served
 
     def send(self, data: bytes) -> None:
         """Send without waiting. The rest is sent later; a peer that is gone gets nothing."""
@@ -98,7 +98,7 @@ class Listener:
         self.served: set[Connection] = set()
         self._returned: deque[Connection] = deque()  # by `give_back`
         self._bulk: deque[tuple[Connection, bytes]] = deque()  # long frames that wait for their turn
-        self._shaking: deque[Connection] = deque()  # waiting for a step of TLS, which takes a millisecond
+        self._shaking: deque[Connection] = deque()  # they wait for a step of TLS, which takes a millisecond
         self._wake, self._waker = socket.socketpair()
         self._waker.setblocking(False)
         self._closed = False
@@ -140,7 +140,7 @@ class Listener:
         connection.socket.close()
 
     def _notify(self) -> None:
-        with contextlib.suppress(OSError):  # full: the thread wakes up anyway; or closed
+        with contextlib.suppress(OSError):  # it is full, so the thread wakes up anyway; or it is closed
             self._waker.send(b"\0")
 
     # ------------------------------------------------------------------ the thread
@@ -210,7 +210,7 @@ class Listener:
     def _greet(self, peer: socket.socket, connection: Connection) -> None:
         self.unproven[connection] = None
         if len(self.unproven) > self.most_unproven:
-            oldest = next((each for each in self.unproven if each.events), connection)  # others wait for this thread
+            oldest = next((each for each in self.unproven if each.events), connection)  # the rest wait for this thread
             if oldest.challenge:
                 self._attempt(self._attend, oldest)  # its proof may have come meanwhile
             if oldest in self.unproven:

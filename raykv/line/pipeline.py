@@ -4,9 +4,9 @@ Answers come in the order of their requests. There is no thread that reads for t
 answer reads, and delivers other threads' answers, until its own answer comes. Then the next waiting thread reads. A
 loop that waits watches the socket.
 
-A signal's handler may raise in the main thread wherever a call returns or a function begins. Between `acquire` and its
-`try` a lock would stay taken for good. So the turn to read is an item of a dict. It is taken inside a `try`, and given
-up without any call.
+A signal's handler may raise in the main thread wherever a call returns or a function begins. If it did so between a
+lock's `acquire` and its `try`, the lock would stay taken for good. So the turn to read is an item of a dict. A thread
+takes the turn inside a `try`, and gives it up without any call.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ from raykv.protocol.location import Address
 
 log = logging.getLogger("raykv")
 RECEIVE_BYTES = 256 << 10  # that one call of the system receives
-ANSWER_BYTES = 1 << 30  # the longest
+ANSWER_BYTES = 1 << 30  # of the longest answer
 SEND_S = 0.25  # for a peer to take a request; then the request fails
 Answer = bytes | ConnectionError
 READER = "reader"
@@ -55,7 +55,7 @@ class Pipeline:
     """
 
     def __init__(self, address: Address, side: bytes = CLIENT) -> None:
-        """side: see `wire.connect`. Raises the same errors."""
+        """side: see `wire.connect`, whose errors this raises."""
         self.address = address
         self.socket = wire.connect(address, side)
         self._readable, self._usable = select.poll(), select.poll()
@@ -75,7 +75,7 @@ class Pipeline:
         return READER in self._turn
 
     def send(self, body: bytes, deliver: Deliver) -> None:
-        """Send a request. Where that fails, raises ConnectionError, and delivers it too.
+        """Send a request. If sending fails, raises the ConnectionError, and delivers it too.
 
         deliver: must neither use this pipeline nor wait.
         """
@@ -180,11 +180,11 @@ class Pipeline:
             if (left := end - time.monotonic()) <= 0:
                 raise queue.Empty
             self._read(left)
-            if not self.alive and request.answer is None:  # a signal interrupted its delivery
+            if not self.alive and request.answer is None:  # a signal interrupted the answer's delivery
                 raise ConnectionError(self._why)
 
     def _read(self, seconds: float) -> None:
-        """Wait for bytes so many seconds, and deliver the whole answers."""
+        """Wait at most so many seconds for bytes, and deliver the whole answers."""
         if not self._readable.poll(seconds * 1e3):
             return
         try:
@@ -205,7 +205,7 @@ class Pipeline:
             raise
 
     def _pass_on(self) -> None:
-        """Give the turn to read to a waiting thread. If somebody reads now, that thread does so at its end."""
+        """Give the turn to read to a waiting thread. A thread that reads now does so when it is done."""
         waiting = self._waiting
         with contextlib.suppress(IndexError, ValueError):  # others have removed it meanwhile
             while waiting and (first := waiting[0]).gone:

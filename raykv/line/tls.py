@@ -15,7 +15,7 @@ from math import inf
 from typing import Any, Self
 
 FILES = "RAY_TLS_SERVER_CERT", "RAY_TLS_SERVER_KEY", "RAY_TLS_CA_CERT"
-TURNS = 3  # turns of each side, in which a handshake ends
+TURNS = 3  # turns of each side, after which a handshake has ended
 ADDRESS_MISMATCH = 64  # OpenSSL's X509_V_ERR_IP_ADDRESS_MISMATCH
 RECEIVE_BYTES, SEND_BYTES = 128 << 10, 128 << 10  # that one call of the system moves
 HELLO_BYTES = 32 << 10  # at most, of one side's handshake, and of answers that TLS itself wants to give
@@ -29,7 +29,7 @@ def used() -> bool:
 
 @functools.cache
 def context(purpose: ssl.Purpose) -> ssl.SSLContext:
-    """For connections to listeners (SERVER_AUTH) or of clients (CLIENT_AUTH). OSError for unusable files of Ray's."""
+    """For connections to listeners (SERVER_AUTH) or from clients (CLIENT_AUTH). OSError if Ray's files are unusable."""
     missing = [name for name in FILES if not os.environ.get(name)]
     if missing:
         raise FileNotFoundError(f"RAY_USE_TLS is set, and {' and '.join(missing)} not: set them as for Ray")
@@ -74,15 +74,15 @@ class TlsSocket:
     """
 
     def __init__(self, plain: socket.socket, host: str = "") -> None:
-        """host: where the other side listens; "" on the listening side. OSError for unusable files of Ray's."""
+        """host: where the other side listens; "" on the listening side. OSError if Ray's files are unusable."""
         self.plain = plain
         self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
         made = context(ssl.Purpose.SERVER_AUTH if host else ssl.Purpose.CLIENT_AUTH)
         self._tls = made.wrap_bio(self._incoming, self._outgoing, server_side=not host, server_hostname=host or None)
         self._mutex = threading.RLock()  # held while OpenSSL works; a signal's handler may use the connection too
-        self._records, self._owed = memoryview(b""), 0  # records not yet sent, and their bytes of plain text
+        self._records, self._owed = memoryview(b""), 0  # records not yet sent; how many bytes of plain text they hold
         self._limit = plain.gettimeout()  # seconds that a call may wait
-        self._said = self._received = 0  # bytes of the peer's handshake, and of plain text
+        self._said = self._received = 0  # bytes that came: of the handshake, of plain text
         self._ended = False  # the peer has said that it sends no more
 
     def __enter__(self) -> Self:
@@ -105,7 +105,7 @@ class TlsSocket:
         self.plain.settimeout(seconds)
 
     def limit(self, seconds: float) -> None:
-        """Set the limit that `raykv.line.wire.set_limits` has set for the plain socket."""
+        """Note the limit that `raykv.line.wire.set_limits` has set for the plain socket."""
         self._limit = seconds
 
     def setblocking(self, flag: bool) -> None:
@@ -116,7 +116,7 @@ class TlsSocket:
 
     @property
     def worn(self) -> bool:
-        """Whether its keys have protected as many bytes as they should."""
+        """Whether the keys have protected as many received bytes as they may."""
         return self._received > WORN_BYTES
 
     def agree(self, end: float) -> None:
@@ -178,7 +178,7 @@ class TlsSocket:
         return bytes(data[: self.recv_into(data, 0, flags)])
 
     def recv_into(self, buffer: Any, nbytes: int = 0, flags: int = 0) -> int:
-        """Like a socket's. With a buffer below RECEIVE_BYTES some bytes may stay here, which no poll sees."""
+        """Like a socket's. With a buffer below RECEIVE_BYTES, some bytes may stay here, where no poll sees them."""
         view = memoryview(buffer)
         view = view[: nbytes or len(view)]
         limit = 0.0 if flags & socket.MSG_DONTWAIT else self._limit
@@ -227,7 +227,7 @@ class TlsSocket:
                 pass
             except ssl.SSLError as error:
                 raise ConnectionError(f"TLS: {error}") from error
-            if self._outgoing.pending > HELLO_BYTES:  # only `sendmsg` takes them
+            if self._outgoing.pending > HELLO_BYTES:  # only `sendmsg` takes them out
                 raise ConnectionError("the peer wants too many answers of TLS itself")
         self._received += done
         return done

@@ -1,9 +1,10 @@
 """Sockets between the processes of a pool: the proof of the token, and the frames of messages.
 
 The listener begins a connection with a challenge of 32 random bytes. The connecting side answers with its own challenge
-and its proof: the HMAC-SHA256 of its side's name and both challenges. The key is the listener's token, which it got
-through Ray. The listener answers with its own proof. A side ends a connection where the other's proof is wrong. Then
-each side sends frames: a length (uint32, little-endian) and so many bytes. Where Ray uses TLS, all of it is in TLS.
+and its proof: the HMAC-SHA256 of its side's name and both challenges. The HMAC's key is the listener's token, which
+the connecting side got through Ray. The listener answers with its own proof. A side that gets a wrong proof ends the
+connection. Then each side sends frames: a length (uint32, little-endian) and so many bytes. If Ray uses TLS, all bytes
+are in TLS.
 """
 
 import hmac
@@ -140,7 +141,7 @@ def set_limits(peer: Stream, seconds: float) -> None:
 
 
 def receive_some(peer: Stream, views: Sequence[memoryview]) -> int:
-    """Fill the first of these views with the bytes that come in time. Returns how many. ConnectionError at the end."""
+    """Fill the first views with the bytes that come in time. Returns the number. ConnectionError at the end."""
     got = peer.recvmsg_into(views[:VIEWS], 0, socket.MSG_WAITALL)[0]
     if not got:
         raise ConnectionError("the peer closed the connection")

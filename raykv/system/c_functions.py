@@ -20,7 +20,7 @@ def address(library: ctypes.CDLL, *names: str) -> int:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def call(typing_context: Any, function: Any, a: Any, b: Any, c: Any) -> Any:
-    """In a kernel: call the C function at an address with three words. A function of fewer ignores the rest."""
+    """In a kernel: call the C function at an address with three words. If it takes fewer, it ignores the rest."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         kind = ir.FunctionType(_WORD, [_WORD] * 3)

@@ -1,6 +1,6 @@
 """Events of a pool's actors: one line each, in logfmt, in the log file that Ray keeps of a worker.
 
-There is none for a single request, and none with a secret. Only raykv's own processes call `begin`, so no other
+No event is about a single request, and none holds a secret. Only raykv's own processes call `begin`, so no other
 process's logging changes.
 """
 
@@ -14,7 +14,7 @@ PLAIN = re.compile(r'[^\s"=]+')  # a value that needs no quotes
 
 
 class Logfmt(logging.Formatter):
-    """Makes a line of `name=value`, of an event or any other record. Another record's message is the value of `msg`."""
+    """Makes an event, or another log record, a line of `name=value`. The other record's message becomes `msg`."""
 
     def __init__(self, **who: object) -> None:
         """who: names and values that every line has."""

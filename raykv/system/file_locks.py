@@ -1,7 +1,7 @@
 """Write locks on byte ranges of a file. The kernel drops a lock when its holder dies.
 
 They are open-file-description locks (F_OFD_SETLK), which work between processes of any PID namespace. An arena's owner
-holds one on the file's first page, a writer one on its slot's header, a file tier one on its folder's lock file.
+locks the file's first page, a writer locks its slot's header, and a file tier locks its folder's lock file.
 """
 
 import errno
@@ -112,7 +112,7 @@ class SlotLocks:
 
     @contextmanager
     def locked_range(self, start: int, stop: int) -> Iterator[bool]:
-        """Lock all slots from start to stop - 1, or none. Gives whether. Other threads lock nothing here meanwhile."""
+        """Lock all slots from start to stop - 1, or none. Gives True if locked. No other thread locks meanwhile."""
         with self._mutex:
             got = not self._closed and not any(start <= i < stop for i in self._held) and self._lock(start, stop)
             try:
@@ -122,12 +122,12 @@ class SlotLocks:
                     _set(self.fd, fcntl.F_UNLCK, self._base + start * self._width, (stop - start) * self._width)
 
     def owned_elsewhere(self, length: int) -> bool:
-        """Whether another open file has a lock in the first `length` bytes. False once closed, as it is unknown."""
+        """Whether another open file has a lock in the first `length` bytes. False after `close`: nobody knows."""
         with self._mutex:
             return self.fd >= 0 and held_elsewhere(self.fd, 0, length)
 
     def share(self) -> Callable[[], None]:
-        """Have `shared_elsewhere` be true for other open files, until the returned function is called. OSError."""
+        """Other open files see `shared_elsewhere` until somebody calls the returned function. OSError if that fails."""
         with self._mutex:
             if self.fd < 0:
                 return lambda: None
@@ -201,10 +201,10 @@ class SlotLocks:
             self.fd = -1
 
     def after_fork(self) -> None:
-        """In a forked child: open the file again. The parent's locks must not outlive it in a child."""
+        """In a forked child: open the file again. The parent's locks must not outlive the parent in a child."""
         inherited, self.fd = self.fd, -1
         self._mutex, self._held = threading.Lock(), set()
-        for fd in self._shares:  # else the lock would outlive the parent
+        for fd in self._shares:  # else their locks would outlive the parent
             os.close(fd)
         self._shares = set()
         try:

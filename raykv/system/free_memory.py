@@ -95,7 +95,7 @@ def _limits(proc: Path, root: Path) -> Iterator[tuple[int, int]]:
 
 
 def _upwards(tree: Path, path: str) -> Iterator[Path]:
-    """The cgroup's folder and the folders above it. A container may see only its own, as the root."""
+    """The cgroup's folder and the folders above it. A container may see only its own folder, as the root."""
     folder = tree / path.lstrip("/")
     while folder != tree and tree in folder.parents:
         yield folder
@@ -127,7 +127,7 @@ def _unfilled(process: Path, shm: str) -> int:
 
 
 def _sees(process: Path, shm: str) -> bool:
-    """Whether a process has the same `shm` as this one; a container has its own. True where this can't be seen."""
+    """Whether a process has this process's `shm`: each container has its own. True where that can't be seen."""
     try:
         return os.stat(f"{process}/root{shm}").st_dev == os.stat(shm).st_dev
     except OSError:
@@ -135,7 +135,7 @@ def _sees(process: Path, shm: str) -> bool:
 
 
 def _filled(process: Path, shm: str) -> int:
-    """Bytes that an object store has taken, by its descriptors, as its files are unlinked. 0 for another user's."""
+    """Bytes of an object store's open files, which have no names any more. 0 for another user's store."""
     blocks: dict[tuple[int, int], int] = {}
     try:
         for name in os.listdir(process / "fd"):

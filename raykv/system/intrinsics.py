@@ -33,7 +33,7 @@ def prefetch(typing_context: Any, address: Any) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def fence(typing_context: Any) -> Any:
-    """No load or store passes it, not even the non-temporal stores of a copy past the caches."""
+    """A fence that no load or store passes, not even the non-temporal stores of a copy past the caches."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         builder.fence("seq_cst")

@@ -52,18 +52,18 @@ def _kernel_sources() -> list[Path]:
 def cache_folder() -> tuple[str, list[str]]:
     """(the folder of machine code, better folders that are not writable by this user alone).
 
-    With two of those it is this process's own folder, so every process compiles.
+    If both better folders are unusable, each process has a folder of its own, and so every process compiles.
 
-    The name stands for these very sources in this place, as numba looks at one file's date only, and not at the kernels
-    that it calls. It also stands for this numba and Python: each numba overwrites what another kept. The folder is
-    private to this user, as numba unpickles what it finds there.
+    The folder's name is a hash of these sources and their place: numba looks at the date of a kernel's own file only,
+    not at the kernels that it calls. The hash is also of numba's and Python's version: each numba overwrites what
+    another kept. The folder is private to this user, as numba unpickles what it finds there.
     """
     sources = hashlib.sha256(f"{Path(__file__)} {numba.__version__} {sys.implementation.cache_tag}".encode())
     for path in _kernel_sources():
         sources.update(path.read_bytes())
     base = os.environ.get("NUMBA_CACHE_DIR") or os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     name = f"raykv-{sources.hexdigest()[:16]}"
-    folder = os.path.join(os.path.realpath(base), name)  # a link on the way could lead elsewhere, once it is checked
+    folder = os.path.join(os.path.realpath(base), name)  # a link in the path could change after the check
     if os.path.isabs(base) and _is_private(folder):  # "~" stays where this user has no home
         return folder, []
     shared = os.path.join(os.path.realpath(tempfile.gettempdir()), f"raykv-kernels-{os.getuid()}")
@@ -113,7 +113,7 @@ def kernel(*types: Any) -> Any:
     all columns, of seven words and more each.
 
     Kernels borrow their arrays and make none, so numba's reference counts are off. They would cost an atomic operation
-    or two for every `c.rows`; without them touching takes a third of the time.
+    or two for every `c.rows`. Without them, to touch blocks takes a third of the time.
     """
     if len(types) == 1 and isinstance(types[0], FunctionType):
         return _jitted(types[0], inline=True)
@@ -153,7 +153,7 @@ def _load(function: Any, types: tuple[Any, ...]) -> bool:
     """Load a kernel's machine code from numba's cache. Returns whether it was there.
 
     Does the same as the dispatcher's `compile`, but without importing numba's compiler. That import takes longer than
-    loading the code of all kernels, and the compiler does it for itself where there is something to compile.
+    loading the code of all kernels. If there is something to compile, numba imports its compiler by itself.
     """
     context = function.targetctx
     context.refresh = lambda: None
@@ -195,8 +195,8 @@ def _compile_entries(package: str, on_progress: Progress) -> None:
 
 @contextlib.contextmanager
 def _alone(package: str, seconds: float) -> Iterator[None]:
-    """One process of this user at a time compiles a package: all stores of a node start together, and would do the
-    same.
+    """One process of this user at a time compiles a package. All stores of a node start together, and each would
+    compile it.
 
     Waits at most `seconds` for others, and not at all where the file system has no locks.
     """
@@ -232,8 +232,8 @@ def _loaded(function: Any, types: tuple[Any, ...]) -> bool:
 
 
 def _compile_in_processes(names: list[str], on_progress: Progress) -> None:
-    """Have kernels compiled into numba's cache, a share in each of several processes. A failed process leaves its
-    share.
+    """Have kernels compiled into numba's cache, a share in each of several processes. The share of a process that
+    fails stays uncompiled.
 
     names: see `_name`. Starts no process for a few kernels.
     """
@@ -250,7 +250,7 @@ def _compile_in_processes(names: list[str], on_progress: Progress) -> None:
                 process = subprocess.Popen([*command, *names[share::processes]], stdout=output, env=environment)
                 running.callback(process.wait)
                 running.callback(process.kill)  # runs first; the process has ended, or this one must end
-        for done, _ in enumerate(lines, 1):  # until all of them have closed their end
+        for done, _ in enumerate(lines, 1):  # until all processes have closed their end
             on_progress(done, len(names))
 
 

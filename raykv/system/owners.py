@@ -5,10 +5,10 @@ import stat
 
 
 def is_private(info: os.stat_result) -> bool:
-    """Whether it is this user's, and nobody else may write it."""
+    """Whether a file or folder is this user's, and nobody else may write it."""
     return info.st_uid == os.getuid() and not others_write(info)
 
 
 def others_write(info: os.stat_result) -> bool:
-    """Whether its mode lets others than its owner write it."""
+    """Whether a file's or folder's mode lets users other than the owner write it."""
     return bool(info.st_mode & (stat.S_IWGRP | stat.S_IWOTH))

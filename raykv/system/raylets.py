@@ -18,7 +18,7 @@ def clusters(proc: str = "/proc") -> set[bytes]:
 
 
 def nodes(proc: str = "/proc") -> set[str]:
-    """Ray node ids."""
+    """Ray node ids of these raylets."""
     return {options(process).get("node_id", "") for process in processes(proc)}
 
 
@@ -33,7 +33,7 @@ def processes(proc: str = "/proc") -> Iterator[Path]:
 
 
 def options(process: Path) -> dict[str, str]:
-    """A raylet's `--name=value`; none where it has just ended."""
+    """A raylet's options `--name=value`; empty if it has just ended."""
     try:
         words = (process / "cmdline").read_bytes().decode(errors="replace").split("\0")
     except OSError:

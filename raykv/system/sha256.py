@@ -1,6 +1,6 @@
 """SHA-256 of many short pieces in one call: by the libcrypto that Python's hashlib links to, or else by hashlib itself.
 
-hashlib takes 600 ns to make an object and to finish it. A processor with SHA instructions hashes a block in 100.
+hashlib takes 600 ns to make and finish an object. A processor with SHA instructions hashes a block in 100 ns.
 """
 
 import ctypes
@@ -17,7 +17,7 @@ from raykv.system.jit import compile_all, kernel
 
 DIGEST_BYTES = 32
 CONTEXT_BYTES = 256  # a SHA256_CTX has 112
-LIBRARY = "libcrypto.so.3"  # the system's, where Python has its own inside
+LIBRARY = "libcrypto.so.3"  # the system's, for a Python with libcrypto built in
 
 Bytes = NDArray[np.uint8]
 Ends = NDArray[np.int64]
@@ -63,7 +63,7 @@ def _digest(
 
 @functools.cache
 def load() -> None:
-    """Load the kernel (4 ms), or compile it (0.3 s, once a user and machine). Else the first call of `digests` does."""
+    """Load the kernel (4 ms), or compile it (0.3 s, once a user and machine), before the first `digests` has to."""
     if _FUNCTIONS is not None:
         compile_all("raykv.system")
 
