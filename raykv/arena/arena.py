@@ -58,7 +58,7 @@ class PeerBlocks(NamedTuple):
 
 
 class Contents(NamedTuple):
-    """The blocks in an arena. The `node` in its locations is 0, as an arena does not know its own."""
+    """The blocks in an arena. The `node` of the locations is 0: an arena does not know its node's index."""
 
     ready: Locations  # (n,) of ready blocks
     keys: Bytes  # (n, 16)
@@ -74,7 +74,7 @@ class _Slots(NamedTuple):
     data: Bytes  # all of the mapping
     records: header.Words  # (n, 4) the locations
     keys: header.Words  # (n, 2)
-    headers: header.Words  # (n,) first word of each slot's header; -1: the arena offers no such slot
+    headers: header.Words  # (n,) index of the first word of each slot's header; -1: the arena offers no such slot
     addresses: Addresses  # (n,) of the slots
 
 
@@ -108,7 +108,7 @@ class Arena(Mapping):
             return None
         arena = cls(file)
         header.store(arena._memory[0], header.INCARNATION, arena.incarnation + 1)
-        if arena.offered < arena.slabs:  # its owner may have died between allocating this slab and offering it
+        if arena.offered < arena.slabs:  # the owner may have died after it allocated this slab, before it offered it
             arena._discard(arena.offered)
         return arena
 
@@ -141,7 +141,7 @@ class Arena(Mapping):
             return True
 
     def raise_floor(self, generation: int) -> None:
-        """Owner: leave blocks up to a generation out of `inventory` from now on, as they were cleared.
+        """Owner: leave blocks up to a generation, which were cleared, out of `inventory` from now on.
 
         ValueError for an impossible generation.
         """
@@ -219,8 +219,8 @@ class Arena(Mapping):
         """Like `write`, with bytes that come by other means than a copy.
 
         fill(which, addresses): put the blocks of an (n,) mask at these addresses, one address for each True, and return
-        their xxh3_64. It may take long, as the slots are locked. It clears the mask where a block did not arrive: that
-        slot can be written again with the same grant. If it raises, all slots can.
+        their xxh3_64. It may take long: the slots stay locked. It clears the mask where a block did not arrive: that
+        slot can be written again with the same grant. If `fill` raises, all slots can be written again.
         """
         return self._fill(self._find(locations, keys), fill, positions, expected)
 
@@ -277,7 +277,7 @@ class Arena(Mapping):
         return PeerBlocks(*headers, self.views(locations[headers.there]))
 
     def with_lengths(self, locations: Locations) -> Locations:
-        """The same locations with the block_bytes in their headers. Given `bytes` are the slots' sizes."""
+        """The same locations, with the lengths from the headers as `bytes`. The given `bytes` are the slots' sizes."""
         words, _, _, _, headers, _ = self._find(locations)
         lengths = words[np.maximum(headers, 0) + header.LENGTH]
         found = locations.copy()
@@ -310,7 +310,7 @@ class Arena(Mapping):
     # ------------------------------------------------------------------ what lies there
 
     def inventory(self) -> Contents:
-        """All ready blocks, and all slots to be swept: they are being written, or their writer died."""
+        """All ready blocks, and all slots to be swept: slots that are being written, or whose writer died."""
         words, _ = self._memory
         found = [self._inventory_of(words, slab) for slab in range(self.offered)]
         columns = np.concatenate([part[1] for part in found]) if found else np.zeros((0, 7), np.int64)
@@ -325,7 +325,7 @@ class Arena(Mapping):
         """Locations of all slots of a slab, and the columns of `header.collect`."""
         entry, first = header.TABLE + 2 * slab, slab * (self.slab_bytes // ALIGN)
         while True:
-            # Locks first: a later writer sees the epoch that was raised before, and is refused.
+            # First the locks: a later writer sees the epoch, which was raised before, and is refused.
             busy = self._locks.busy(first, first + self.slab_bytes // ALIGN)
             slab_gen, stride = header.load(words, entry), int(words[entry + 1])
             formatted = 0 < slab_gen < GENERATIONS and stride >= ALIGN and stride % ALIGN == 0
@@ -365,7 +365,7 @@ class Arena(Mapping):
     def holds_other_length(self, locations: Locations, keys: Bytes) -> Mask:
         """(n,) which slots hold exactly that block, but with another length than the location's `bytes`.
 
-        Such a block was not altered: the reader is wrong about its size. locations: (n,) LOCATION. keys: (n, 16) uint8.
+        That block was not altered: the reader is wrong about its size. locations: (n,) LOCATION. keys: (n, 16) uint8.
         """
         smallest = locations.copy()
         smallest["bytes"] = ALIGN  # a slab has such a slot whatever the block's size
@@ -437,10 +437,10 @@ class Arena(Mapping):
         return max(0, int(time.time()) - self._clock_base) & 0xFFFFFFFF  # 32 bits, as in `inventory`
 
     def _format(self, words: header.Words, records: header.Words, headers: header.Words) -> None:
-        """Give slabs the format of their grants, unless another process has already."""
+        """Give slabs the format of their grants, unless another process has done so."""
         if header.formatted(words, headers, records):
             return
-        sound = records[(headers >= 0) & (records[:, 2] <= records[:, 3])]  # no slot is granted before its slab
+        sound = records[(headers >= 0) & (records[:, 2] <= records[:, 3])]  # no slot's generation is below its slab's
         for slab, slab_gen, size, epoch in {(r[0] >> 32, r[2], r[1] >> 32, epoch_of(r[3])) for r in sound.tolist()}:
             if header.load(words, header.TABLE + 2 * slab) < slab_gen:
                 self._reformat(words, slab, slab_gen, slot_bytes(size), epoch)

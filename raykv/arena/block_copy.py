@@ -62,7 +62,7 @@ def sums(addresses: NDArray[np.int64], size: int) -> list[int]:
 
 
 def sums_behind(fetch: Callable[[slice], None], addresses: NDArray[np.int64], size: int) -> list[int]:
-    """Like `sums`, of bytes that `fetch` brings there, a share at a time. A share is hashed while later ones come."""
+    """Like `sums`, of bytes that `fetch` brings in shares. A share is hashed while `fetch` brings the next ones."""
     step = max(1, SHARE // size)
     table = np.stack([addresses, addresses, np.full_like(addresses, size)], axis=1)[:, None]
     shares = [table[first : first + step] for first in range(0, len(table), step)]
@@ -87,7 +87,7 @@ def sums_of(rows: Rows) -> list[int]:
 
 
 def _is_small(table: Copies) -> bool:
-    """Whether a second thread would not pay: then one call of a kernel does all copies."""
+    """Whether the copies are too small for several threads: then one call of a kernel does them all."""
     return bool(table[..., 2].sum() < SPLIT)
 
 
@@ -119,10 +119,10 @@ def _run(function: Callable[..., T], items: list[NDArray[np.int64]], table: Copi
         helpers += [_threads().submit(share) for _ in range(threads - 1)]
         share()
     finally:
-        for _ in numbers:  # after an exception no thread starts another item,
+        for _ in numbers:  # after an exception no thread starts another item
             pass
         helpers = [helper for helper in helpers if not helper.cancel()]
-        wait(helpers)  # and none still copies when the caller drops its locks
+        wait(helpers)  # no thread still copies when the caller drops its locks
     for helper in helpers:
         helper.result()
     return results  # type: ignore[return-value]

@@ -15,8 +15,8 @@ class Rows:
     """Memory that n blocks are copied from or to, each in `len(lengths)` parts: addresses instead of n objects.
 
     addresses: (n, parts) int64. lengths: (parts,) int64, bytes. memory: a reference that keeps the addresses valid.
-    device: UUID of the GPU with these addresses; None: host memory. after: CUDA events of the reads and writes there
-    until the rows were made. registered: it is host memory that GPUs reach.
+    device: UUID of the GPU with these addresses; None: host memory. after: CUDA events that end once earlier reads and
+    writes of the memory are done. registered: whether it is host memory that GPUs reach.
     """
 
     addresses: NDArray[np.int64]
@@ -54,7 +54,7 @@ def count(of: NDArray[np.uint8], start: int) -> int:
 
 
 def dense(name: str, given: Any, rows: int, block_bytes: int, exact: bool = False) -> Rows:
-    """Rows of a contiguous (rows, block_bytes) uint8 array; it may have more rows unless `exact`. Else ValueError."""
+    """The first rows of a contiguous (n, block_bytes) uint8 array. ValueError unless n >= rows (`exact`: n == rows)."""
     array = _view(name, given)
     fits = array.dtype == np.uint8 and array.ndim == 2 and array.shape[1] == block_bytes
     if not fits or len(array) < rows or (exact and len(array) > rows):
@@ -71,7 +71,7 @@ def dense(name: str, given: Any, rows: int, block_bytes: int, exact: bool = Fals
 
 
 def paged(given: Any, block_ids: Sequence[int], rows: int, block_bytes: int, writable: bool = False) -> Rows:
-    """Rows from paged memory: the parts of row i are row block_ids[i] of each array. Else ValueError."""
+    """Rows from paged memory: the parts of row i are row block_ids[i] of each array. ValueError if they don't fit."""
     if len(block_ids) != rows:
         raise ValueError(f"{len(block_ids)} block_ids for {rows} blocks")
     pages = rows_of(given if isinstance(given, (list, tuple)) else [given], "paged")

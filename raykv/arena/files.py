@@ -1,7 +1,7 @@
 """The files of arenas in shared memory: made, adopted from a dead owner, opened by clients, found and removed.
 
 A node store owns its file by a lock on the first page. The kernel drops the lock when the process ends. A file with a
-free lock was left behind. But if another Ray cluster has it and still runs, its owner may be restarting.
+free lock was left behind. But if the file is of another Ray cluster that still runs, its store may be restarting.
 `raykv.arena.mapping` maps the files that are opened here.
 """
 
@@ -54,8 +54,8 @@ def create(path: str, fingerprint: bytes, slab_bytes: int, slabs: int, cluster: 
 def adopt(path: str, fingerprint: bytes, slab_bytes: int, slabs: int, cluster: bytes = NO_CLUSTER) -> ArenaFile | None:
     """The file that a dead owner left behind, now owned. None without such a file.
 
-    A file whose owner lives, or is another user or of another running Ray cluster, is left alone. A file with another
-    fingerprint or geometry is unlinked; its clients survive that.
+    Leaves a file alone if its owner lives, is another user, or is of another running Ray cluster. Unlinks a file with
+    another fingerprint or geometry; clients that have mapped it survive that.
     """
     try:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -121,7 +121,7 @@ def remove_left_behind(pool: str, cluster: bytes = NO_CLUSTER) -> int:
 def remove(path: str, cluster: bytes = NO_CLUSTER) -> bool:
     """Remove an arena, unless a living store or another Ray cluster owns it. Returns whether it was removed.
 
-    This takes the owner's lock: by now another store may have adopted the file, or created a new one of that name.
+    Takes the owner's lock first: by now another store may have adopted the file, or made a new file of that name.
     """
     try:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -160,7 +160,7 @@ def _cluster_of(path: str) -> bytes:
 
 
 def _owned(path: str) -> bool:
-    """Whether a living store, or another user's process, owns it."""
+    """Whether a living store, or another user's process, owns the file."""
     try:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError:

@@ -27,21 +27,21 @@ from raykv.protocol.transfers import ALTERED, FAILED, PULLED
 
 UNKNOWN = 0  # stands for a checksum that nobody has computed
 LET_GO_S = 5.0  # for other processes to unmap the memory of a store that stops; clients look every 2.5 s
-LET_GO_LOOK_S = 0.02  # between two looks whether they have
+LET_GO_LOOK_S = 0.02  # between two looks whether other processes have unmapped that memory
 
 
 class GpuArena(Arena):
     """An arena whose slots are on a GPU. Get one from `open_new` or `map`.
 
     Nothing computes checksums on a GPU. A block that a GPU wrote has none (UNKNOWN) until it is copied to host memory.
-    A block from host memory keeps its own. The memory goes with the process that allocated it, so no GpuArena is ever
-    adopted.
+    A block from host memory keeps its checksum. The memory goes with the process that allocated it, so no GpuArena is
+    ever adopted.
     """
 
     gpu: str  # UUID
     _open: Callable[[], Region]
     _ours: bool = False  # whether this process allocated the memory
-    _let_go_by = 0.0  # time.monotonic(); 0: it was not disowned
+    _let_go_by = 0.0  # time.monotonic() until which `close` waits for others; 0: the memory was not disowned
     _region: Region | None  # None: not opened yet. Guarded by `_mutex`
 
     @classmethod
@@ -59,7 +59,7 @@ class GpuArena(Arena):
             region.close()
             raise
         arena._set_region(gpu.uuid, lambda: region, ours=True)
-        arena._base_address(arena._memory[1])  # the region goes with the arena, even if nothing is ever copied
+        arena._base_address(arena._memory[1])  # ties the region to the mapping, even if nothing is ever copied
         header.store(arena._memory[0], header.OFFERED, slabs)
         return arena
 
@@ -117,9 +117,9 @@ class GpuArena(Arena):
             return self._region.address - self._shape[2]
 
     def _open_region(self, data: Bytes) -> Region:
-        """The memory, until `data` is gone: once the last copy is done."""
+        """The memory. It is closed when `data` is gone, which is after the last copy."""
         try:
-            let_go = _nothing if self._ours else self._locks.share()  # its owner frees it after that
+            let_go = _nothing if self._ours else self._locks.share()  # the owner waits for that before it frees
         except OSError as error:
             raise DeviceError(f"{self.path}: the memory can't be shared: {error}") from error
         try:
@@ -132,15 +132,15 @@ class GpuArena(Arena):
         return region
 
     def disown(self) -> None:
-        """For the owner: others see that the memory is lost. They have LET_GO_S from the first call to let go of it."""
+        """Owner: show others that the memory is lost. They have LET_GO_S from the first call to unmap it."""
         if self._ours and not self._let_go_by:
             self._let_go_by = time.monotonic() + LET_GO_S
             self._locks.disown(ALIGN)
 
     def close(self, unlink: bool = False) -> None:
-        """Like Arena.close. Memory of this process is freed once others have let go of it: see `disown`.
+        """Like Arena.close. Memory of this process is freed once others have unmapped it: see `disown`.
 
-        To free memory that another process has open is undefined in CUDA: see cudaIpcOpenMemHandle.
+        CUDA does not define what happens if it is freed before: see cudaIpcOpenMemHandle.
         """
         self.disown()
         while self._locks.shared_elsewhere() and time.monotonic() < self._let_go_by:
@@ -168,7 +168,7 @@ class GpuArena(Arena):
             self._check(rows)
             device(self.gpu).copy(copies, rows.after)
         if len(slots):
-            self._check_store()  # if it is gone now, it may have gone during the copy
+            self._check_store()  # a store that is gone now may have gone during the copy
         return block_copy.sums_of(rows) if verify and rows.device is None else None
 
     def _copy_in(self, rows: Rows, slots: Addresses) -> list[int]:

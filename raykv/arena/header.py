@@ -1,14 +1,14 @@
 """The words of an arena's file that several processes read and write at once: superblock, slab table, slot headers.
 
-Every access goes through these kernels. Atomic loads and stores, and fences, order it against the payload. A header is
+Every access goes through these kernels. Atomic loads and stores, and fences, order headers and payload. A header is
 eight 8-byte words: word (generation << 2 | state), key (2), length, chain position, last-read stamp, checksum, unused.
 
 Arguments of the kernels:
 
 - words: the file as a flat int64 array;
-- shape: (slab_bytes, first header, first payload byte, slabs); the first header counts in words;
+- shape: (slab_bytes, first header, first payload byte, slabs); the first header is an index into `words`;
 - locations (n, 4), keys (n, 2): int64 views of LOCATION and key arrays;
-- header (n,): first word of each slot's header; -1: there is no such slot;
+- header (n,): index of the first word of each slot's header; -1: there is no such slot;
 - ok: (n,) mask.
 """
 

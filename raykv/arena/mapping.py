@@ -57,7 +57,7 @@ class Mapping:
 
     def _map(self, fd: int) -> None:
         data = np.frombuffer(_mmap(fd, self._size), np.uint8)
-        self._memory = data[: self._shape[2]].view(np.int64), data  # replaced as one, so that a reader has a pair
+        self._memory = data[: self._shape[2]].view(np.int64), data  # replaced as one: a reader sees one mapping
         self._populated: set[int] = set()
         self._registered: dict[int, str | None] = {}  # by slab: the GPU that asked first. None: CUDA refused
         self._registering: set[int] = set()  # slabs that a thread is registering now
@@ -67,7 +67,7 @@ class Mapping:
 
     @property
     def door(self) -> str:
-        """Owner: the path by which other processes open the file, or this process's descriptor if it was removed."""
+        """Owner: the path by which other processes open the file: its name or, once that is removed, a descriptor."""
         return self.path if self.has_name else f"/proc/{os.getpid()}/fd/{self._locks.fd}"
 
     @property
@@ -195,9 +195,9 @@ class Mapping:
     # ------------------------------------------------------------------ every process prepares its pages
 
     def populate(self, gpu: str | None = None) -> None:
-        """Fill this process's page tables for all slabs that may be used. Otherwise the first copies would wait for it.
+        """Fill this process's page tables for all slabs that may be used, so that the first copies need not.
 
-        gpu: UUID of a GPU that must reach them too.
+        gpu: UUID of a GPU that must reach the slabs too.
         """
         slabs = set(range(self.offered)).difference(self.given_back())
         self._populate(self._memory[1], slabs)
@@ -214,7 +214,7 @@ class Mapping:
     def register(self, gpu: str, addresses: Addresses) -> bool:
         """Page-lock the slabs of these slots, so that GPUs reach them. Returns whether GPUs reach them all.
 
-        Does not wait for a slab that another thread is locking: GPUs do not reach that slab yet.
+        Does not wait for a slab that another thread is page-locking: returns False, as for a slab that CUDA refused.
         """
         with self._slab_lock:
             words, data = self._memory
@@ -267,7 +267,7 @@ class Mapping:
 
 
 def _mmap(fd: int, size: int) -> mmap.mmap:
-    """The file, mapped through its own description: a mapping that a forked child keeps must not keep locks."""
+    """The file, mapped by a description of its own: a mapping that a forked child keeps must not keep the locks."""
     own = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
     try:
         return mmap.mmap(own, size)

@@ -1,4 +1,4 @@
-"""An arena file's first page, and where its regions lie: superblock and slab table, headers, payload.
+"""An arena file's first page, and where the file's regions lie: superblock and slab table, headers, payload.
 
 `raykv.arena.header` names the words of the page, and its kernels read the words that change.
 """
@@ -93,6 +93,6 @@ def put_cluster(fd: int, cluster: bytes) -> None:
 
 
 def matches(words: NDArray[np.int64], fingerprint: bytes, slab_bytes: int, slabs: int) -> bool:
-    """Whether an arena is of that pool, secret and geometry."""
+    """Whether an arena has that fingerprint (of pool and secret) and geometry."""
     same = words[header.FINGERPRINT : header.FINGERPRINT + 2].tobytes() == fingerprint
     return same and (words[header.SLAB_BYTES], words[header.SLABS]) == (slab_bytes, slabs)

@@ -1,7 +1,7 @@
 """XXH3_64bits of a block in whole stripes, computed from the registers through which the block is copied.
 
-A library could only read the copy again, which costs as much as the copy if it is past the caches. The stores here
-leave the caches out, like memcpy's in a long copy, and the checksum uses the loaded registers.
+A library would read the copy again. After a copy past the caches, that costs as much as the copy. The kernels here
+store past the caches, as memcpy does in a long copy, and sum the registers that they have loaded.
 
 Source of the algorithm: https://github.com/Cyan4973/xxHash/blob/dev/doc/xxhash_spec.md, with its names.
 """
@@ -22,7 +22,7 @@ STRIPE = 64  # bytes that the accumulators take at a time
 ROW = 1024  # bytes between two scrambles; the specification calls it a block
 SHORTEST = 241  # bytes from which on this is the checksum; shorter input has other algorithms
 AHEAD = 4096  # bytes to prefetch ahead: the processor's prefetch stops at a page's end
-SUM, COPY, STREAM = range(3)  # what happens to the bytes beside the sum; streamed bytes are kept out of the caches
+SUM, COPY, STREAM = range(3)  # only sum the bytes; also copy them; also copy them past the caches
 
 PRIME32_1, PRIME32_2, PRIME32_3 = 0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D
 PRIME64_1, PRIME64_2, PRIME64_3 = 0x9E3779B185EBCA87, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9
@@ -76,9 +76,10 @@ def _accumulated(builder: Any, lanes: Any, data: Any, secret: Any) -> Any:
 
 
 def _stripes(number: int, mode: int, summed: bool = True) -> Any:
-    """In a kernel: (accumulators, target, source, secret), all addresses. Does so many stripes one after the other.
+    """A function for kernels that does so many stripes in order. It takes addresses: (accumulators, target, source,
+    secret).
 
-    summed: False: accumulators and secret are not used.
+    summed: False: it uses neither accumulators nor secret.
     """
 
     @intrinsic  # type: ignore[untyped-decorator]
@@ -109,7 +110,7 @@ _stream_plain_row = _stripes(ROW // STRIPE, STREAM, summed=False)
 
 @intrinsic  # type: ignore[untyped-decorator]
 def _begin(typing_context: Any) -> Any:
-    """In a kernel: the address of the accumulators, the same in each call within a function."""
+    """In a kernel: the address of new accumulators. All calls in one function give the same address."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         lanes = cgutils.alloca_once_value(builder, ir.Constant(_LANES, list(INITIAL)))

@@ -20,9 +20,9 @@ from raykv.protocol.transfers import seconds_left
 class Peer(NamedTuple):
     """Memory of another node, or its external tier, to read from."""
 
-    name: str  # of the memory in the directory: see `raykv.protocol.location.host_of`
+    name: str  # the directory's name of the memory: see `raykv.protocol.location.host_of`
     store: Any  # handle of the node store's actor
-    external: bool = False  # its external tier: reads are slow, so the store has threads of their own for them
+    external: bool = False  # read the node's external tier: that is slow, so the store has separate threads for it
 
 
 class PullRequest(NamedTuple):
@@ -57,9 +57,9 @@ class Transport:
         """A peer's node is gone for good. peer: its memory's name."""
 
     def connecting(self, peer: Peer, offer: Any) -> bool:
-        """Begin to connect with a peer, and return at once. True while that goes on: other transports read meanwhile.
+        """Begin to connect with a peer, and return at once. True until connected: other transports read meanwhile.
 
-        peer: whose memory. offer: the peer's. If connecting fails, `pull` says so.
+        peer: whose memory. offer: the peer's. If connecting fails, this is False, and `pull` raises the error.
         """
         return False
 
@@ -81,9 +81,9 @@ class Transport:
 
 
 def ask(peer: Peer, end: float, transport: str, *args: Any) -> Any:
-    """Ask the `serve` of a peer's transport. end: time.monotonic(). args: picklable. Returns its answer.
+    """Call `serve` of a peer's transport. end: time.monotonic(). args: picklable. Returns the answer.
 
-    TimeoutError at the time `end`. RayError where the peer does not answer or refuses.
+    TimeoutError at `end`. RayError where the peer does not answer or refuses.
     """
     answer = peer.store.serve.remote(peer.name, transport, *args)
     return ray_calls.get(answer, timeout=seconds_left(end))

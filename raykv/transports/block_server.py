@@ -1,8 +1,8 @@
 """Serves an arena's blocks over TCP.
 
-A connection begins as raykv.line.wire says. Then the reader sends requests, each a frame of n LOCATIONs and n keys. It
-gets n CLAIMs: whether a block is there, and what its header says. Then come the bytes of the blocks that are there,
-which the reader must verify.
+A connection begins as raykv.line.wire says. Then the reader sends requests, each a frame of n LOCATIONs and n keys. An
+answer is n CLAIMs, and then the bytes of the blocks that are there. A CLAIM says whether a block is there, and what its
+header says. The reader must verify the bytes.
 """
 
 import contextlib
@@ -52,7 +52,7 @@ class BlockServer:
             self._senders.submit(self._send_blocks, connection, request)
 
     def _send_blocks(self, connection: Connection, request: bytes) -> None:
-        """Answer a request, and those that came meanwhile: the reader asks ahead."""
+        """Answer a request, and requests that came meanwhile: the reader asks ahead."""
         more: bytes | None = request
         try:
             while more is not None:

@@ -97,7 +97,7 @@ class Nccl(Transport):
         return claims_of(self._arena.read_headers(source, source_keys)).tobytes()
 
     def withdraw(self, slab: int) -> None:
-        """Wait until no block is being sent. TimeoutError after the time that a slab may take."""
+        """Wait until no block is being sent. TimeoutError after the time that sending a slab may take."""
         with self._mutex:
             pairs = list(self._sending.values())
         for pair in pairs:
@@ -126,7 +126,7 @@ class Nccl(Transport):
             return False
 
     def forget(self, peer: str) -> None:
-        """Like Transport's. The GPU's pairs end, and release what they take of the GPU here."""
+        """Like Transport's. Pairs with the peer's GPU end, and release their memory of the GPU here."""
         gpu = peer.rpartition("/")[2]
         with self._mutex:
             reading = [self._reading.pop(name)[1] for name in list(self._reading) if name.startswith(gpu)]
@@ -185,9 +185,9 @@ class IncomingBlocks(NamedTuple):
     recheck: Callable[[], bytes]  # asks the peer for CLAIMs again
 
     def write(self, arena: Arena, target: Locations, keys: NDArray[np.uint8]) -> NDArray[np.uint8]:
-        """Receive the blocks into slots. Returns (n,) verdicts. A task of the pair.
+        """Receive the blocks into slots. Returns (n,) verdicts.
 
-        It keeps the slots' locks until nothing moves any more.
+        Runs as a task of the pair, and keeps the slots' locks until nothing moves any more.
         """
         unchanged = np.ones(len(target), np.bool_)
 

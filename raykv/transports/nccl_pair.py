@@ -1,8 +1,8 @@
 """Two GPUs of two processes, joined by an NCCL communicator for one direction.
 
 NCCL blocks until the peer comes: in a communicator's init, and in the first group, which connects. So a thread of the
-pair makes all calls. If it has not connected in CONNECT_S, another thread aborts the call, which ends it. Tested with
-CuPy 14 and NCCL 2.28 and 2.32.
+pair makes all calls. If NCCL has not connected in CONNECT_S, another thread aborts the communicator, which ends the
+call. Tested with CuPy 14 and NCCL 2.28 and 2.32.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ READER, SENDER = 0, 1  # ranks
 UNIQUE_BYTES = 128  # of a pair's name
 POLL_S = 2e-4  # between checks whether a transfer is done
 CONNECT_S = 120.0  # for a pair to connect: NCCL takes 2 s on a warm H100, up to a minute where nothing is loaded yet
-# Memory that NCCL 2.28 takes of an H100 over sockets: its kernels with a process's first pair, and each pair.
+# GPU memory that NCCL 2.28 takes on an H100 over sockets: once for its kernels, with the first pair, and for each pair.
 KERNELS_BYTES, PAIR_BYTES = 446 << 20, 18 << 20
 # NCCL's last two statuses, for which CuPy 14 raises KeyError.
 UNNAMED = {
@@ -85,8 +85,8 @@ class Pair:
         """
         self.unique, self._ordinal, self._rank, self._invite = unique, ordinal, rank, invite
         self._comm: Any = None
-        self._mutex = threading.Lock()  # guards `_comm` and `_calls`: NCCL aborts once, and nothing in use
-        self._calls = True  # NCCL is being called, and may hang
+        self._mutex = threading.Lock()  # guards `_comm` and `_calls`: a communicator is aborted once
+        self._calls = True  # NCCL still connects, and may hang
         self.dropped = False
         self._ended = threading.Event()
         self._why = "it was dropped"  # why the pair has ended
@@ -112,7 +112,7 @@ class Pair:
         return self.do(_nothing)
 
     def drop(self) -> "Future[None]":
-        """Abort the transfer, and end. Done when nothing moves any more. A pair that still connects ends afterwards."""
+        """Abort the transfer, and end. Done when nothing moves any more. A pair that still connects does that first."""
         self.dropped = True
         return self.idle()
 
@@ -170,7 +170,7 @@ class Pair:
             self._wait(time.monotonic() + CONNECT_S)
 
     def _call(self) -> None:
-        """Make the communicator, and move a byte, which connects: later groups need not. Blocks until the peer does."""
+        """Make the communicator, and move a byte: that connects, so later groups need not. Waits for the peer."""
         kind = self._nccl.NcclCommunicator
         self._comm = kind.__new__(kind)  # kept before NCCL fills it, so that a failure or hang is aborted too
         self._comm.__init__(2, self.unique, self._rank)
@@ -198,7 +198,7 @@ class Pair:
             time.sleep(POLL_S)
 
     def _abort(self) -> None:
-        """Nothing moves when this returns. NCCL's abort then frees what both ends share, and may hang in that."""
+        """Nothing moves when this returns. A thread goes on to free what both ends share, in which NCCL may hang."""
         with self._mutex:
             comm, self._comm = self._comm, None
         if comm is not None:

@@ -53,7 +53,7 @@ def has_rdma() -> bool:
 
 
 def _open_agent(name: str) -> Any:
-    """An agent of NIXL's Python API over a core whose progress thread sleeps. The API's own would spin on a core."""
+    """An agent of NIXL's Python API whose progress thread sleeps. The API would make a thread that spins on a core."""
     from nixl._api import nixl_agent, nixl_agent_config, nixlBind
 
     config = nixlBind.nixlAgentConfig()
@@ -98,7 +98,7 @@ class Nixl(Transport):
     def serve(self, agent: str, locations: bytes, keys: bytes, version: int) -> tuple[bytes, int, bytes]:
         """BLOCK_INFO of blocks, the version of this agent's metadata, and the metadata if the peer has another version.
 
-        agent: the offer that the peer has. ValueError if it is not this process's.
+        agent: the offer that the peer has. ValueError if that is another process's offer.
         """
         if agent != self.offer():
             raise ValueError(f"NIXL agent {agent} was another process's: ask for the offer again")
@@ -157,8 +157,8 @@ class Nixl(Transport):
     ) -> NDArray[np.uint8]:
         """Transfer blocks, and return their verdicts. info: their BLOCK_INFO.
 
-        Runs in the peer's own thread, which stays with a transfer until its end, and keeps the slots' locks. NIXL goes
-        on writing when the peer continues, even after the transfer was released.
+        Runs in this process's thread for that peer. The thread keeps the slots' locks until the transfer ends: if a
+        stalled peer continues, NIXL writes on, even after the transfer was released.
         """
         try:
             self._load_metadata(remote, version, metadata)

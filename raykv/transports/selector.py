@@ -29,7 +29,7 @@ from raykv.transports.tcp import Tcp
 log = logging.getLogger("raykv")
 OFFERS_S = 1.0  # for a peer to answer what it offers
 LARGE_PULLS, LARGE_BYTES = 4, 16 * MIB  # large pulls from a peer at a time, and the size from which a pull is large
-RETRY_S = 60.0  # until a failed transport is tried again; at once if the peer has a new offer
+RETRY_S = 60.0  # until a failed transport is tried again, if the peer makes no new offer before
 
 
 @dataclass
@@ -109,7 +109,7 @@ class TransportSelector:
                     verdicts = transport.pull(peer, offer, request)
                 except (OSError, RayError) as error:
                     late = isinstance(error, TimeoutError)
-                    if not late or request.end - begin > seconds / 2:  # else little time was left: not its fault
+                    if not late or request.end - begin > seconds / 2:  # else too little time was left
                         _note_failure(state, transport.name, offer, peer, error)
                     if late:
                         raise
@@ -162,7 +162,7 @@ class TransportSelector:
             transport.close()
 
     def _turn(self, transport: Transport, state: PeerState, request: PullRequest) -> AbstractContextManager[None]:
-        """The lock that a pull waits for. TimeoutError if it has no turn before its end."""
+        """The lock that a pull waits for. TimeoutError if the pull gets no turn before its end."""
         if not transport.concurrent:
             return _held(state.turn, request.end)
         if request.source["bytes"].sum() > LARGE_BYTES:
@@ -218,7 +218,7 @@ def open_transports(arena: Arena, chosen: str, host: str) -> TransportSelector:
 
 @contextmanager
 def _held(lock: Any, end: float) -> Iterator[None]:
-    """Hold a lock or a semaphore. TimeoutError if others do until `end` (time.monotonic())."""
+    """Hold a lock or a semaphore. TimeoutError if others hold it until `end` (time.monotonic())."""
     if not lock.acquire(timeout=seconds_left(end)):
         raise TimeoutError("earlier pulls from that node took all the time")
     try:

@@ -26,18 +26,18 @@ from raykv.transports.tcp_pull import TcpPull
 
 log = logging.getLogger("raykv")
 
-FEWEST, MOST = 2, 8  # streams of a pull: clouds cap a flow, and one core receives no faster
+FEWEST, MOST = 2, 8  # streams of a pull: a cloud limits each TCP flow, and so does the core that receives it
 GAIN = 1.1  # a pull takes one more stream if that raises the rate by this factor
 RATE_BYTES = 64 * MIB  # bytes over which a rate is measured
 SETTLED_S = 60.0  # until one more stream is tried again after it did not help
-SMALL_BYTES = 16 * MIB  # a pull up to this goes first
-GIVE_WAY_S = 0.1  # a piece of a larger pull waits no longer for small pulls
+SMALL_BYTES = 16 * MIB  # a pull of at most so many bytes goes first
+GIVE_WAY_S = 0.1  # that a piece of a large pull waits for small pulls, at most
 RECEIVERS = 64  # threads beside those that pull
 TRIES = 3  # of a pull whose streams break
 
 
 class Lane:
-    """The unused connections to one peer, and how many a pull takes. Thread-safe."""
+    """The unused connections to one peer, and how many connections a pull takes. Thread-safe."""
 
     def __init__(self, address: Address) -> None:
         self._address = address
@@ -46,7 +46,7 @@ class Lane:
         self._mutex = threading.Lock()  # guards all fields
         self._rates: dict[int, float] = {}  # bytes a second, by number of streams
         self._grow_at = 0.0  # time.monotonic()
-        self._pulls, self._since, self._bytes = 0, 0.0, 0  # running pulls, since when there are any, their bytes
+        self._pulls, self._since, self._bytes = 0, 0.0, 0  # running pulls, the time since there are any, their bytes
         self._small = 0  # number of running small pulls
         self._none_small = threading.Condition(self._mutex)
 
@@ -59,7 +59,7 @@ class Lane:
         connection = connection or wire.connect(self._address)
         try:
             pull.carry(connection, self._give_way)
-        except BaseException:  # a next pull would take the rest of the answer for its own
+        except BaseException:  # the next pull would take the rest of the answer for its own
             connection.close()
             raise
         if isinstance(connection, TlsSocket) and connection.worn:
@@ -143,7 +143,7 @@ class Tcp(Transport):
                 late = [error for error in errors if isinstance(error, TimeoutError)]
                 if not pull.left or late:
                     break
-                lane.close()  # all may be as old as the broken stream
+                lane.close()  # the unused connections may be broken too
                 if time.monotonic() >= request.end:
                     raise TimeoutError("the blocks did not arrive in time") from errors[0]
         if pull.left:

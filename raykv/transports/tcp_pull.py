@@ -19,9 +19,9 @@ from raykv.protocol.transfers import ALTERED, FAILED, PULLED, seconds_left
 from raykv.transports.base import PullRequest, records_of
 from raykv.transports.block_server import CLAIM
 
-PIECE_BYTES = 4 * MIB  # of a piece: lost when a stream breaks, and late on a slow stream
+PIECE_BYTES = 4 * MIB  # of a piece, which is lost when its stream breaks, and late on a slow stream
 AHEAD = 2  # pieces that a stream has asked for, so that the peer always has one to send
-STALLED_S = 1.0  # a stream that brought nothing for so long is given up, if others brought something
+STALLED_S = 1.0  # a stream that brought nothing for so long is given up, if other streams brought their pieces
 
 Mask = NDArray[np.bool_]
 Indices = NDArray[np.intp]
@@ -31,8 +31,8 @@ Verdicts = NDArray[np.uint8]
 class TcpPull:
     """The pieces of a request. Thread-safe: each stream has a thread that calls `carry`.
 
-    size: bytes asked for. bytes: that came. left: pieces that have not come yet. verdicts: (n,) of its blocks; FAILED
-    until a block comes.
+    size: bytes asked for. bytes: how many came. left: how many pieces have not come yet. verdicts: (n,) of the blocks;
+    FAILED until a block comes.
     """
 
     def __init__(self, request: PullRequest, streams: int) -> None:
@@ -53,7 +53,7 @@ class TcpPull:
     def carry(self, stream: Stream, give_way: Callable[["TcpPull"], None]) -> None:
         """Ask for pieces and receive them until none is left.
 
-        give_way: called before each piece is taken; waits while it is others' turn.
+        give_way: called before each piece is taken; waits while other pulls go first.
         OSError where the stream breaks: other streams then carry its pieces. TimeoutError at the request's end.
         """
         asked: deque[Indices] = deque()
@@ -81,7 +81,7 @@ class TcpPull:
         return bool(self._pieces)
 
     def _is_last(self) -> bool:
-        """Whether only one of several streams is left, so that no other is faster."""
+        """Whether of several streams only one still carries the pull."""
         return self._carrying == 1 < self._carried
 
     def _take(self) -> Indices | None:
@@ -122,7 +122,7 @@ class TcpPull:
         return np.where(written, PULLED, np.where(altered, ALTERED, FAILED)).astype(np.uint8)
 
     def _view(self, address: int) -> memoryview:
-        """A slot's memory. For a block whose slot somebody else writes: memory that nobody reads."""
+        """A slot's memory. For address 0 (somebody else writes the slot): memory that nobody reads."""
         memory = (ctypes.c_char * self._size).from_address(address) if address else bytearray(self._size)
         return memoryview(memory).cast("B")
 

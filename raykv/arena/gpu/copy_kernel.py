@@ -104,7 +104,7 @@ class CopyStream:
         self._allocate(1 << 16)
 
     def _allocate(self, size: int) -> None:
-        # first, as `_launch` relies on `_host`: if this fails, neither is replaced
+        # the table first: if that fails, `_host` keeps its size, on which `_launch` relies
         self._table = self._cupy.cuda.Memory(size)
         self._host = cuda.page_locked(self._cupy, size)
 

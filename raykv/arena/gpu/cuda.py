@@ -125,7 +125,7 @@ def stream_of(array: Any) -> int | None:
 
 
 class Event:
-    """A CUDA event. CuPy's is destroyed in any thread, which gives a thread without a GPU a context on GPU 0."""
+    """A CUDA event. CuPy destroys its own in any thread, and so gives a thread without a GPU a context on GPU 0."""
 
     def __init__(self, module: Any, ordinal: int) -> None:
         """module: CuPy, whose current device is the GPU of that number."""
@@ -140,7 +140,7 @@ def _destroy_event(ordinal: int, event: int) -> None:
 
 
 def events_after(ordinal: int, streams: set[int | None]) -> tuple[Event, ...]:
-    """CUDA events that end once these streams have done their present work. None is no stream."""
+    """CUDA events that end once these streams have done their present work. Leaves out None."""
     handles = streams - {None}
     if not handles:
         return ()
@@ -164,5 +164,5 @@ def when_gone(owner: object, function: Callable[P, None], *args: P.args, **kwarg
 
 
 def page_locked(module: Any, size: int) -> NDArray[np.uint8]:
-    """(size,) uint8 of host memory that GPUs reach, from CuPy's pool. It returns there with its last reference."""
+    """(size,) uint8 of host memory that GPUs reach, from CuPy's pool. The last reference returns it there."""
     return np.frombuffer(module.cuda.alloc_pinned_memory(size), np.uint8, size)

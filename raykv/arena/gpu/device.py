@@ -90,9 +90,9 @@ class Device:
             raise DeviceError(f"{uuid}: the copy kernel can't be compiled: {error}. {to_install('gpu')}") from error
 
     def capacity(self, gpu_memory: Size, beside: int = 0) -> int:
-        """Bytes of a region that is a fraction of the GPU's memory, or so many bytes; see `parse_size`.
+        """Bytes of a region. gpu_memory: a fraction of the GPU's memory, or bytes: see `parse_size`.
 
-        beside: bytes that NCCL will take. CapacityError if less is free than both. ValueError for a bad size.
+        beside: bytes that NCCL will take. CapacityError if less than both is free. ValueError for a bad size.
         """
         size = parse_size("gpu_memory", gpu_memory)
         free, total = self._memory()
