@@ -3,9 +3,9 @@
     rows = prefix_ordered(dataset, tokenizer, engines=2)
     rows.map_batches(LLMPredictor, fn_constructor_kwargs={"model": ...}, compute=ActorPoolStrategy(size=2))
 
-Ray Data hands a whole block of rows to one actor, and gives the next block to any actor with room. So a block is a run
-of `raykv.scheduling.order`. Actors take turns, so the order is cut into a stretch for each engine, and blocks are dealt
-from the stretches in turn.
+Ray Data hands a whole block of rows to one actor, and gives the next block to any actor with room. So a block has
+consecutive rows of `raykv.scheduling.order`. Actors take turns. So the order is cut into a stretch for each engine, and
+each next block comes from the next stretch.
 """
 
 import itertools
@@ -28,10 +28,10 @@ from raykv.keys import ROOT_BYTES, chain
 from raykv.scheduling import split
 from raykv.scheduling.batches import Prompts
 
-BLOCK_TOKENS = 64  # prompts are compared by so many tokens at a time: a shorter shared prefix saves next to nothing
-KEY_BYTES = 8  # two keys that are equal by chance only cost a place in the order
-BLOCKS = 8  # of Ray Data, for each engine, at least, so that loads are even
-ROWS = 1000  # of a block, about, at most
+BLOCK_TOKENS = 64  # prompts are compared in pieces of so many tokens: a shorter shared prefix saves next to nothing
+KEY_BYTES = 8  # kept of each key: if two keys are equal by chance, a row only gets a worse place
+BLOCKS = 8  # at least so many of Ray Data's blocks for each engine, so that loads are even
+ROWS = 1000  # at most about so many rows in a block
 RANK = "__raykv_rank"
 
 
@@ -39,16 +39,16 @@ def prefix_ordered(dataset: ray.data.Dataset, tokenizer: Any, engines: int, colu
     """The rows of a dataset, materialized, in an order and blocks that let engines compute few prefixes twice.
 
     tokenizer: of the engines' model. Or a function that turns a value of `column`, such as messages, into token ids; it
-    runs in Ray tasks. engines: actors that will take blocks. Loads are equal by tokens of different prefixes, not by
-    what is generated.
+    runs in Ray tasks. engines: actors that will take blocks. Engines get about equally many prompt tokens to compute;
+    generated tokens do not count.
 
     A block is a run of rows, depth first over their tree of shared prefixes. An actor gets a whole block, and its rows
     in order, as long as batches are no larger than blocks. Ray Data chooses which actor gets which block. The context
     of the returned dataset has `preserve_order` set, so that later stages keep the order of blocks.
 
-    All rows are in Ray's object store afterwards, twice while they are put in order. This process holds 8 bytes for
-    every 64 tokens of every prompt, and about 550 bytes for each prompt. KeyError for an unknown column. ValueError for
-    less than one engine, or for values that are no lists of token ids.
+    Afterwards Ray's object store holds all rows. While they are put in order, it holds them twice. This process holds 8
+    bytes for every 64 tokens of every prompt, and about 550 bytes for each prompt. KeyError for an unknown column.
+    ValueError for less than one engine, or for prompts that do not become lists of token ids.
     """
     encode = getattr(tokenizer, "encode", tokenizer)
     tables, put = dataset.to_arrow_refs(), ray.put(encode)
@@ -101,9 +101,9 @@ class LLMPredictor:
         pool: str = "default",
         column: str = "prompt",
     ) -> None:
-        """model: its name, or folder. sampling_params: of vLLM's `SamplingParams`. engine_kwargs: of its `LLM`.
+        """model: name or folder. sampling_params: arguments of `SamplingParams`. engine_kwargs: arguments of `LLM`.
 
-        pool: its name. column: of prompts, as text.
+        pool: name of the pool. column: the column with prompts as text.
         """
         from vllm import LLM, SamplingParams
 

@@ -14,9 +14,9 @@ from raykv.config import NAMESPACE
 
 
 def attach(pool: str, gpu: str | None = None) -> pools.KVPool:
-    """The pool, from any process under a Ray actor, as on the actor's node. gpu: `device` of `raykv.attach`.
+    """Attach any process under a Ray actor to the pool on the actor's node. gpu: `device` of `raykv.attach`.
 
-    Such a process is a driver of its own and may join another raylet of the machine, whose arena is not its node's.
+    Such a process is a driver of its own. By itself it may join another raylet of the machine, with another arena.
     """
     with _own_random():
         raylet = _raylet()

@@ -17,13 +17,13 @@ from raykv.system import sha256
 
 log = logging.getLogger("raykv")
 
-SHARE = 0.2  # of the pool's deadline: a router holds up a request no longer
+SHARE = 0.2  # part of the pool's deadline for which a router holds up a request at most
 
 
 class PrefixLookup:
-    """Asks a pool's directory from an event loop, and has the announcements of models.
+    """Asks a pool's directory from an event loop, and keeps the announcements of models.
 
-    While the directory does not answer in time, nobody waits for it: a background task looks for it once a second. Not
+    After a question without an answer in time, callers do not wait: a background task asks again once a second. Not
     thread-safe.
     """
 
@@ -34,12 +34,12 @@ class PrefixLookup:
         self._others: dict[str, dict[str, Any]] = {}  # announcements by name
         self._wanted: set[str] = set()  # names that were asked for since the last look
         self._line = DirectoryLine(pool)
-        self._deadline = 0.0  # of a question, in seconds; known from the pool's settings before the first question
+        self._deadline = 0.0  # seconds that a question may take; set from the pool's settings before the first question
         self._answers = False  # whether the directory answered the last question in time
         self._search: asyncio.Task[None] | None = None
 
     def announced_of(self, other: str) -> dict[str, Any] | None:
-        """The announcement of another name, such as a LoRA adapter's. None: unknown yet; it will be looked up."""
+        """The announcement of another name, such as a LoRA adapter's. None: not known yet; it will be looked up."""
         found = self._others.get(other)
         if found is None:
             self._wanted.add(other)
@@ -47,12 +47,12 @@ class PrefixLookup:
         return found
 
     def look(self) -> None:
-        """Look for the directory and the announcement again, in the background. Old answers are used until then."""
+        """Look for the directory and the announcement again, in the background. Until then the old one is used."""
         if self._search is None or self._search.done():
             self._search = asyncio.get_running_loop().create_task(self._look())
 
     async def locate_prefix(self, keys: NDArray[np.uint8]) -> dict[str, int]:
-        """By Ray node id, how many blocks of the longest ready prefix of `keys` are there.
+        """How many blocks of the longest ready prefix of `keys` each node has, by Ray node id.
 
         keys: (n, 16) uint8, at most KEYS_PER_CALL. Returns {} where the directory does not answer in time.
         """
@@ -87,7 +87,7 @@ class PrefixLookup:
         if settings is None:
             raise ValueError(f"there is no pool {self._pool!r}")
         self._deadline = SHARE * settings["deadline"]
-        sha256.load()  # in this thread, as keys are made on the event loop
+        sha256.load()  # in this thread, so that the event loop, which makes keys, need not load it
         announced = self._announced(self._model)
         if announced is None:
             raise ValueError(f"nobody has announced {self._model!r} in pool {self._pool!r}")

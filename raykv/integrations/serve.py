@@ -40,13 +40,13 @@ from raykv.integrations import prefix_lookup
 
 log = logging.getLogger("raykv")
 
-WORTH = 4  # waiting requests that a replica with the whole prompt may have more than others, and still come first
-ASKED = 64  # blocks of a prompt, evenly spaced, to ask the directory about: a long prompt costs no more
+WORTH = 4  # how many more requests may wait at a replica with the whole prompt before others come first
+ASKED = 64  # the directory is asked about at most so many blocks of a prompt, evenly spaced
 NO_KEYS = np.zeros((0, 16), np.uint8)
 
 
 def announce(cache: KVCache, model: str) -> None:
-    """Tell the routers of `model` how prompts become keys of `cache`. For the constructor of a deployment.
+    """Tell the routers of `model` how prompts become keys of `cache`. Call it in the constructor of a deployment.
 
     model: the name in the routers' request_router_kwargs. RayError if Ray does not answer.
     """
@@ -56,12 +56,12 @@ def announce(cache: KVCache, model: str) -> None:
 class PrefixRouter(PowerOfTwoChoicesRequestRouter):  # type: ignore[misc]
     """Prefers replicas on nodes that hold much of a prompt to replicas with shorter queues, within limits.
 
-    A node with the whole prompt makes up for a queue that is longer by WORTH requests; a node with a part of it for as
-    much less. Where no node holds enough to matter, or the pool does not answer in time, Serve chooses as always: the
-    better of two random replicas.
+    The whole prompt on a node makes up for a queue that is longer by WORTH requests, half of the prompt for half as
+    many. Where no node holds enough to matter, or the pool does not answer in time, Serve chooses as always: the better
+    of two random replicas.
 
-    request_router_kwargs: `model`, as announced, and `pool`. The prompt is the request's keyword `token_ids`; its
-    keywords `lora` and `salt` are those of KVCache.keys. Override `keys` for requests of another form.
+    request_router_kwargs: `model`, as announced, and `pool`. The request's keyword argument `token_ids` is the prompt.
+    Its `lora` and `salt` are those of KVCache.keys. Override `keys` for requests of another form.
     """
 
     def initialize_state(self, model: str, pool: str = "default") -> None:
@@ -80,7 +80,7 @@ class PrefixRouter(PowerOfTwoChoicesRequestRouter):  # type: ignore[misc]
     async def keys(self, request: PendingRequest, announced: dict[str, Any]) -> NDArray[np.uint8]:
         """Keys of a request's prompt, (n, 16) uint8; none where the pool can't help.
 
-        announced: what a replica told by `announce`. A ValueError leaves the choice to Serve.
+        announced: the fields that a replica gave to `announce`. A ValueError leaves the choice to Serve.
         """
         token_ids = request.kwargs.get("token_ids")
         if token_ids is None or len(token_ids) < announced["block_tokens"]:
@@ -108,7 +108,7 @@ class PrefixRouter(PowerOfTwoChoicesRequestRouter):  # type: ignore[misc]
             return {}
         try:
             prompt = await self.keys(request, announced)
-        except ValueError:  # the replica will say what is wrong with it
+        except ValueError:  # the replica will say what is wrong with the prompt
             return {}
         except Exception as error:  # if a router raised, the request would wait for good
             if not self._warned:
@@ -118,7 +118,7 @@ class PrefixRouter(PowerOfTwoChoicesRequestRouter):  # type: ignore[misc]
         if not len(prompt):
             return {}
         every = -(-len(prompt) // ASKED)
-        asked = np.ascontiguousarray(prompt[every - 1 :: every])  # parents outlive their children: the rest is implied
+        asked = np.ascontiguousarray(prompt[every - 1 :: every])  # parents outlive children: blocks between are there
         blocks = await self.lookup.locate_prefix(asked)
         return {node: count / len(asked) for node, count in blocks.items()}
 
@@ -127,13 +127,13 @@ class PrefixRouter(PowerOfTwoChoicesRequestRouter):  # type: ignore[misc]
         return [self.replica_queue_len_cache.get(replica.replica_id) or 0 for replica in replicas]
 
     def _get_pending_request_matching_metadata(self, request_metadata: Any = None) -> PendingRequest | None:
-        """The request that a replica was chosen for. Serve would give the replica to whichever waits longest."""
+        """The request that a replica was chosen for. Serve would give the replica to the request that waits longest."""
         waiting = self._pending_requests_to_fulfill
         return next((r for r in waiting if r.metadata is request_metadata and not r.future.done()), None)
 
 
 def with_adapter(replicas: Sequence[RunningReplica], adapter: str) -> list[RunningReplica]:
-    """Replicas that have loaded an adapter: loading it takes longer than a prefix. adapter: "" for any replica."""
+    """Replicas that have loaded an adapter: a load takes longer than computing a prefix. adapter: "": any replica."""
     return [replica for replica in replicas if not adapter or adapter in replica.multiplexed_model_ids]
 
 
@@ -142,7 +142,7 @@ def ranked(
 ) -> list[list[RunningReplica]]:
     """Replicas in groups, best first; none at all where no node has enough of the prompt to matter.
 
-    shares: by node id, the share of the prompt that is there. queues: length of each replica's.
+    shares: by node id, the share of the prompt that is there. queues: length of each replica's queue.
     """
     gains = [int(WORTH * shares.get(replica.node_id, 0.0)) for replica in replicas]
     if not any(gains):

@@ -38,10 +38,10 @@ Shape = tuple[int, int, int, int, int]
 class Prefill:
     """A prompt that the model has seen.
 
-    past_key_values: of the whole prompt, batch 1; continue with the token after the prompt.
+    past_key_values: KV of the whole prompt, batch 1; continue with the token after the prompt.
     logits: (vocab,), of the prompt's last position.
     pool_tokens: leading tokens that came from the pool instead of being computed.
-    nodes: Ray node ids where these tokens' blocks were, in order, each once; () without any.
+    nodes: Ray node ids of the nodes that had these tokens' blocks, in order, each once; () for no tokens.
     """
 
     past_key_values: DynamicCache
@@ -93,7 +93,7 @@ def model_cache(
     the commit that the hub named.
     tenant: charged for the blocks (see KVPool.cache).
     Returns a KVCache whose other arguments are read off the model.
-    ValueError for a model without a name, or with layers that keep anything but full attention.
+    ValueError for a model without a name, or with a layer that is not full attention.
     """
     name = name or model.config.name_or_path
     if not name:
@@ -183,7 +183,7 @@ def generate(
         if count > 1:
             raise ValueError(f"{name}={count}: the pool's prefill is of one sequence; leave it out, or at 1")
     past = prefill(model, cache, input_ids, lora=lora, salt=salt).past_key_values
-    past.crop(-1)  # `generate` computes at least one token of the prompt: it begins with the last one's logits
+    past.crop(-1)  # `generate` begins with the logits of the prompt's last token, so it computes that token again
     ids = torch.as_tensor(input_ids)[None].to(model.device)
     return model.generate(ids, attention_mask=torch.ones_like(ids), past_key_values=past, **generate_kwargs)
 
@@ -196,7 +196,7 @@ def restore(blocks: torch.Tensor, shape: Shape, model: Any) -> PromptCache:
     past = PromptCache(config=model.config)
     if not len(blocks):
         return past
-    # (layers, 2, 1, kv_heads, n, block_tokens, head_dim), still in the order of the blocks
+    # (layers, 2, 1, kv_heads, n, block_tokens, head_dim), a view: memory is still in the order of the blocks
     tensors = blocks.view(model.dtype).view(len(blocks), *shape)[None].permute(2, 3, 0, 4, 1, 5, 6)
     for layer, (keys, values) in zip(past.layers, tensors, strict=True):
         keys, values = keys.flatten(2, 3), values.flatten(2, 3)
@@ -208,7 +208,7 @@ def restore(blocks: torch.Tensor, shape: Shape, model: Any) -> PromptCache:
 def extract(past: DynamicCache, shape: Shape, start: int, stop: int) -> torch.Tensor:
     """Blocks `start` to `stop` of a cache, in host memory: (stop - start, block_bytes) uint8.
 
-    past: of a prompt of at least `stop` blocks, batch 1. shape: of `block_shape`. ValueError for other layers.
+    past: KV of a prompt of at least `stop` blocks, batch 1. shape: of `block_shape`. ValueError for other layers.
     """
     _, _, kv_heads, block_tokens, head_dim = shape
     count = stop - start

@@ -9,7 +9,7 @@ from typing import Any
 from sglang.srt.runtime_context import get_server_args
 from sglang.version import __version__
 
-RANK_SHARDED = ("mamba", "draft", "draft_swa")  # pools that differ by rank even where all ranks have the same KV
+RANK_SHARDED = ("mamba", "draft", "draft_swa")  # host pools that differ by rank even if all ranks have the same KV
 # SGLang's server arguments that change KV or its layout
 OPTIONS = (
     *("revision", "quantization", "quantization_param_path", "dtype", "kv_cache_dtype", "load_format", "model_impl"),
@@ -29,7 +29,7 @@ def identity(config: Any, name: str) -> dict[str, Any]:
         raise ValueError("SGLang gives its storage no model name: start it with --model-path, or --served-model-name")
     sizes = [config.pp_size, config.attn_cp_size, config.dcp_size, config.tp_size]
     ranks = [config.pp_rank, config.attn_cp_rank, config.dcp_rank, config.tp_rank]
-    if config.is_mla_model and name not in RANK_SHARDED:  # one rank stores what all have, whatever their number
+    if config.is_mla_model and name not in RANK_SHARDED:  # one rank stores the KV that all ranks have, however many
         sizes, ranks = sizes[:-1], ranks[:-1]
     part = 0
     for size, rank in zip(sizes, ranks, strict=True):

@@ -1,4 +1,4 @@
-"""Pages of SGLang's host memory as blocks of a cache: copies go straight from and to its buffers, in any layout."""
+"""Pages of SGLang's host memory as blocks of a cache: copies go straight to and from SGLang's buffers."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,10 +14,10 @@ from raykv.keys import Keys
 
 
 class HostPages:
-    """Pages of a host pool, each a block of as many parts as it has in the pool's buffers."""
+    """Pages of a host pool. A block holds all pieces that a page has in the host pool's buffers."""
 
     def __init__(self, pool: KVPool, host: Any, name: str, caches: dict[str, Any]) -> None:
-        """host: a HostKVCache of SGLang. name: SGLang's name of it. caches: of `identity`, with the tokens of a block.
+        """host: a HostKVCache of SGLang. name: of the host pool. caches: the other arguments of `KVPool.cache`.
 
         Passes on errors of `host` for a layout whose pages it can't address.
         """
@@ -36,7 +36,7 @@ class HostPages:
         return _keys(self.cache, hashes)
 
     def rows(self, indices: torch.Tensor, pages: int) -> Rows:
-        """Where pages are. indices: of all their tokens, page by page, in the pool. ValueError unless they fit it."""
+        """Where pages are. indices: of all their tokens in the host pool, page by page. ValueError if some are bad."""
         if indices.numel() != pages * self._page_size:
             raise ValueError(f"{indices.numel()} host indices for {pages} pages of {self._page_size} tokens")
         first = indices[:: self._page_size]
@@ -50,7 +50,7 @@ class HostPages:
 
 
 class FlatPages:
-    """Pages that SGLang itself copies out of and into its host pool, each a tensor (without `interface_v1`)."""
+    """Pages as tensors. SGLang itself copies them out of and into its host pool (without `interface_v1`)."""
 
     def __init__(self, pool: KVPool, host: Any, caches: dict[str, Any]) -> None:
         """Like HostPages. A block has its bytes in another order, so the caches are separate."""
@@ -66,7 +66,7 @@ class FlatPages:
         return _keys(self.cache, hashes)
 
     def rows(self, tensors: Sequence[torch.Tensor]) -> Rows:
-        """Where pages are. ValueError unless each is contiguous host memory of a block's size."""
+        """Where pages are. ValueError unless each tensor is contiguous host memory of a block's size."""
         for tensor in tensors:
             if tensor.nbytes != self.cache.block_bytes or not tensor.is_contiguous() or tensor.device.type != "cpu":
                 raise ValueError(

@@ -1,4 +1,4 @@
-"""What SGLang calls for the third tier of its KV cache, from threads of its own, in every rank's process.
+"""The class that SGLang calls for the third tier of its KV cache, in every rank's process, from threads of its own.
 
     python -m sglang.launch_server --enable-hierarchical-cache --hicache-mem-layout page_first_direct \
         --hicache-storage-backend dynamic --hicache-storage-backend-extra-config '{
@@ -29,7 +29,7 @@ from raykv.keys import Keys
 
 P = ParamSpec("P")
 T = TypeVar("T")
-KV = "kv"  # SGLang's name of the pool that all others go along with
+KV = "kv"  # SGLang's name of its main host pool
 
 
 class RayKVStorage(HiCacheStorage):  # type: ignore[misc]
@@ -56,7 +56,7 @@ class RayKVStorage(HiCacheStorage):  # type: ignore[misc]
     # ------------------------------------------------------------------ host pools
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
-        """The host pool that holds the KV. A pool without memory (DeepSeek V4) only goes along with others."""
+        """The host pool that holds the KV. In DeepSeek V4 it has no memory, and so no pages to store."""
         super().register_mem_pool_host(mem_pool_host)
         self._flat, self._pages = None, {}
         if mem_pool_host.kv_buffer is None:
@@ -67,7 +67,7 @@ class RayKVStorage(HiCacheStorage):  # type: ignore[misc]
             self._flat = FlatPages(self._pool, mem_pool_host, self._caches(KV))
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: str) -> None:
-        """Another host pool. Passes on its error for a layout whose pages it can't address (of states: layer_first)."""
+        """Another host pool. Passes on its error if it can't address pages of its layout (states: layer_first)."""
         super().register_mem_host_pool_v2(host_pool, host_pool_name)
         if host_pool_name != KV:
             self._pages[host_pool_name] = self._host_pages(host_pool, host_pool_name)
@@ -77,7 +77,7 @@ class RayKVStorage(HiCacheStorage):  # type: ignore[misc]
         return HostPages(self._pool, host, plain, self._caches(plain))
 
     def _caches(self, name: str) -> dict[str, Any]:
-        """Arguments of the cache of a host pool. In every pool, one page hash stands for a block."""
+        """Arguments of the cache of a host pool. In every host pool, one page hash stands for one block."""
         page_tokens = self.mem_pool_host.page_size
         return {**identity(self._config, name), "block_tokens": page_tokens, "tenant": self._tenant}
 
@@ -88,7 +88,7 @@ class RayKVStorage(HiCacheStorage):  # type: ignore[misc]
         return self._or(0, self._find, keys)
 
     def batch_get_v1(self, keys: list[str], host_indices: torch.Tensor, extra_info: Any = None) -> list[bool]:
-        """Read pages into the host pool. After the first page that did not come, no other page came."""
+        """Read pages into the host pool. Pages after the first missing page count as missing."""
         return self._or([False] * len(keys), self._get, KV, keys, host_indices)
 
     def batch_set_v1(self, keys: list[str], host_indices: torch.Tensor, extra_info: Any = None) -> list[bool]:
@@ -98,9 +98,10 @@ class RayKVStorage(HiCacheStorage):  # type: ignore[misc]
     # ------------------------------------------------------------------ several host pools
 
     def batch_exists_v2(self, keys: list[str], pool_transfers: Any = None, extra_info: Any = None) -> Any:
-        """The longest prefix for which every pool has what it needs: all pages, or the last ones.
+        """The longest prefix for which every host pool has the pages that it needs: all pages, or the last pages.
 
-        It is reported for every pool, as a lower bound. Block groups are not reported: they shorten no hit.
+        Its length is reported for every host pool, as a lower bound. Transfers of block groups are left out: they
+        shorten no hit.
         """
         return self._or(PoolTransferResult.empty(), self._find_all, keys, pool_transfers or [])
 
@@ -150,7 +151,7 @@ class RayKVStorage(HiCacheStorage):  # type: ignore[misc]
     # ------------------------------------------------------------------ the whole
 
     def clear(self) -> None:
-        """Forget everything in the pool, of every engine: for `POST /hicache/storage-backend/clear`."""
+        """Forget all blocks in the pool, of every engine: for `POST /hicache/storage-backend/clear`."""
         self._or(0, self._pool.clear)
 
     def close(self) -> None:
@@ -197,7 +198,7 @@ class RayKVStorage(HiCacheStorage):  # type: ignore[misc]
         return self._pages[name]
 
     def _read(self, cache: KVCache, keys: Keys, rows: Rows) -> int:
-        """Read leading pages. Returns how many were read. `batch_exists` has counted the look-up."""
+        """Read leading pages. Returns how many were read. It counts no look-up: `batch_exists` has done so."""
         with Match(self._session, keys, cache.recompute_tokens_per_s).ask() as match:
             return match.read_rows(rows)
 
@@ -238,7 +239,7 @@ class RayKVStorage(HiCacheStorage):  # type: ignore[misc]
         return PoolTransferResult(count, dict.fromkeys(windows, count) if count else {}, ends)
 
     def _restorable(self, keys: Keys, window: int, ends: list[int]) -> list[int]:
-        """The ends before which the pool has a whole window. Ranks go on from an end that all of them have."""
+        """Those `ends` before which the pool has a whole window. Ranks go on from an end that all ranks have."""
         answer = self._session.directory.stored(keys.tobytes())
         if answer is None or not answer.found:
             return []

@@ -2,11 +2,11 @@
 
 | vLLM | difference |
 | --- | --- |
-| before 0.30 | workers name the blocks that did not arrive, of one KV cache group; a last token without KV is stored |
+| before 0.30 | workers name the missing blocks, of one KV cache group only; vLLM stores a last token that has no KV |
 | before 0.31 | a KV cache has no `kv_tp_replicas`; extra keys of a block's hash are published unchanged |
-| before 0.31 | requests do not limit what is loaded |
-| before 0.32 | a continued session keeps the hashes of tokens that it dropped: it stores nothing from then on |
-| from 0.33 on | loads may be `expedited`: within a step, which `RayKVConnector` turns off |
+| before 0.31 | a request can't limit how many tokens are loaded |
+| before 0.32 | a continued session keeps hashes of dropped tokens, so raykv stores no more of it |
+| from 0.33 on | loads may be `expedited`, that is, within a step; `RayKVConnector` turns this off |
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ log = logging.getLogger("raykv")
 
 OLDEST, NEWEST = (0, 29), (0, 33)  # of vLLM: these two and the versions between were tried
 INSTALL = "pip install 'vllm>=0.29,<0.34'"
-# vLLM's connectors that `kv_offloading_size` sets instead of a configured one; vLLM keeps the configured module
+# connectors that `kv_offloading_size` puts in place of the configured one; vLLM looks for them in the same module
 REPLACING = ("OffloadingConnector", "SimpleCPUOffloadConnector", "LMCacheConnectorV1", "LMCacheMPConnector")
 
 
@@ -68,7 +68,7 @@ def load_limit(status: Any) -> int | None:
     return getattr(status, "max_load_tokens", None)
 
 
-# the results of generate_block_hash_extra_keys as KV events have them, one entry for each block
+# turns results of generate_block_hash_extra_keys, one for each block, into the form of KV events
 event_extra_keys: Any = getattr(kv_cache_utils, "to_event_extra_keys", list)
 
 

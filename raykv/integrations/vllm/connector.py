@@ -5,13 +5,15 @@ Loaded by configuration alone:
     LLM(..., kv_transfer_config=kv_transfer_config("default"))
 
 `RayKVConnector` is vLLM's own `OffloadingConnector` with a `RayKVOffloadingSpec`. The spec's manager, in the
-scheduler's process, asks the pool's directory. Its worker copies between vLLM's KV tensors and this node's arena.
+scheduler's process, asks the pool's directory. The spec's worker copies between vLLM's KV tensors and this node's
+arena.
 
-A pool block is a chunk of `blocks_per_chunk` engine blocks: of each block in turn, its page of every KV tensor. By
-default a chunk has as many blocks as make 1 MiB. `blocks_per_chunk` in the configuration sets another number; engines
-that share must have the same. With tensor or pipeline parallelism each rank has a part of every chunk, in the memory of
-its node. A chunk is a hit if the pool has all parts (see `ranks`). Layers with another kind of KV have their own chunks
-(see `groups`). A `kv_producer` stores its prompts to the last token (see `tail`).
+A pool block is a chunk of `blocks_per_chunk` engine blocks. For each of these in turn it has the block's page of every
+KV tensor. By default a chunk has as many blocks as make 1 MiB, or fewer if a window is shorter. `blocks_per_chunk` in
+the configuration sets another number, which must be equal in engines that share. With tensor or pipeline parallelism
+each rank has a part of every chunk, in the memory of its node. A chunk is a hit if the pool has all parts (see
+`ranks`). Layers with another kind of KV have their own chunks (see `groups`). A `kv_producer` stores its prompts to the
+last token (see `tail`).
 """
 
 from __future__ import annotations
@@ -56,8 +58,8 @@ from raykv.integrations.vllm.worker.ranks import Cut, check_heads, cut, tell, to
 
 log = logging.getLogger("raykv")
 
-CHUNK_BYTES = 1 * MIB  # a pool block is at least this long: metadata costs the same for any length
-HOLD_S = 1.0  # no load begins for so long after a failed reset, so that it can be tried again
+CHUNK_BYTES = 1 * MIB  # default length of a pool block, rounded up: metadata costs the same for any length
+HOLD_S = 1.0  # no load begins for so long after a failed reset of vLLM's cache, so that the next reset succeeds
 
 
 def kv_transfer_config(pool: str = "default", role: str = "kv_both") -> dict[str, Any]:
@@ -123,7 +125,7 @@ class RayKVConnector(Connector):  # type: ignore[misc]
         """Ignored: inside MultiConnector the metadata are another connector's."""
 
     def _place_ranks(self) -> None:
-        """Take the places that the workers told; all have their memory by now. RuntimeError if one is missing."""
+        """Read what the workers told: all have their memory by now. RuntimeError if a worker has not told."""
         scheduler, extra = self.connector_scheduler, self._kv_transfer_config.kv_connector_extra_config
         ranks = told(
             extra.get("pool", "default"),
@@ -174,7 +176,7 @@ class RayKVConnector(Connector):  # type: ignore[misc]
         return found, loads
 
     def _waits_for_adapter(self, request: Any, chain: Chain, computed: int) -> bool:
-        """Whether the request can't begin yet, as the workers have not told which adapters they have loaded.
+        """Whether the request must wait until the workers have told which adapters they have loaded.
 
         computed: tokens in vLLM's own cache. Their KV may mix old and new weights while older requests go on.
         """
@@ -235,9 +237,10 @@ class RayKVConnector(Connector):  # type: ignore[misc]
         return Contents(tokens, config.blocks_per_chunk, lambda request: statuses[request].req)
 
     def _go_on(self, status: Any, computed: int) -> None:
-        """A session's prompt has grown. vLLM names all of its blocks again, and keeps the computed chunks before.
+        """A session's prompt has grown. vLLM names all of its blocks again, and keeps the chunks computed before.
 
-        computed: tokens that it keeps. The last token of its last answer is dropped, though it may have been hashed.
+        computed: number of tokens that vLLM keeps. It drops the last token of the last answer, which may have been
+        hashed.
         """
         config, context = self.connector_scheduler.config, status.req_context
         for group, state in zip(config.kv_group_configs, status.group_states, strict=True):
@@ -263,7 +266,7 @@ class RayKVConnector(Connector):  # type: ignore[misc]
             self._name_adapters()
 
     def _forget_weights(self, name: str) -> None:
-        """An adapter has other weights. Requests under way stop sharing, and so do their blocks in vLLM's cache."""
+        """An adapter has other weights. Requests that used the old ones stop sharing. vLLM's cache is emptied."""
         statuses = self.connector_scheduler._req_status.values()
         begun = [it for it in statuses if it.req.lora_request and it.req.lora_request.lora_name == name]
         for status in begun:
@@ -279,7 +282,7 @@ class RayKVConnector(Connector):  # type: ignore[misc]
                 self._unnamed.discard(request_id)
 
     def _name_adapter(self, status: Any) -> bool:
-        """Whether a request's chunks have their names now. Chunks that were computed before are then stored."""
+        """Name a request's chunks. Returns whether they have names now; then chunks computed earlier are stored too."""
         chain = status.req_context.get_state(Chain)
         if not self._adapters.answered(chain.question):
             return False
@@ -305,7 +308,7 @@ class RayKVConnector(Connector):  # type: ignore[misc]
         if not self._vllm_config.kv_transfer_config.kv_connector_extra_config["kv_events"]:
             return None
         group, manager = groups_of(scheduler.config.kv_group_configs)[0], scheduler.manager
-        if group.window:  # routers count prefixes
+        if group.window:  # routers look for whole prefixes, and a window keeps only the end
             return None
         spec = self._kv_cache_config.kv_cache_groups[group.group_idx].kv_cache_spec
         kind = get_kv_cache_spec_kind(spec).value
@@ -324,7 +327,7 @@ class RayKVConnector(Connector):  # type: ignore[misc]
         return tail_of(request, group.tokens, config.tokens_per_hash, self._hash)
 
     def _store_tail(self, request_id: str, tokens: int) -> dict[int, Any]:
-        """A job by its id, if the prompt of a request ends among the `tokens` that this step computes; else {}."""
+        """The job that stores the tail, by id, if the prompt ends among this step's `tokens`; else {}."""
         scheduler = self.connector_scheduler
         if (status := scheduler._req_status.get(request_id)) is None:
             return {}
@@ -360,7 +363,7 @@ class RayKVConnector(Connector):  # type: ignore[misc]
 
     def get_finished(self, finished_req_ids: set[str]) -> Any:
         worker = self.connector_worker.worker
-        # the scheduler says it, as vLLM's second model runner has left its forward context by now
+        # the scheduler's metadata say it: vLLM's second model runner has left its forward context by now
         worker.computes() if self._connector_metadata.computes else worker.pause()
         return super().get_finished(finished_req_ids)
 
@@ -420,7 +423,7 @@ def _identify(vllm_config: Any, kv_cache_config: Any) -> None:
     if has_drafter(vllm_config):
         revision = f"{extra['cache']['revision']}/{drafter_name(vllm_config)}"
         extra["drafter"] = extra["cache"] | {"revision": revision}
-        if not any(map(any, extra["drafts"])):  # a drafter whose layers have no name of their own
+        if not any(map(any, extra["drafts"])):  # no layer's name tells the drafter's layers from the target's
             extra["cache"] = extra["drafter"]
 
 
@@ -440,7 +443,7 @@ def _cut(vllm_config: Any, kv_cache_config: Any) -> Cut:
 
 
 def _block_bytes(vllm_config: Any, kv_cache_config: Any) -> int:
-    """Bytes of an engine's block on one rank, without a drafter's. With a pipeline, bytes on its shortest stage."""
+    """Bytes of an engine's block on one rank, without a drafter's layers. With a pipeline, of its shortest stage."""
     here = kv_cache_config.kv_cache_tensors[0].size // kv_cache_config.num_blocks
     groups = kv_cache_config.kv_cache_groups
     if has_drafter(vllm_config):

@@ -43,8 +43,8 @@ def routed_config(pool: str = "default") -> dict[str, Any]:
 class VLLMPrefixRouter(PrefixRouter):
     """A PrefixRouter for OpenAI requests: completions with one prompt, and chats of text.
 
-    It tokenizes prompts like the engine, with the model's tokenizer and chat template. Ray Serve places requests with
-    images or several prompts. Requests for a LoRA adapter go to replicas that have loaded it.
+    It tokenizes prompts like the engine, with the model's tokenizer and chat template. For requests with images or
+    several prompts Ray Serve chooses. Requests for a LoRA adapter go to replicas that have loaded it.
     request_router_kwargs: `model` is LLMConfig's model_id, and `pool`.
     """
 
@@ -62,7 +62,7 @@ class VLLMPrefixRouter(PrefixRouter):
 def prompt_keys(body: Any, announced: dict[str, Any]) -> NDArray[np.uint8]:
     """Keys of an OpenAI request's prompt, (chunks, 16) uint8, equal to those of the engine's connector.
 
-    body: the request. announced: by the engine. ValueError for a request without exactly one prompt.
+    body: the request. announced: the engine's announcement. ValueError for a request without exactly one prompt.
     """
     token_ids = _token_ids(body, announced)
     hashes = block_hashes(token_ids, announced, getattr(body, "cache_salt", None))
@@ -72,7 +72,7 @@ def prompt_keys(body: Any, announced: dict[str, Any]) -> NDArray[np.uint8]:
 
 
 def block_hashes(token_ids: list[int], announced: dict[str, Any], salt: str | None = None) -> list[bytes]:
-    """vLLM's own hashes of a prompt's full blocks. announced: by the engine. salt: the request's cache_salt."""
+    """vLLM's own hashes of a prompt's full blocks. announced: as in `prompt_keys`. salt: the request's cache_salt."""
     function, size = get_hash_fn_by_name(announced["hash_algorithm"]), announced["hash_tokens"]
     hashes, parent, lora = [], function(announced["hash_seed"]), announced.get("lora")
     adapter = LoRARequest(lora["name"], 1, lora["path"]) if lora else None

@@ -9,16 +9,16 @@ BACKEND = "ray.llm._internal.serve.engines.vllm.kv_transfer.base:DefaultConnecto
 
 
 def register(connector: str) -> None:
-    """Register a connector with ray.serve.llm, for all processes of this cluster, or of the next cluster joined.
+    """Register a connector with ray.serve.llm, for all processes of this cluster, or of the cluster joined next.
 
     connector: its name in `kv_transfer_config`. Does nothing in a process that has not imported ray.serve.llm.
     """
-    if "ray.llm._internal.serve" not in sys.modules:  # never imported here, as it takes over the process's log
+    if "ray.llm._internal.serve" not in sys.modules:  # not imported here: it would take over the process's log
         return
     from ray.llm._internal.serve.engines.vllm.kv_transfer.factory import KVConnectorBackendFactory
     from ray.llm._internal.serve.utils.registry import ComponentRegistry
 
-    if ComponentRegistry(CATEGORY).contains(connector):  # this new object asks Ray, and has nothing of another cluster
+    if ComponentRegistry(CATEGORY).contains(connector):  # a new registry asks Ray, and knows no earlier cluster
         return
     with contextlib.suppress(ValueError):  # another process was faster
         KVConnectorBackendFactory.unregister_backend(connector)

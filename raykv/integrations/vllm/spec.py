@@ -36,7 +36,7 @@ class RayKVOffloadingSpec(OffloadingSpec):  # type: ignore[misc]
         return self._manager
 
     def get_worker(self, kv_caches: Any) -> RayKVWorker:
-        """This rank's side, with the memory of its node, or of its GPU if the GPU has a tier.
+        """The worker's side on this rank. It uses memory of its node, or of its GPU if the GPU has a tier.
 
         kv_caches: vLLM's KV tensors. Made at the first call.
         """

@@ -1,4 +1,4 @@
-"""Which of vLLM's engines can use a pool: others are refused at their start, or compute without the pool."""
+"""Which vLLM engines can use a pool. Other engines are refused at their start, or compute without the pool."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def _check_drafter(vllm_config: Any) -> None:
 def check_policy(vllm_config: Any) -> None:
     """ValueError where vLLM would end a request whose load fails, as it does by default.
 
-    Inside MultiConnector each connector has its own configuration, but the scheduler reads the outer one.
+    Inside MultiConnector each connector has its own configuration, but the scheduler reads the outer configuration.
     """
     around = getattr(get_current_vllm_config_or_none(), "kv_transfer_config", None)
     if around is None or around is vllm_config.kv_transfer_config:
@@ -87,9 +87,9 @@ def check_policy(vllm_config: Any) -> None:
 
 
 def why_computed(vllm_config: Any) -> str:
-    """Why an engine must compute every prefix, as vLLM itself can't go on from one; "" if it can.
+    """Why an engine must compute every prefix: vLLM itself can't go on from a prefix. "" if vLLM can.
 
-    Where only the user turned vLLM's prefix cache off, the pool may still serve.
+    If the user turned vLLM's own prefix cache off, the pool may still serve.
     """
     model = vllm_config.model_config
     if vllm_config.cache_config.enable_prefix_caching:

@@ -17,11 +17,11 @@ class Chain:
     """A request's chunks, by vLLM's hashes. keys: by group, in order; they are the scheduler's own lists, which grow.
 
     resets: number of resets when the request began; chunks computed before a later reset have other weights. adapter:
-    vLLM's id of the request's LoRA adapter. question: the question to the workers, which adapters they have. loads: by
-    rank, the numbers of the loads that the request computes with. trusted: its keys name what it computes. tail: of its
-    prompt, where tails are stored or read. limited: not all of its chunks are offered. most: limit of tokens that are
-    loaded, see `loadable`. hint: what the request says. start: the first token that
-    nobody had computed.
+    vLLM's id of the request's LoRA adapter. question: number of the question to the workers which adapters they have.
+    loads: by rank, the number of the adapter's load that the request computes with. trusted: the keys name what the
+    request computes. tail: of its prompt, where tails are stored or read. limited: not all chunks are offered. most:
+    how many tokens are loaded at most, see `loadable`. hint: what the request says of its session. start: the first
+    token that nobody had computed.
     """
 
     keys: dict[int, list[bytes]]
@@ -41,11 +41,11 @@ class Chain:
 
     @property
     def is_named(self) -> bool:
-        """Whether its keys name what it computes, including the weights of its adapter."""
+        """Whether the keys name what the request computes, including the weights of its adapter."""
         return self.trusted and (self.adapter is None or self.origin.adapter is not None)
 
     def number(self, key: bytes) -> int | None:
-        """A chunk's number in its group, from 0 on, or the tail's; None where the chunk is not the request's."""
+        """A chunk's number in its group, from 0 on, or the tail's number; None for a chunk of another request."""
         if self.tail is not None and self.is_tail(key):
             return self.tail.number
         group = get_offload_group_idx(key)
@@ -57,7 +57,7 @@ class Chain:
         return self.numbers.get(key)
 
     def behind(self, start: int, group: int, tokens: int) -> list[bytes]:
-        """Its chunks of a group from the token `start` on. tokens: of a chunk."""
+        """Chunks of a group that begin at token `start` or later. tokens: of a chunk."""
         return [key for key in self.keys.get(group, [])[-(-start // tokens) :] if not self.is_tail(key)]
 
     def is_tail(self, key: bytes) -> bool:

@@ -13,7 +13,7 @@ from raykv.integrations.vllm.identity.adapters import Adapter
 
 
 class Origin(NamedTuple):
-    """Where a request comes from: vLLM's id of it, its caller's trace headers, its salt, and its LoRA adapter.
+    """Where a request comes from: its id in vLLM, its caller's trace headers, its salt, and its LoRA adapter.
 
     adapter: None until the workers have told the adapter's weights (see `adapters`).
     """
@@ -30,9 +30,9 @@ class Origin(NamedTuple):
 
 
 class PartToLoad(NamedTuple):
-    """Leased chunks of some layers, one part of them, for the rank that reads it.
+    """One part of some layers' leased chunks, for the rank that reads the part.
 
-    place: of the layers. number: index of the part among the rank's parts. away: some are on other nodes.
+    place: of the layers. number: index of the part among the rank's parts. away: some chunks are on other nodes.
     """
 
     place: int
@@ -51,9 +51,9 @@ class ChunksToLoad(LoadStoreSpec):  # type: ignore[misc]
 
 
 class ChunksOfLayers(NamedTuple):
-    """Chunks of some layers for the workers to store. keys: by part. position: the first chunk's, in its chain.
+    """Chunks of some layers for the workers to store. keys: by part. position: number of the first chunk in its chain.
 
-    tail: how many engine blocks a prompt's tail is in; at most a chunk's. 0: no tail.
+    tail: number of engine blocks that a prompt's tail begins or fills; 0: no tail.
     """
 
     keys: dict[int, bytes]
@@ -65,8 +65,8 @@ class ChunksOfLayers(NamedTuple):
 class ChunksToStore(LoadStoreSpec):  # type: ignore[misc]
     """Chunks for the workers to store, by place of their layers. salt, adapter: of the request's origin.
 
-    digests: by vLLM's group, of each chunk's content (see `contents`). A group without an entry is unknown or not
-    verified.
+    digests: by vLLM's group, of each chunk's content (see `contents`). The content of a group without an entry is
+    unknown or not verified.
     """
 
     places: dict[int, ChunksOfLayers]

@@ -1,8 +1,8 @@
 """What the blocks of an engine hold, and what a request's chunks must hold: the guard of `verify_tokens`.
 
 Keys say what a chunk should be. This module follows each step of vLLM's scheduler and records what was computed into
-which block. Each stored chunk gets a digest of that content. A reader compares the digest with that of its own tokens.
-If a bug stores a chunk under the key of another chunk, the digests differ, and the chunk is a miss.
+which block. Each stored chunk gets a digest of that content. A reader compares this digest with the digest of its own
+tokens. If a bug stores a chunk under the key of another chunk, the digests differ, and the chunk is a miss.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ DIGEST_BYTES = 8
 
 @dataclass
 class Table:
-    """A request's blocks, by group. told: number of tokens whose blocks are known.
+    """A request's blocks, by group. told: number of leading tokens that are computed and no guesses.
 
-    last: by group, the number of known blocks, and the digest of the last.
+    last: by group, the number of full blocks of such tokens, and the digest of the last.
     """
 
     blocks: dict[int, list[int]]
@@ -40,7 +40,7 @@ class Contents:
         self._tokens, self._per_chunk, self._request_of = tokens, per_chunk, request_of
         self._held: dict[int, bytes] = {}  # digests by block
         self._tables: dict[str, Table] = {}
-        self._left: dict[str, dict[int, bytes]] = {}  # by finished request, until its last jobs are made
+        self._left: dict[str, dict[int, bytes]] = {}  # by block, of finished requests until their last jobs are made
         self._asked: dict[str, int] = {}  # by waiting request: tokens in vLLM's own cache
         self._loaded: set[str] = set()  # requests whose prefix this connector loaded, not another connector
 
@@ -126,7 +126,7 @@ class Contents:
         table.told = known
 
     def _up_to(self, request: Any, group: int, blocks: list[int], count: int) -> bytes:
-        """The digest of a request's first `count` blocks; from its tokens where vLLM freed the last of these blocks."""
+        """The digest of a request's first `count` blocks. Made from the tokens if vLLM freed the last."""
         if count and blocks[count - 1]:
             return self._held.get(blocks[count - 1], b"")
         *_, digest = self._chain(request, group, count * self._tokens[group])
@@ -163,7 +163,7 @@ class Contents:
                 chunks.digests[place] = left_out + _of_chunks(found[before:], self._per_chunk)
 
     def _end_of_prompt(self, name: str, group: int, found: list[bytes]) -> bytes:
-        """Digest of the block in which a prompt ends. found: of the blocks up to there."""
+        """Digest of the block in which a prompt ends. found: digests of the blocks up to that block."""
         tokens, request = self._tokens[group], self._request_of(name)
         stop = request.num_prompt_tokens
         number = stop // tokens
@@ -226,7 +226,7 @@ def _bytes_of(tensor: Any) -> bytes:
 
 
 def mixed(digests: bytes, weights: bytes) -> bytes:
-    """The digests of chunks that an adapter with these weights has computed."""
+    """Digests of chunks, altered by the weights of the adapter that computed the chunks."""
     if not weights:
         return digests
     return b"".join(_digest(digests[at : at + DIGEST_BYTES], weights) for at in range(0, len(digests), DIGEST_BYTES))

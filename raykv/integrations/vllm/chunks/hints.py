@@ -18,7 +18,7 @@ NAME_CHARS = 256
 
 
 class Hint(NamedTuple):
-    """session: its name. done: after this request nobody asks for its chunks soon; again: but later.
+    """session: its name. done: after this request nobody asks for its chunks soon. again: somebody asks for them later.
 
     limited: the request does not load all that the pool has.
     """
@@ -33,7 +33,7 @@ NO_HINT = Hint()
 
 
 def hint_of(params: Mapping[str, Any] | None) -> Hint:
-    """Of a request's kv_transfer_params. A bad hint is none: the request goes on, and the log says why."""
+    """The hint in a request's kv_transfer_params. A bad hint counts as none: the request goes on, the log says why."""
     session, done = (params or {}).get(SESSION), (params or {}).get(DONE, False)
     named = session is None or (isinstance(session, str) and len(session) <= NAME_CHARS)
     if not named or not (isinstance(done, bool) or (isinstance(done, str) and done == AGAIN)):
@@ -42,7 +42,7 @@ def hint_of(params: Mapping[str, Any] | None) -> Hint:
     return Hint(session, bool(done), done == AGAIN, LOAD_LIMIT in (params or {}))
 
 
-@functools.lru_cache(SESSIONS)  # each once
+@functools.lru_cache(SESSIONS)  # warns once of each bad hint
 def _warn(session: str, done: str) -> None:
     log.warning(
         *("%s=%s, %s=%s: give a string of at most %d characters, and true, false or %r", SESSION, session),
@@ -51,13 +51,13 @@ def _warn(session: str, done: str) -> None:
 
 
 class Sessions:
-    """From which token on each session's chunks are its own: its first request here did not find them."""
+    """The first token of each session whose chunks are its own: the session's first request here did not find them."""
 
     def __init__(self) -> None:
         self._starts: dict[tuple[str, str | None], int] = {}
 
     def begin(self, hint: Hint, salt: str | None, found: int) -> None:
-        """A request asked the pool, and found so many tokens. Only a session's first counts."""
+        """A request asked the pool, and found so many tokens. Only the first request of a session counts."""
         if hint.session is not None:
             start = self._starts.pop((hint.session, salt), found)
             if len(self._starts) >= SESSIONS:
@@ -65,7 +65,7 @@ class Sessions:
             self._starts[hint.session, salt] = start
 
     def start(self, hint: Hint, salt: str | None) -> int | None:
-        """None: no request of the session has asked."""
+        """The session's first own token. None: no request of the session has asked."""
         return self._starts.get((hint.session, salt)) if hint.session is not None else None
 
     def end(self, hint: Hint, salt: str | None) -> None:

@@ -23,7 +23,7 @@ LIMITS = LOAD_LIMIT, OFFLOAD_LIMIT = "max_load_tokens", "max_offload_tokens"  # 
 
 
 class Tail(NamedTuple):
-    """The tail of a prompt: tokens [start, stop). key: in vLLM's form for a chunk. number: of the chunk it begins."""
+    """The tail of a prompt: tokens [start, stop). key: in vLLM's form for a chunk. number: of its chunk."""
 
     key: bytes
     number: int
@@ -31,10 +31,9 @@ class Tail(NamedTuple):
     stop: int
 
     def is_next(self, computed: int, found: int, block_tokens: int) -> bool:
-        """Whether to ask for the tail. computed: tokens that the engine has. found: tokens after those that the pool
-        has.
+        """Whether to ask for the tail. computed: tokens that the engine has. found: further tokens in the pool.
 
-        A tail shorter than an engine block, and not the end of a longer load, is computed as fast as it is loaded.
+        If it is shorter than an engine block, and would be loaded alone, computing it is as fast as loading it.
         """
         if not self.start <= computed + found < self.stop - 1:
             return False
@@ -73,7 +72,7 @@ def as_chunk(tail: Tail, status: Any) -> Iterator[None]:
 
 
 def store_job(tail: Tail, status: Any, scheduler: Any) -> dict[int, TransferJob]:
-    """Register a job with vLLM's scheduler that stores the tail of a request, which this step computes.
+    """Register with vLLM's scheduler a job that stores the tail of a request. This step computes the tail.
 
     status: the scheduler's state of the request. Returns the workers' job by id; {} where nothing is stored.
     """

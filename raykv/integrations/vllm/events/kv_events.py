@@ -1,9 +1,9 @@
 """vLLM's KV events for chunks in the pool: they tell routers which prefixes an engine can read instead of compute.
 
-An engine publishes the chunks that it stored or read once the directory says that the pool has them. It removes them
-when the directory says that they are gone. A thread asks the directory, and the scheduler's loop only takes finished
-events. vLLM's own tracker of such events stays off: it keeps every chunk's tokens as Python objects, and never repeats
-an event.
+An engine publishes a chunk that it stored or read as soon as the directory says that the pool has the chunk. It
+publishes a removal when the directory says that the chunk is gone. A thread asks the directory, and the scheduler's
+loop only takes finished events. vLLM's own tracker of such events stays off: it keeps every chunk's tokens as Python
+objects, and never repeats an event.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from raykv.protocol.clients import Stored
 
 log = logging.getLogger("raykv")
 
-BLOCKS_PER_S = 10_000  # engine blocks in events, stored or removed, at most; the rest waits
+BLOCKS_PER_S = 10_000  # engine blocks in events a second, stored or removed, at most; later events wait
 BURST_BLOCKS = 1000  # blocks in the events of one step
 READY_BLOCKS = 4 * BURST_BLOCKS  # blocks in waiting events, about; the rest waits in Published, which needs less memory
-CHANGES = 256  # that become events at a time
+CHANGES = 256  # changes that become events at a time, at most
 REMOVED_AT_ONCE = 512  # blocks of one event, about
 KEYS_ASKED = 4096  # of the directory at a time, over all parts: it answers in about 0.1 ms
 ASK_S = 1.0  # between two checks that published chunks are still there, while the engine steps
-UNANSWERED_S = 1.0  # after a question that the directory did not answer
+UNANSWERED_S = 1.0  # until the next question after the directory did not answer
 KEEP_AWAKE_S = 0.5  # an engine with nothing to compute goes on stepping so long, to publish its last chunks
 REFRESH_S = 600.0  # after which a chunk is published again
 
@@ -66,7 +66,7 @@ class Offer(NamedTuple):
 
 
 class Ready(NamedTuple):
-    """Events of one step, the number of their blocks, and whether they are no repetition."""
+    """Events of one step, the number of their blocks, and whether they are new: repeated announcements are not."""
 
     events: tuple[Any, ...]
     blocks: int
@@ -85,7 +85,7 @@ class KVEvents:
         self._offers: SimpleQueue[Offer | None] = SimpleQueue()  # None: a reset
         self._published = Published(REFRESH_S, refresh_steps)  # used by the thread only
         self._ready: deque[Ready] = deque()
-        self._made = self._made_news = 0  # blocks, and events that are no repetition; the thread counts
+        self._made = self._made_news = 0  # blocks, and groups of new events; the thread counts
         self._taken = self._taken_news = 0  # the same, counted by the loop
         self._works = self._full = False
         self._answers = True
@@ -98,7 +98,7 @@ class KVEvents:
     # ------------------------------------------------------------------ the scheduler's
 
     def offer(self, keys: list[bytes], numbers: list[int | None], prompt: Prompt) -> None:
-        """Publish these chunks once the pool has them. A number of None: not a chunk of the request."""
+        """Publish these chunks once the pool has them. numbers: None for a key that is no chunk of the request."""
         self._awake_until = time.monotonic() + KEEP_AWAKE_S
         self._offers.put(Offer(keys, numbers, prompt))
         self._bell.ring()
@@ -212,7 +212,7 @@ class KVEvents:
 
 
 def stored_event(request: Any, number: int, sizes: Sizes, group: int) -> BlockStored:
-    """The event for a chunk of a request, in the form of vLLM's own blocks except for the medium."""
+    """The event for a chunk of a request, as vLLM makes it for its own blocks, except for the medium."""
     start, stop = number * sizes.chunk, (number + 1) * sizes.chunk
     first, last, a_block = start // sizes.hash, stop // sizes.hash, sizes.block // sizes.hash
     extra = [
@@ -239,7 +239,7 @@ def events_of(changes: Sequence[Change]) -> Iterator[tuple[Any, ...]]:
     for change in changes:
         stored = msgpack.decode(change.event, type=BlockStored)
         blocks = stored.block_hashes * change.removed
-        if change.stored:  # a router that does not count forgets the block in between
+        if change.stored:  # in one step: a router that does not count forgets the block between the two
             yield from _removals(removed)
             yield (*(_removal(blocks, stored.group_idx) for _ in blocks[:1]), stored)
         else:

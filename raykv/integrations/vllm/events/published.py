@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from itertools import islice, takewhile
 from typing import NamedTuple
 
-CHUNKS = 1 << 17  # that routers know, about 2 KB each; beyond, those announced longest ago are withdrawn
+CHUNKS = 1 << 17  # announced chunks, at most, about 2 KB each; one more withdraws the chunk announced longest ago
 OFFERED_S = 5.0  # for an offered chunk to appear in the pool
 AGAIN_S = 0.05  # between two questions about offered chunks
-ABSENT_S = 2.0  # after so long an absent chunk is gone; before, a node store may have been restarted
+ABSENT_S = 2.0  # a chunk that is absent for so long is gone; within less, a restarted node store may bring it back
 SETTLE_S = 15.0  # for a new directory to learn which blocks the nodes have
 REPEATS = 8  # after so many announcements a chunk is removed and announced again
 
@@ -42,9 +42,9 @@ class Published:
     def __init__(self, refresh_s: float, refresh_steps: int, chunks: int = CHUNKS) -> None:
         """refresh_s, refresh_steps: after so much time, or so many engine steps, a chunk is announced again."""
         self._refresh_s, self._refresh_steps, self._limit = refresh_s, refresh_steps, chunks
-        self._told: OrderedDict[bytes, Told] = OrderedDict()  # longest ago first
-        self._in_turn: OrderedDict[bytes, None] = OrderedDict()  # of these, in the order to ask the directory
-        self._absent: dict[bytes, float] = {}  # of these, since when the directory lacks them
+        self._told: OrderedDict[bytes, Told] = OrderedDict()  # the chunk announced longest ago first
+        self._in_turn: OrderedDict[bytes, None] = OrderedDict()  # announced chunks, in the order to ask for them
+        self._absent: dict[bytes, float] = {}  # announced chunks that the directory lacks, since when
         self._offered: dict[bytes, tuple[bytes, float]] = {}  # not announced yet: event, and time of the offer
         self._withdrawn: deque[Told] = deque()
         self._epoch, self._settled = 0, 0.0
@@ -75,9 +75,9 @@ class Published:
             chunks.clear()
 
     def to_ask(self, limit: int, in_turn: bool, now: float) -> list[bytes]:
-        """At most `limit` chunks to ask the directory for. in_turn: also some that are only checked to be there.
+        """At most `limit` chunks to ask the directory for. in_turn: also announced chunks, as a check.
 
-        None while withdrawals are yet to be told: they may be of the same chunks.
+        Empty while routers have not been told of all withdrawals, which may be of the same chunks.
         """
         if self._withdrawn:
             return []
@@ -127,7 +127,7 @@ class Published:
         return _removed(self._told.pop(chunk))
 
     def _awaited(self, chunk: bytes, now: float) -> list[Change]:
-        if now >= self._offered[chunk][1] + OFFERED_S:  # the pool refused it
+        if now >= self._offered[chunk][1] + OFFERED_S:  # the pool refused the chunk
             del self._offered[chunk]
         return []
 

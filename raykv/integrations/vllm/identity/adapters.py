@@ -1,4 +1,4 @@
-"""Which weights a LoRA adapter has. vLLM hashes only its name and path (0.29: its name), which other weights may share.
+"""Which weights a LoRA adapter has. vLLM hashes only its name and path (0.29: its name). Other weights may share these.
 
 ray.serve.llm keeps every adapter under a path made of its name, whatever its bucket and however often it was trained
 again. vLLM can also load an adapter again in place. So the workers tell which weights they loaded, and the scheduler's
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 
 class Load(NamedTuple):
-    """An adapter in a worker. number: counts loads of a name; loads with different numbers may have different weights.
+    """An adapter in a worker. number: no lower for a later load of a name; equal numbers mean equal weights.
 
     weights: digest of the files that it was loaded from; b"" while these files are unknown.
     """
@@ -29,7 +29,7 @@ class Told(NamedTuple):
 
 
 class Adapter(NamedTuple):
-    """The adapter in a request's keys. id: vLLM's. numbers: by rank, of the loads that had these weights."""
+    """The adapter in a request's keys. id: vLLM's. numbers: by rank, the number of the load with these weights."""
 
     id: int
     weights: bytes
@@ -80,14 +80,14 @@ class ToldAdapters:
 
 
 class OwnCache:
-    """vLLM's own prefix cache knows an adapter by its name only. This evicts its blocks after a change of weights.
+    """Evicts blocks of vLLM's own prefix cache, which knows an adapter by name only, after a change of weights.
 
     blocks: vLLM's block pool.
     """
 
     def __init__(self) -> None:
         self.blocks: Any = None
-        self._outdated: dict[str, list[Any]] = {}  # by name: requests that go on with blocks of both weights
+        self._outdated: dict[str, list[Any]] = {}  # by name: unfinished requests that began with the old weights
 
     def let_go(self, name: str, requests: list[Any]) -> None:
         """An adapter has other weights now. requests: vLLM's requests that began before."""
@@ -95,7 +95,7 @@ class OwnCache:
         self._evict()
 
     def is_mixed(self, name: str) -> bool:
-        """Whether blocks in vLLM's cache may now mix both weights. Evicts the leftovers of the last old request."""
+        """Whether blocks in vLLM's cache may mix both weights. Evicts all blocks once no old request is left."""
         if name not in self._outdated:
             return False
         self._outdated[name] = [request for request in self._outdated[name] if not request.is_finished()]

@@ -13,8 +13,8 @@ from typing import Any
 
 from raykv.integrations.vllm.identity.digests import config_digest, digest
 
-WITHOUT_KV = ("ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator")  # methods that keep nothing of a prompt
-# of a drafter's layers, where their numbers begin at 0; other drafters count on from the target's layers
+WITHOUT_KV = ("ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator")  # methods that keep no KV of a prompt
+# in names of drafters' layers that count from 0; other drafters' layers count on from the target's
 PREFIXES = ("draft_model", "mtp")
 
 
@@ -45,7 +45,7 @@ def target_layers(vllm_config: Any, groups: Sequence[Any]) -> list[tuple[Any, li
 
 
 def _is_draft(layer: str, model: str, layers: int) -> bool:
-    """layer: its name in vLLM. model: what the names of the target's layers begin with. layers: of the target."""
+    """layer: its name in vLLM. model: begin of the target's layers' names. layers: number of the target's layers."""
     begin, number = _split(layer)
     return begin != model or number >= layers or _is_marked(layer)
 
@@ -55,7 +55,7 @@ def _is_marked(layer: str) -> bool:
 
 
 def _split(layer: str) -> tuple[str, int]:
-    """What a layer's name has before its number, and the number; 0 without any."""
+    """A layer's name up to its number, and the number; 0 for a name without a number."""
     found = re.search(r"\.(\d+)(?=\.|$)", layer)
     return (layer[: found.start()], int(found[1])) if found else (layer, 0)
 

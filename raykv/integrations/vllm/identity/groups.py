@@ -1,8 +1,8 @@
 """The KV cache groups of a model: layers whose chunks are looked up, stored and evicted together.
 
-A full-attention layer reads every chunk of a prefix, and a sliding-window layer the last chunks. A state (Mamba, gated
-delta nets, short convolutions) is only the last chunk. So each group is its own cache in the pool. vLLM asks for a
-chunk of a group by its hash and the index of the group.
+A full-attention layer reads every chunk of a prefix, and a sliding-window layer the last chunks. Of a state (Mamba,
+gated delta nets, short convolutions) only the last chunk is read. So each group is its own cache in the pool. vLLM asks
+for a chunk of a group by its hash and the index of the group.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SUPPORTED = (  # by name, as a subclass may mean something else
 
 
 class Layers(NamedTuple):
-    """Layers whose pages are chunks of their own: of a vLLM group, the target's layers or the drafter's.
+    """Layers whose pages make chunks of their own: in a vLLM group, the target's layers or the drafter's.
 
     group: index among vLLM's offloaded groups.
     """
@@ -40,7 +40,7 @@ class Group(NamedTuple):
     """group_idx: vLLM's index in keys. place: index among the engine's Layers.
 
     tokens: of a chunk. window: how many last chunks of a prefix are read; 0: all. ahead: how many chunks after the
-    prefix vLLM asks for, and drops: what a drafter keeps of a chunk depends on the next token.
+    prefix vLLM asks for and then drops. A drafter's KV of a chunk depends on the next token.
     """
 
     group_idx: int
@@ -52,7 +52,7 @@ class Group(NamedTuple):
 
 
 def pool_part(number: int, part: int, ranks: Iterable[Sequence[int]]) -> int:
-    """The `part` of the pool's cache for a part of a group's chunks. ranks: by rank, its parts of a chunk.
+    """The argument `part` of `KVPool.cache` for a part of a group's chunks. ranks: by rank, its parts of a chunk.
 
     number: see `numbers_of`.
     """
@@ -60,9 +60,9 @@ def pool_part(number: int, part: int, ranks: Iterable[Sequence[int]]) -> int:
 
 
 def numbers_of(drafters: Iterable[bool]) -> list[int]:
-    """By place: its number among the target's places, or among the drafter's. drafters: by place, whose it is.
+    """By place, its number among the target's places or the drafter's. drafters: by place, whether it is a drafter's.
 
-    vLLM may put a drafter's group between those of the target, which have the same numbers without a drafter.
+    vLLM may put a drafter's group between the target's groups. The target's numbers are the same without a drafter.
     """
     counts, found = Counter[bool](), []
     for of_drafter in drafters:
@@ -74,7 +74,7 @@ def numbers_of(drafters: Iterable[bool]) -> list[int]:
 def groups_of(configs: Sequence[Any], layers: Sequence[Layers] = ()) -> list[Group]:
     """The groups of an engine's layers, first those that read all chunks.
 
-    configs: vLLM's `kv_group_configs`. layers: by place; without any, those of vLLM's groups.
+    configs: vLLM's `kv_group_configs`. layers: by place; if empty, one for each of vLLM's groups.
     """
     found = [
         Group(
@@ -91,10 +91,10 @@ def groups_of(configs: Sequence[Any], layers: Sequence[Layers] = ()) -> list[Gro
 
 
 def loadable(tokens: int, groups: Sequence[Group], aligned: int, most: int | None) -> int:
-    """How many leading tokens of a request vLLM's scheduler loads at most. Windows end there.
+    """How many leading tokens of a request vLLM's scheduler loads at most. Windows end with the last of these.
 
     tokens: of the request; where a group has a window, the last token is computed. aligned: a state exists only after a
-    multiple of so many tokens; 0: after any token. most: limit of the request; None: its end.
+    multiple of so many tokens; 0: after any token. most: the request's own limit; None: no limit.
     """
     found = tokens if most is None else min(tokens, most)
     if any(group.window for group in groups):
@@ -106,7 +106,7 @@ def loadable(tokens: int, groups: Sequence[Group], aligned: int, most: int | Non
 
 
 def unsupported(spec: Any) -> set[str]:
-    """Names of the page kinds in a group that raykv can't share: not KV that depends on the earlier tokens alone."""
+    """Names of a group's kinds of pages that raykv can't share, as they do not depend on earlier tokens alone."""
     return {type(layer).__name__ for layer in _layers(spec)}.difference(SUPPORTED)
 
 
@@ -116,7 +116,7 @@ def is_latent(spec: Any) -> bool:
 
 
 def in_strides(spec: Any) -> bool:
-    """Whether decode context parallelism gives each rank some tokens of all layers, and of the tokens all bytes."""
+    """Whether decode context parallelism gives each rank some of the tokens, in all layers and with all bytes."""
     return all(
         getattr(layer, "dcp_sharded", True) and getattr(layer, "max_tp_shards", 1) == 1  # 0.30 has neither
         for layer in _layers(spec)
@@ -129,7 +129,7 @@ def _layers(spec: Any) -> Iterable[Any]:
 
 
 def blocks_within(spec: Any) -> int:
-    """How many blocks a chunk may have at most; 0: any number. A longer chunk would exceed a window or a state.
+    """How many blocks a chunk may have at most; 0: any number. A longer chunk would exceed a window, or span states.
 
     vLLM frees the blocks before a window while the next chunk is being filled.
     """
@@ -148,7 +148,7 @@ def _window(spec: Any) -> int:
 
 
 def names(groups: Sequence[tuple[Any, Sequence[str]]]) -> str:
-    """Text that tells these groups from those of the same model with other options.
+    """Text that differs where other options give the same model other groups.
 
     groups: vLLM's spec of each, and the names of its layers.
     """

@@ -27,9 +27,9 @@ OF_IMAGES = ("mm_encoder_attn_dtype", "mm_encoder_fp8_scale_path", "video_prunin
 
 
 def identity(vllm_config: Any, kv_cache_config: Any, parallel: str) -> dict[str, str]:
-    """Arguments of `KVPool.cache` that engines must share to share blocks of the target's layers.
+    """Arguments of `KVPool.cache` that are equal in engines that share blocks of the target's layers.
 
-    parallel: name of the cut into parts.
+    parallel: name of the Cut into parts.
     """
     model, cache = vllm_config.model_config, vllm_config.cache_config
     algorithm = cache.prefix_caching_hash_algo
@@ -45,7 +45,7 @@ def identity(vllm_config: Any, kv_cache_config: Any, parallel: str) -> dict[str,
                 _processor(),
                 str(vllm_config.attention_config.backend),
                 str(cache.kv_cache_layout),
-                # `sha256` pickles its input, and other versions of Python give other bytes
+                # `sha256` pickles its input, and each version of Python pickles to other bytes
                 algorithm if algorithm == "sha256_cbor" else f"{algorithm}-{platform.python_version()}",
                 str(cache.block_size),
                 names(groups) if len(groups) > 1 else "",

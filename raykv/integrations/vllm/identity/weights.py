@@ -1,4 +1,4 @@
-"""The name of an engine's weights, in addition to model and revision: they may change while it runs (sleep, RLHF)."""
+"""The name of an engine's weights, beside model and revision: weights may change while an engine runs (sleep, RLHF)."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ log = logging.getLogger("raykv")
 
 
 class Weights:
-    """Engines whose weights have one name share what they store.
+    """Engines share what they store if their weights have the same name.
 
     name: part of the names of the engine's caches; "" for the loaded weights, if nobody named them.
     """
 
     def __init__(self, file: str | None) -> None:
-        """file: has the name, and is read again at every reset. ValueError if it is missing or empty."""
+        """file: path of a file with the name, read again at every reset. ValueError if the file is missing or empty."""
         self._file = file
         self.name = self._read() if file else ""
         if file and not self.name:

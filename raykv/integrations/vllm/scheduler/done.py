@@ -13,8 +13,8 @@ from raykv.keys import Keys
 
 log = logging.getLogger("raykv")
 
-PAUSE_S = 0.5  # before each call: workers offer a finished request's chunks, and hold them meanwhile
-CALLS = 5  # at most, while the pool makes fewer copies older than there are keys
+PAUSE_S = 0.5  # before each call: workers may still store a finished request's chunks, and hold them meanwhile
+CALLS = 5  # at most, for the same keys, until the pool has aged as many copies as there are keys
 
 
 class _Told(NamedTuple):
@@ -25,7 +25,7 @@ class _Told(NamedTuple):
 
 
 class Done:
-    """What is still to be told. The thread begins with the first."""
+    """The keys that the pool is still to be told. The thread starts with the first of these."""
 
     def __init__(self, directory: DirectoryClient) -> None:
         self._directory = directory

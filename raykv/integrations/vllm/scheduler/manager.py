@@ -54,9 +54,10 @@ METRICS = {
 
 
 class Found(NamedTuple):
-    """What the pool has of a request in memory.
+    """A request's chunks that the pool has in memory.
 
-    chunks: by group, the numbers of the leased chunks. ready: of these, and of those ahead. failed: it may have more.
+    chunks: by group, the numbers of the leased chunks. ready: the same, with the chunks ahead. failed: the look-up
+    failed, so the pool may have more.
     """
 
     match: JointMatch
@@ -69,7 +70,7 @@ class Found(NamedTuple):
 class Ask:
     """A request's question to the pool. first: by group, the number of the first chunk asked for.
 
-    computes: others may wait for the missing chunks. wait: set while the request waits for another engine.
+    computes: other engines may wait for the missing chunks. wait: set once the request waits for another engine.
     """
 
     keys: dict[int, list[bytes]]
@@ -91,11 +92,11 @@ class Ask:
 
 @dataclass
 class Computing:
-    """The chunks that a request must compute, of the first group, and since when.
+    """The first group's chunks that a request must compute, and since when.
 
-    answer: of the question through which others wait for them. missed: those not yet offered. offered: those whose
-    `complete_store` is yet to come. measured: True if it can't (or need not) measure this engine's speed, for instance
-    where another request of this engine computes the chunks.
+    answer: of the question whose intent lets other engines wait. missed: chunks not yet offered to the workers.
+    offered: chunks whose `complete_store` is yet to come. measured: the speed was measured, or can't be, as where
+    another request of this engine computes the chunks.
     """
 
     since: float
@@ -106,7 +107,7 @@ class Computing:
 
 
 class Place(NamedTuple):
-    """Where a part of a match belongs. number: of the part among its rank's."""
+    """Where a part of a match belongs. number: index of the part among the rank's parts."""
 
     rank: int
     group: Group
@@ -130,8 +131,8 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
     ) -> None:
         """arguments: of `KVPool.cache`, without part, block_tokens and block_bytes, which groups and ranks give.
 
-        stores: the workers store what they compute, so others may wait for it. patience: see Wait. drafter: arguments
-        for a drafter's layers.
+        stores: the workers store what they compute, so other engines may wait for it. patience: see Wait. drafter:
+        arguments for a drafter's layers.
         """
         self._pool, self._stores, self._patience = pool, stores, patience
         self._arguments, self._drafter = arguments, drafter or arguments
@@ -170,7 +171,7 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
             return LookupResult.MISS
         number = chain.number(key)
         if ask is None:
-            if number is None:  # for states vLLM also asks at ends within a chunk, which are never stored
+            if number is None:  # vLLM also asks for states at ends within a chunk; such states are never stored
                 return LookupResult.MISS
             ask = self._asks[request] = self._ask(get_offload_group_idx(key), number, chain, request)
         if not ask.answer.done():
@@ -232,7 +233,7 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
         return PrepareStoreOutput(keys, ChunksToStore(places, chain.origin.salt, chain.origin.adapter), [])
 
     def complete_store(self, keys: Collection[bytes], req_context: Any, success: bool = True) -> None:
-        """Measure this engine's speed. It decides how long requests wait for other engines and for an external tier."""
+        """Measure this engine's speed, which limits how long requests wait for other engines and an external tier."""
         self._publish(keys, req_context)
         computing = self._computing.get(req_context.req_id)
         if computing is None or not (offered := computing.offered.intersection(keys)):
@@ -246,7 +247,7 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
         self._end_if_done(req_context.req_id)
 
     def _publish(self, keys: Collection[bytes], req_context: Any) -> None:
-        """Announce chunks that the pool got or had to routers, once the pool has them."""
+        """Have routers told of chunks that were stored or loaded, once the pool has them."""
         if self.events is not None:  # only layers that read all chunks: routers count those
             chain, group = req_context.get_state(Chain), self._groups[0].group_idx
             keys = [key for key in by_group(keys).get(group, []) if not chain.is_tail(key)]
@@ -276,7 +277,7 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
             self._tell_done(chain)
 
     def _tell_done(self, chain: Chain) -> None:
-        """A request's session is done with the chunks that are its own."""
+        """Tell the pool that a request's session is done with its own chunks."""
         known = self._sessions.start(chain.hint, chain.origin.salt)
         start = chain.start if known is None else known
         if not chain.hint.again:
@@ -289,17 +290,17 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
                     self._done.tell(rows, chain.hint.again)
 
     def _end_if_done(self, request: str) -> None:
-        """End the intent of a request that has stored its chunks, or will not: nobody need wait for it."""
+        """End the intent of a request that has stored its chunks, or will not store them: nobody need wait for it."""
         computing = self._computing[request]
         if not computing.missed and not computing.offered:
             _end_intent(self._computing.pop(request).answer)
 
     def release_unused(self, request: str) -> None:
-        """The request has its blocks, or is done. Release the leases that it does not load."""
+        """The request has its blocks, or is done. Release its leases unless it loads them."""
         ask = self._asks.get(request)
         if ask is None or ask.loading:
             return
-        if not ask.counted:  # another request of this engine computes them, and other engines wait by this intent
+        if not ask.counted:  # another request of this engine computes them; other engines wait by this request's intent
             missed = set(ask.keys[self._groups[0].group_idx])
             self._computing[request] = Computing(time.monotonic(), ask.answer, missed, measured=True)
         self._forget(request)
@@ -310,7 +311,7 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
         self._counts[FAILED] += 1
 
     def hold(self, seconds: float) -> None:
-        """Find nothing for so long: vLLM can't reset its cache while a request loads."""
+        """Find nothing for so many seconds: vLLM can't reset its cache while a request loads."""
         self._held_until = time.monotonic() + seconds
 
     def give_up(self) -> None:
@@ -318,7 +319,7 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
         self._ranks, self.caches = [], {}
 
     def reset_cache(self) -> None:
-        """The weights may have changed. Use the cache of their present name; an unnamed cache is this engine's alone.
+        """The weights may have changed. Use caches with their present name; unnamed caches are this engine's alone.
 
         Leases of loads under way are released too. Nobody will report those loads, and a reader notices an overwritten
         block.
@@ -358,7 +359,7 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
 
     @property
     def first_cache(self) -> KVCache | None:
-        """The cache of the first group's first part. The group reads all chunks if any does. None: no ranks yet."""
+        """The cache of the first group's first part. It reads all chunks if any group does. None: no ranks yet."""
         return _first(self.caches) if self.caches else None
 
     def _make_caches(self) -> dict[int, dict[int, KVCache]]:
@@ -392,7 +393,7 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
         Where all groups have windows, ask for all chunks: vLLM looks up the last chunk first, then earlier chunks.
         """
         tokens = {group.group_idx: group.tokens for group in self._groups}
-        ahead = max(group.ahead for group in self._groups)  # chunks of equally many tokens are equally many
+        ahead = max(group.ahead for group in self._groups)  # one for all: equally long chunks must be equally many
         start = 0 if self._groups[0].window else number * tokens[group]
         step = lcm(*tokens.values())
         begin = {index: start // step * step // of_chunk for index, of_chunk in tokens.items()}
@@ -418,9 +419,9 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
         computes: bool,
         wait: bool,
     ) -> Found:
-        """Lease what all ranks have of the keys, and fetch blocks from an external tier. An error is a miss.
+        """Lease the chunks that the pool has for all ranks, and fetch blocks from an external tier. An error is a miss.
 
-        computes: see Ask. wait: lease nothing where others compute the next chunks.
+        computes: see Ask. wait: lease nothing where other engines compute the next chunks.
         """
         cache, tokens, failed = _first(caches), 0, False
         match = JointMatch(cache.session, self._parts(caches, keys, origin), cache.recompute_tokens_per_s, origin.id)
@@ -443,9 +444,9 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
         return Found(match, chunks, ready)
 
     def _places(self) -> list[Place]:
-        """What the parts of a match are, in their order.
+        """The places of a match's parts, in order.
 
-        A drafter's are first: an engine without this drafter is not to be waited for, as it stores the target's only.
+        The drafter's parts are first. So nobody waits for an engine without this drafter.
         """
         groups = sorted(self._groups, key=lambda group: not group.of_drafter)
         return [
@@ -456,7 +457,7 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
         ]
 
     def _parts(self, caches: dict[int, dict[int, KVCache]], keys: dict[int, list[bytes]], origin: Origin) -> list[Part]:
-        """The parts to ask for, as `_places` says."""
+        """The parts to ask for, in the order of `_places`."""
         by_place = {
             group.place: pool_keys(caches[group.place], keys[group.group_idx], origin) for group in self._groups
         }

@@ -5,19 +5,19 @@ from __future__ import annotations
 import time
 from typing import Any
 
-PATIENCE = 1.5  # default; times as long as this engine would compute: the other engine began earlier
+PATIENCE = 1.5  # default: a wait lasts so many times as long as this engine would compute: the other began earlier
 MOST = 1e6  # limit of `patience`; a dead engine is noticed long before
 UNMEASURED = 1000.0  # tokens per second, where nothing is measured yet: waiting too long beats computing twice
-ASKS = 64  # during the wait, beside a few more at its begin; each costs the directory about 0.1 ms
+ASKS = 64  # questions during the wait, beside a few more at its begin; each costs the directory about 0.1 ms
 PAUSES_S = (0.005, 0.1)  # between two questions for chunks that others compute: the first, and the longest
 GROWTH = 1.25  # from one pause to the next: short at first, for chunks that are already being written
 
 
 class Wait:
-    """A wait that begins now, measured in times of this engine's computing. It ends even if no chunk comes."""
+    """A wait that begins now. It is a multiple of this engine's computing time, and ends even if no chunk comes."""
 
     def __init__(self, compute_s: float, patience: float) -> None:
-        """compute_s: seconds in which this engine would compute the chunks. patience: factor of that for the wait."""
+        """compute_s: seconds that this engine would compute the chunks. patience: how many times as long to wait."""
         self._pause, self._longest = PAUSES_S[0], min(max(compute_s / ASKS, PAUSES_S[0]), PAUSES_S[1])
         self._end = time.monotonic() + patience * compute_s
         self._next = time.monotonic() + self._pause

@@ -46,7 +46,7 @@ class Loads:
         self._mutex = threading.Lock()
 
     def note(self, adapter: int, name: str, files: Files, before: bytes | None) -> None:
-        """vLLM has loaded an adapter. files, before: files and digest just before; both must still be the same.
+        """vLLM has loaded an adapter. files, before: its files and their digest just before. Both must still be so.
 
         Files that were written just now are hashed again in a thread: hundreds of MB would hold up the engine's step.
         """
@@ -86,14 +86,14 @@ class LoadedAdapters:
     """This worker's adapters, for the scheduler's side. For the engine's thread only."""
 
     def __init__(self, config: Any, rank: int) -> None:
-        """config: this engine's LoRA configuration of vLLM's. From here on vLLM's manager reports its loads."""
+        """config: vLLM's LoRA configuration of this engine. From now on vLLM's managers report their loads."""
         self._config, self._rank = config, rank
         self._last: Told | None = None
         if not hasattr(WorkerLoRAManager._load_adapter, "noted"):
             WorkerLoRAManager._load_adapter = _noting(WorkerLoRAManager._load_adapter)
 
     def has(self, adapter: Adapter | None) -> bool:
-        """Whether the adapter has the weights in a request's keys. None: the request uses no adapter."""
+        """Whether the adapter has the weights that a request's keys name. None: the request uses no adapter."""
         if adapter is None:
             return True
         load = self._now().get(adapter.id)
@@ -105,7 +105,7 @@ class LoadedAdapters:
         return load.weights if load else b""
 
     def news(self, question: int) -> dict[int, Told]:
-        """By rank, what the scheduler's side does not know yet. question: the number of its last question."""
+        """This rank's adapters, unless the scheduler's side knows them. question: number of its last question."""
         told = Told(question, self._now())
         if told == self._last:
             return {}

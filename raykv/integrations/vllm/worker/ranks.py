@@ -1,9 +1,9 @@
 """The ranks of an engine: their nodes, and their parts of a chunk.
 
-The pool has a part as one block. Ranks with nothing in common have a part each. Where all ranks have the same bytes
-(the latent of MLA models), the chunk is one part that all read and one rank stores. With decode context parallelism the
-latent has as many parts, each of every so many tokens. Where pages lie head by head, groups of heads are the parts
-(`canonical_layout`), so engines of other tensor-parallel sizes have the same parts.
+A part is one block of the pool. Ranks with nothing in common have a part each. If all ranks have the same bytes (the
+latent of MLA models), the chunk is one part: one rank stores it, and all read it. With decode context parallelism of n
+the latent has n parts, each with every n-th run of tokens. With `canonical_layout` pages lie head by head, and groups
+of heads are the parts. So engines of other tensor-parallel sizes have the same parts.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from raykv.cluster.internal_kv import Kept
 from raykv.integrations.vllm.identity.groups import Layers
 
 HEADS = "heads"
-GROUPS = 8  # of heads, at most: every part is a key of its own in the pool
+GROUPS = 8  # groups of heads, at most: every part is a key of its own in the pool
 
 
 class Rank(NamedTuple):
     """What a worker tells the scheduler's side.
 
-    memory: the directory's name of the memory on its node that it reads and writes. parts: its parts of a chunk.
-    part_bytes: of one part, by place. layers: by place; without any, those of vLLM's groups. cut: name of its Cut,
-    which may differ from the scheduler's: vLLM changes the interleave of some workers' configuration. "": the same.
+    memory: the directory's name of the memory that the worker reads and writes. parts: its parts of a chunk.
+    part_bytes: of one part, by place. layers: by place; if empty, those of vLLM's groups. cut: name of the worker's
+    Cut; "": the scheduler's. They may differ, as vLLM changes the interleave in some workers' configuration.
     """
 
     memory: str
@@ -74,7 +74,7 @@ def cut(parallel: Any, heads: int, latent: bool) -> Cut:
     parts, stores = [], []
     for stage in range(stages):
         for rank in range(tensor):
-            own = rank % strides if latent else rank // readers * each  # vLLM's groups of strides are of adjacent ranks
+            own = rank % strides if latent else rank // readers * each  # vLLM's groups of strides are adjacent ranks
             parts.append(list(range(stage * of_stage + own, stage * of_stage + own + each)))
             stores.append(rank < strides if latent else rank % readers == 0)
     if stages > 1:
@@ -87,7 +87,7 @@ def cut(parallel: Any, heads: int, latent: bool) -> Cut:
 def check_heads(kv_caches: Mapping[str, torch.Tensor], heads: int) -> None:
     """ValueError unless every page lies head by head, so that equal pieces are groups of heads.
 
-    kv_caches: by layer, of blocks that have `heads` heads.
+    kv_caches: by layer, the tensor of its blocks, which have `heads` heads.
     """
     for layer, tensor in kv_caches.items():
         shape, strides = tuple(tensor.shape), tensor.stride()
@@ -99,7 +99,7 @@ def check_heads(kv_caches: Mapping[str, torch.Tensor], heads: int) -> None:
 
 
 def tell(pool: str, engine: str, number: int, rank: Rank) -> None:
-    """A worker tells the scheduler's side where it is. engine: a name of this start of the engine.
+    """A worker tells the scheduler's side about its rank. engine: a name of this start of the engine.
 
     vLLM's handshake would not do: inside its MultiConnector the handshake is the first connector's.
     """
@@ -107,7 +107,7 @@ def tell(pool: str, engine: str, number: int, rank: Rank) -> None:
 
 
 def told(pool: str, engine: str, count: int) -> list[Rank]:
-    """The places that the workers told, which are then dropped. RuntimeError unless all of `count` have told."""
+    """What the workers told; the pool then forgets it. RuntimeError unless all of `count` workers have told."""
     names = [f"{engine}/{number}" for number in range(count)]
     found = [json.loads(value) for name in names if (value := internal_kv.get(pool, Kept.RANK, name))]
     if len(found) != count:

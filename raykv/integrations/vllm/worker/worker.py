@@ -2,8 +2,8 @@
 
 Chunks of other nodes stream through the arena's staging window, under the lease of the scheduler's process.
 
-On a GPU all pages of a job are one batched copy. It waits for the work that the engine's stream had when the job was
-submitted. vLLM hears of the job when the copy is done.
+On a GPU all pages of a job are one batched copy. The copy waits for the work that the engine's stream had when the job
+was submitted. vLLM hears of the job when the copy is done.
 """
 
 from __future__ import annotations
@@ -43,22 +43,22 @@ from raykv.protocol.location import KEY_BYTES
 
 log = logging.getLogger("raykv")
 
-STREAMS = 4  # loads from other nodes at a time; loads from this node wait for none of them
-PAUSES_S = (0.0005, 0.005)  # of an engine that has nothing to compute: the first, and the longest
-GRACE_S = 0.02  # for a store to get slots when vLLM wants its blocks back; a producer waits longer
+STREAMS = 4  # loads from other nodes at a time, at most; loads from this node do not wait for them
+PAUSES_S = (0.0005, 0.005)  # pauses of an engine that has nothing to compute: the first, and the longest
+GRACE_S = 0.02  # for a store to get slots once vLLM wants its blocks back, else it is given up; a producer waits longer
 
 
 @dataclass
 class Job:
     """A transfer. state: "queued" -> "copying" -> "done"; a job that became "done" while queued must not copy.
 
-    blocks: the engine's. adapter: of the KV that it loads. weights: of the job's adapter, as loaded here.
+    blocks: ids of the engine's blocks. adapter: of the KV to load. weights: digest of the adapter's weights, or b"".
     """
 
     id: int
     state: str
     blocks: NDArray[np.integer[Any]]
-    after: tuple[Any, ...] = ()  # CUDA events that precede any access to its pages
+    after: tuple[Any, ...] = ()  # CUDA events that must precede any access to the job's pages
     begin: float = field(default_factory=time.perf_counter)
     future: Future[None] | None = None
     adapter: Adapter | None = None
@@ -73,7 +73,7 @@ class Pages(NamedTuple):
 
 
 class Run(NamedTuple):
-    """The engine's blocks of one place in a job. skipped: earlier blocks of the first chunk."""
+    """The engine's blocks of one place in a job. skipped: how many blocks of its first chunk come before it."""
 
     place: int
     ids: NDArray[np.int64]
@@ -86,12 +86,12 @@ class Run(NamedTuple):
         return -(-(self.skipped + len(self.ids)) // self.per_chunk)
 
     def whole(self) -> Run:
-        """The run without a first chunk that begins before it."""
+        """The run without its first chunk, which begins before the run."""
         return self._replace(ids=self.ids[self.per_chunk - self.skipped :], skipped=0)
 
 
 class Offer(NamedTuple):
-    """Slots for a part of chunks. number: index among the rank's parts. digests: of the chunks."""
+    """Reserved slots for one part of a run's chunks. number: index among the rank's parts. digests: of the chunks."""
 
     run: Run
     number: int
@@ -100,10 +100,10 @@ class Offer(NamedTuple):
 
 
 def pages_of(kv_caches: Any, drafts: Sequence[Sequence[bool]] = ()) -> list[Pages]:
-    """The pages of an engine by place: those of each group, then those of drafters in groups that the target shares.
+    """The pages of an engine by place: each group's, then the drafter's in groups that the target has layers in too.
 
     kv_caches: vLLM's canonical KV caches. Groups may share memory. drafts: by group, whether each layer is a drafter's;
-    without any, no layer is. ImportError for GPU memory without CuPy.
+    if empty, no layer is. ImportError for GPU memory without CuPy.
     """
     tensors = [piece.tensor.view(torch.uint8) for piece in kv_caches.tensors]
     first, beside = list[Pages](), list[Pages]()
@@ -126,9 +126,10 @@ def _pages(layers: Layers, pages: list[torch.Tensor]) -> Pages:
 
 
 class RayKVWorker(OffloadingWorker):  # type: ignore[misc]
-    """Loads and stores chunks in its own threads. Reports success of every job; `take_failed` names failed loads.
+    """Loads and stores chunks in its own threads. Reports every job as a success; `take_failed` names failed loads.
 
-    rank: this rank, for the scheduler's side. adapters: what this engine has loaded; None without LoRA.
+    rank: this rank, for the scheduler's side. adapters: the LoRA adapters that this worker has loaded; None without
+    LoRA.
     """
 
     def __init__(
@@ -142,12 +143,12 @@ class RayKVWorker(OffloadingWorker):  # type: ignore[misc]
         verifies: bool = False,
         produces: bool = False,
     ) -> None:
-        """pages: by place, the engine's blocks, see `pages_of`. caches: by place, of this rank's parts of a chunk; the
-        parts are equal pieces of every page, in order.
+        """pages: by place, the engine's blocks, see `pages_of`. caches: by place, the cache of each of this rank's
+        parts of a chunk. The parts are equal pieces of every page, in order.
 
         stores: this rank stores its parts; else another rank stores the same bytes. verifies: each chunk ends with a
-        digest of its content (see `contents`). produces: it is a `kv_producer`, whose chunks others wait for. A
-        producer waits for slots as long as for any answer: the pool's deadline.
+        digest of its content (see `contents`). produces: it is a `kv_producer`, whose chunks other engines wait for. So
+        it waits for slots up to the pool's deadline.
         """
         self._pool, self._caches, self._number, self._per_chunk = pool, caches, rank, blocks_per_chunk
         self._layers, self._pages = [of.layers for of in pages], [of.rows for of in pages]
@@ -166,7 +167,7 @@ class RayKVWorker(OffloadingWorker):  # type: ignore[misc]
         self._streams = ThreadPoolExecutor(STREAMS, thread_name_prefix="raykv-stream")
         self._stores = ThreadPoolExecutor(1, thread_name_prefix="raykv-store")
         self._commits = ThreadPoolExecutor(1, thread_name_prefix="raykv-commit")
-        if pool.session.local is not None:  # loads do not wait for the whole arena: hundreds of GiB take seconds
+        if pool.session.local is not None:  # in a thread, so that no load waits: hundreds of GiB take seconds
             populate, about = pool.session.local.arena.populate, (self._device,)
             threading.Thread(target=populate, args=about, name="raykv-populate", daemon=True).start()
         self._jobs: dict[int, Job] = {}
@@ -204,7 +205,7 @@ class RayKVWorker(OffloadingWorker):  # type: ignore[misc]
         return self.adapters.weights_of(adapter.id) if self.adapters and adapter else b""
 
     def pause(self) -> None:
-        """Wait a moment, in steps that compute nothing. Polling scheduler and worker would take the copy's cores.
+        """Wait a moment, in a step that computes nothing. Scheduler and worker would poll, and take the copy's cores.
 
         The first pause is short: the next step answers most look-ups.
         """
@@ -228,7 +229,7 @@ class RayKVWorker(OffloadingWorker):  # type: ignore[misc]
         return results
 
     def take_failed(self) -> dict[int, set[int]]:
-        """By job, the engine's blocks that did not arrive, of the loads in `get_finished` since the last call."""
+        """By load that `get_finished` returned since the last call, the engine's blocks that did not arrive."""
         failed, self._reported = self._reported, {}
         return failed
 
@@ -284,7 +285,7 @@ class RayKVWorker(OffloadingWorker):  # type: ignore[misc]
     def _offers(self, run: Run, target: ChunksToStore, weights: bytes) -> list[Offer]:
         """Reserve slots for the parts of a place's chunks. Returns no offers for a place with a gap.
 
-        A window has freed the blocks before it, so a chunk that begins with such blocks is left out.
+        vLLM has freed the blocks before a window, so a chunk that begins with freed blocks is left out.
         """
         chunks, group = target.places[run.place], self._layers[run.place].group
         keys, position, left_out = chunks.keys, chunks.position, 0
@@ -342,7 +343,7 @@ class RayKVWorker(OffloadingWorker):  # type: ignore[misc]
         chunks = sum(len(blocks.keys) // KEY_BYTES for blocks in leased)
         digests = self._digests(bytes(chunks * DIGEST_BYTES), b"")
         rows = self._rows(run, chunks, part.number, self._spare, after, digests)
-        # compare nonces, as a new directory has other indices
+        # compare arenas by nonce: a new directory gives them other indices
         if not session.maps(blocks.name.nonce for blocks in leased):
             session.directory.fault("load", "the blocks are in another arena than the one that this worker knows")
             return 0
@@ -371,7 +372,7 @@ class RayKVWorker(OffloadingWorker):  # type: ignore[misc]
         return found.to(self._spare.device)
 
     def _are(self, digests: torch.Tensor, expected: bytes, leases: list[Lease]) -> bool:
-        """Whether chunks that were read have the expected content. Others are counted, and dropped from the pool."""
+        """Whether the chunks read have the expected content. Other chunks are counted, and dropped from the pool."""
         other = np.frombuffer(digests.cpu().numpy().tobytes(), "V8") != np.frombuffer(expected, "V8")
         if not other.any():
             return True
@@ -436,7 +437,7 @@ class RayKVWorker(OffloadingWorker):  # type: ignore[misc]
             return job.state == "copying"
 
     def _finish(self, job: Job, state: str, size: int) -> None:
-        """Report a job to vLLM, once, if it is in this state."""
+        """Report a job to vLLM, once, if its state is `state`."""
         with self._mutex:
             if job.state != state or state == "done":
                 return
