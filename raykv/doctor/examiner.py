@@ -54,7 +54,7 @@ def clock() -> float:
 
 @ray.remote(num_cpus=0, max_retries=0, _generator_backpressure_num_objects=1)  # type: ignore[call-overload, untyped-decorator]
 def listen() -> Iterator[tuple[str, int]]:
-    """(host, port) where this node listens, like the lanes between stores. It listens while its answers are kept.
+    """(host, port) where this node listens, like the lanes between stores. It listens while the generator is kept.
 
     OSError if it can't.
     """

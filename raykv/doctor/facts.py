@@ -25,7 +25,7 @@ class Facts(NamedTuple):
 
     machine: equal for nodes that share memory. room: free memory; total: all memory; shm: size of /dev/shm; in bytes.
     left: by pool, bytes in /dev/shm of dead stores. alive: pools in `left` with a live store here too.
-    kernels: the folder of machine code. unwritable: better folders that others can write, or this user can't.
+    kernels: folder of compiled kernels. unwritable: better folders that other users can write, or this user can't.
     huge_pages: the kernel's setting for files in memory, or "". gpus: number of GPUs that raykv can use.
     driver: version of NVIDIA's, or "". no_nixl: why NIXL can't be used, or "". rdma: whether there is an RDMA card.
     niceness: of Ray's workers. tls: whether Ray uses TLS. no_tls: why the pool then can't use it, or "".

@@ -13,7 +13,7 @@ from raykv.protocol.calls import VERSION
 from raykv.system import free_memory
 from raykv.system.extras import to_install
 
-CLOCKS_S = 1.0  # two clocks may be so far apart, beyond the time that the question took
+CLOCKS_S = 1.0  # two clocks may be so far apart, beyond the error of the measurement
 INSTALLED = ("python", "numba")
 PYTHONS = SpecifierSet(metadata("raykv")["Requires-Python"])
 

@@ -7,7 +7,7 @@ from raykv.doctor.finding import OK, WRONG, Finding
 
 
 def finding() -> Finding:
-    """The finding of this process, at its node. Unless it is OK no node answers: Ray's calls back are turned away."""
+    """The finding of this process, at its node. If it is not OK, no node answers: Ray's calls back are turned away."""
     context = ray.get_runtime_context()
     node = context.get_node_id()
     if not token.is_sent():

@@ -33,7 +33,7 @@ class Alert(NamedTuple):
 PANELS = (
     Panel(
         "Hit rate",
-        "Of the blocks that were asked for, those that the pool had, by where.",
+        "Share of the blocks asked for that the pool had, by where they were.",
         "percentunit",
         (
             (
@@ -50,13 +50,13 @@ PANELS = (
     ),
     Panel(
         "Prefill saved",
-        "Estimate: engines that would be busy with what was read instead.",
+        "Estimate: number of engines that would be busy computing what was read.",
         "short",
         (("{{model}}", "sum by (model) (rate(@saved_prefill_seconds_total[5m]))"),),
     ),
     Panel(
         "Memory in use",
-        "Of what each node offers.",
+        "Share of what each node offers.",
         "percentunit",
         (
             (
@@ -73,13 +73,13 @@ PANELS = (
     ),
     Panel(
         "Hit rate by memory",
-        "What half, twice and four times the memory would give, and any amount (ceiling).",
+        "Hit rates that half, twice and four times the memory would give, and any amount (ceiling).",
         "percentunit",
         (("{{times}}", "max by (times) (@hit_rate_by_memory)"),),
     ),
     Panel(
         "Hit rate of tenants",
-        "Of the tokens that each one's engines asked for, those that the pool had.",
+        "Share of the tokens that a tenant's engines asked for and the pool had.",
         "percentunit",
         (
             (
@@ -90,7 +90,7 @@ PANELS = (
     ),
     Panel(
         "Memory of tenants",
-        "Of those with a quota, beside what it keeps for them and lets them have; without a name all others together.",
+        "Memory of each tenant with a quota, beside its minimum and maximum; without a name: all others together.",
         "bytes",
         (
             ("{{tenant}} uses", "max by (tenant) (@tenant_used_bytes)"),
@@ -116,7 +116,7 @@ PANELS = (
     ),
     Panel(
         "Reads",
-        "Of an engine, pulls included.",
+        "Seconds of an engine's reads, pulls included.",
         "s",
         (
             ("p50", "histogram_quantile(0.5, sum by (le) (rate(@read_seconds_bucket[5m])))"),
@@ -125,7 +125,7 @@ PANELS = (
     ),
     Panel(
         "The directory",
-        "Processor time, as a share of a core; and how long a match takes: the mean, and of the slowest hundredth.",
+        "Processor time, as a share of a core; and how long a match takes: the mean, and the 99th percentile.",
         "short",
         (
             ("busy", "sum(rate(@directory_cpu_seconds_total[5m]))"),
@@ -148,13 +148,13 @@ PANELS = (
     ),
     Panel(
         "External tier",
-        "Of its capacity.",
+        "Share of its capacity that is in use.",
         "percentunit",
         (("{{node}}", "max by (node) (@external_used_bytes) / max by (node) (@external_capacity_bytes)"),),
     ),
     Panel(
         "Faults",
-        "What went wrong and was treated as a miss, a minute.",
+        "Faults a minute that were treated as misses.",
         "short",
         (("{{kind}}", "60 * sum by (kind) (rate(@faults_total[5m]))"),),
     ),
@@ -183,7 +183,7 @@ ALERTS = (
 
 
 def expression(text: str, pool: str = "") -> str:
-    """PromQL with every `@name` as the metric's full name. pool: a selector such as `{pool=~"$pool"}`, or all pools.
+    """PromQL with every `@name` as the metric's full name. pool: a selector such as `{pool=~"$pool"}`; "": all.
 
     KeyError for an unknown metric.
     """

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from raykv.metrics.metric import METRICS, PREFIX, SECONDS
 
 EXPORT_S = 5.0  # Ray forgets a gauge that was not set for 20 s
-OBSERVED_MAX = 10_000  # of a histogram, between two flushes
+OBSERVED_MAX = 10_000  # values of a histogram, between two flushes
 LABELS_MAX = 50  # values of a tag that users choose, for each kind and process: more would break the metrics' storage
 OTHER = "other"  # stands for all later values
 
@@ -18,7 +18,7 @@ Series = tuple[str, Tags]  # name, tags
 
 
 class Exporter:
-    """Figures wait here until `flush`: each record of Ray's costs as much as a match. Thread-safe."""
+    """Figures wait here until `flush`: each call of Ray's metrics costs as much as a match. Thread-safe."""
 
     def __init__(self, pool: str) -> None:
         self._pool, self._node = pool, ""
@@ -95,7 +95,7 @@ class Exporter:
             raise errors[0]
 
     def _hand_over(self, figures: dict[Series, T], give: Callable[[Any, T, dict[str, str]], None]) -> list[Exception]:
-        """Give Ray's metrics their figures, and leave in the dict what they did not take."""
+        """Give Ray's metrics their figures. Figures that Ray did not take stay in the dict."""
         errors: list[Exception] = []
         for (name, tags), value in list(figures.items()):
             try:

@@ -22,7 +22,7 @@ def span(name: str, **attributes: Any) -> AbstractContextManager[Any]:
         made: AbstractContextManager[Any] = provider.get_tracer("raykv").start_as_current_span(
             f"raykv.{name}", attributes=_named(attributes)
         )
-    except Exception:  # another thread is importing it, or the provider that the environment names can't be loaded
+    except Exception:  # another thread is importing it, or the environment names a provider that can't be loaded
         return OFF
     return made
 

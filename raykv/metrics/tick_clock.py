@@ -13,7 +13,7 @@ class TickClock:
         self._times: list[float] = []
 
     def sample(self, tick: int, now: float) -> None:
-        """tick: the present one, no lower than before. now: seconds. Of many samples, every other old one goes."""
+        """tick: the present tick, no lower than before. now: seconds. Of many samples, every second old sample goes."""
         self._ticks.append(tick)
         self._times.append(now)
         if len(self._ticks) > SAMPLES_MAX:

@@ -14,7 +14,7 @@ from raykv.protocol.location import KEY_BYTES
 
 HEAD_BYTES = 64
 MARKER = bytes(KEY_BYTES)  # a key that no block has: put and get take it, `scan` leaves it out
-FOLDERS = tuple(f"{i:02x}" for i in range(256))  # of `path_of`
+FOLDERS = tuple(f"{i:02x}" for i in range(256))  # folders in paths of `path_of`
 _PATH = re.compile(r"(?:.*/)?([0-9a-f]{2})/(\1[0-9a-f]{30})")
 
 
@@ -29,11 +29,11 @@ class Block(NamedTuple):
 class Tier(Protocol):
     """Blocks by key, outside nodes' memory. `register_tier` takes a maker of tiers.
 
-    Thread-safe. A key always means the same bytes, so storing it again is harmless. The failure of a block stands in
-    its place of the answer. OSError, or a library's own error, means that the whole tier is out of order.
+    Thread-safe. A key always means the same bytes, so storing it again is harmless. A block that fails is False or None
+    at its place in the answer. OSError, or a library's own error, means that the whole tier has failed.
     """
 
-    shared: bool  # whether all nodes see one content
+    shared: bool  # whether all nodes see the same blocks
 
     def put_many(self, blocks: Sequence[Block]) -> list[bool]:
         """Store blocks. Returns for each whether it is stored now; False: there is no room for it."""
@@ -71,7 +71,7 @@ class TierUrl:
     parts: SplitResult = field(repr=False)  # with user, password and query
     capacity: int  # bytes
     shared: bool | None = None  # None: the tier decides
-    params: tuple[tuple[str, str], ...] = field(default=(), repr=False)  # others, for tiers that users register
+    params: tuple[tuple[str, str], ...] = field(default=(), repr=False)  # others: for tiers that users register
     pool: str = "default"
 
 

@@ -21,8 +21,8 @@ class TierCopier:
     def demote(self, source: Locations, keys: NDArray[np.uint8]) -> NDArray[np.bool_]:
         """Copy blocks of the arena to the tier.
 
-        source: (n,) LOCATION; `bytes` is the slot's size, and the header has the block's. keys: (n, 16). Returns (n,)
-        bool: which blocks are in the tier now. A block whose slot was given away meanwhile is not.
+        source: (n,) LOCATION; `bytes` is the slot's size. The block's size is in its header. keys: (n, 16). Returns
+        (n,) bool: which blocks are in the tier now. A block whose slot was given away meanwhile is not.
         """
         source = self._arena.with_lengths(source)
         sums, positions, there = self._arena.read_headers(source, keys, used=False)

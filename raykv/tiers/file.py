@@ -26,11 +26,11 @@ from raykv.system.owners import is_private
 from raykv.tiers.base import FOLDERS, HEAD_BYTES, MARKER, Block, TierUrl, key_of, path_of
 from raykv.tiers.strangers import Strangers
 
-PAGE = 4096  # direct I/O wants addresses, lengths and offsets in multiples of it
+PAGE = 4096  # direct I/O wants addresses, lengths and offsets in multiples of a page
 IN_FLIGHT = 4
 SPARE_BYTES = 128 << 20  # of deleted files to keep: writing over a file costs a file system less than a new file
 BATCH = 4096  # blocks of a scan
-# Errors of an open: a link, a socket, a pipe with direct I/O, a file where a folder should be, another user's file.
+# Errors of `open` for a link, a socket, a pipe with direct I/O, a file where a folder should be, another user's file.
 NO_FILE = (errno.ELOOP, errno.ENXIO, errno.EINVAL, errno.ENOTDIR, errno.EACCES)
 Row = TypeVar("Row")
 Answer = TypeVar("Answer")
@@ -45,10 +45,10 @@ class _Pages(threading.local):
 
 
 class FileTier:
-    """A folder of files. Unless it is shared, each store takes a subfolder, and takes the same one after a restart."""
+    """A folder of files. Unless the folder is shared, each store takes a subfolder, the same after a restart."""
 
     def __init__(self, url: TierUrl) -> None:
-        """ValueError or OSError where the folder can't be written or the disk is too small. It says what to change."""
+        """ValueError or OSError if the folder can't be written or the disk is too small. The text has advice."""
         self.shared = bool(url.shared)
         self._pages, self._numbers = _Pages(), count()
         self._spare: list[tuple[str, int]] = []  # deleted files that may be written over: paths and sizes
@@ -140,7 +140,7 @@ class FileTier:
         if len(rows) == 1:
             return [work(rows[0])]
         tasks = [self._threads.submit(work, row) for row in rows]
-        wait(tasks)  # even if one failed, others still use the caller's memory
+        wait(tasks)  # even if one task failed, other tasks still use the caller's memory
         return [task.result() for task in tasks]
 
     def _put(self, block: Block) -> bool:
@@ -229,7 +229,7 @@ class FileTier:
     def _read(self, key: bytes, flag: int, size: int | None, *views: memoryview) -> int | None:
         """Read a block's file from its start. Returns how many bytes were read; None where nothing has the name.
 
-        0: it is no file, does not have `size` bytes, or can't be read.
+        0: the name is no regular file's, or the file does not have `size` bytes or can't be read.
         """
         try:
             flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | flag
@@ -259,7 +259,7 @@ class FileTier:
         return 0 if address % PAGE or body.nbytes % PAGE else self._direct
 
     def _files(self, strangers: Strangers) -> Iterator[tuple[str, os.stat_result]]:
-        """Files with names of blocks or of temporary files. strangers, out: everything else there."""
+        """Files with names of blocks or of temporary files. strangers: gets everything else there."""
         for name in sorted(set(os.listdir(self._folder)) - {*FOLDERS, "lock"}):
             if not name.startswith("probe-"):  # a store that opens a shared folder writes these
                 strangers.add(name)

@@ -14,7 +14,7 @@ from raykv.tiers.strangers import Strangers
 
 PIECE_BYTES = 64 << 20  # moved at a time: each object is a request, and many are in flight
 BATCH = 4096  # blocks of a scan
-AGES = ("mtime", "LastModified", "last_modified", "updated", "created")  # names of the time in file systems
+AGES = ("mtime", "LastModified", "last_modified", "updated", "created")  # names that file systems give an object's time
 
 
 class FsspecTier:
@@ -56,7 +56,7 @@ class FsspecTier:
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
-            self._remove(list(objects))  # one of them is cut short
+            self._remove(list(objects))  # one of the objects is cut short
             return False
         return True
 

@@ -35,7 +35,7 @@ T = TypeVar("T")
 HEAD = struct.Struct("<8s8s16sQII")  # magic and version, content, key, xxh3_64, length, position in its chain
 MAGIC = b"raykv\0t1"
 CALL_S = 2.0  # for a call without blocks
-PIECE_BYTES = 16 << 20  # read at a time, while the caller uses as many
+PIECE_BYTES = 16 << 20  # read at a time, while the caller uses the piece before
 BACK_OFF_S = (0.5, 1.0, 2.0, 4.0, 8.0)  # between probes of a tier that is down
 CHECK_S = 10.0  # between probes of a tier that is up
 READERS = 4  # threads
@@ -68,9 +68,9 @@ class GuardedTier:
         self.faults = Counts()  # number of faults, by kind
         self._make, self._fingerprint = make, fingerprint
         self._opened: Tier | None = None
-        self._content = self._marked = bytes(CONTENT_BYTES)  # its name, and the name in the tier's marker
-        self._stored: deque[bytes] = deque(maxlen=WITNESSES)  # keys of the last stored blocks
-        self._witnesses: list[bytes] = []  # keys in `_stored` from before the marker was last seen
+        self._content = self._marked = bytes(CONTENT_BYTES)  # the content's name, and the name in the tier's marker
+        self._stored: deque[bytes] = deque(maxlen=WITNESSES)  # of each of the last stores, the first key
+        self._witnesses: list[bytes] = []  # the keys of `_stored` when the marker was last seen
         self._up, self._failures, self._retry_at = False, 0, 0.0
         self.refusal = ""  # why the last write failed; "" after a success
         self._refusals, self._write_at = 0, 0.0
@@ -104,7 +104,7 @@ class GuardedTier:
 
     @property
     def shared(self) -> bool | None:
-        """Whether all nodes see one content. None: it could not be opened yet."""
+        """Whether all nodes see one content. None: the tier could not be opened yet."""
         return self._opened.shared if self._opened else None
 
     @property
@@ -123,7 +123,7 @@ class GuardedTier:
             raise OSError(f"it can't be written: {error}") from error
 
     def open(self, seed: bytes) -> bool:
-        """Mark the tier as this pool's. Returns whether it is up; later, `probe` tells when it is.
+        """Mark the tier as this pool's. Returns whether the tier is up. If not, `probe` tells later.
 
         seed: names the content of an empty tier; all stores of a shared tier give the same.
         """
@@ -167,7 +167,7 @@ class GuardedTier:
                 reading.append(self._begin_load(keys[following], block_bytes))
             asked, buffer = reading.popleft()
             heads = self._answer(asked, data_deadline((part.stop - part.start) * block_bytes), "load")
-            if heads is None:  # a late call may still write into the buffer, so it is not used again
+            if heads is None:  # a late call may still write into the buffer, so the buffer is not used again
                 for ahead, _ in reading:
                     if ahead:
                         ahead.cancel()
@@ -205,8 +205,8 @@ class GuardedTier:
     def scan(self) -> Iterator[list[tuple[bytes, int]]]:
         """Batches of (key, block_bytes) of all blocks there, oldest first. Ends early where the tier fails; see `up`.
 
-        Leaves out strangers, as far as the tier can tell them: they are counted, and named in a warning. Has no
-        deadline.
+        Leaves out strangers, as far as the tier can tell them from blocks: they are counted, and named in a warning.
+        Has no deadline.
         """
         strangers = Strangers()
         try:
@@ -218,7 +218,7 @@ class GuardedTier:
         self.faults["strangers"] = strangers.count
 
     def _ours(self, batch: Sequence[tuple[bytes, int]], strangers: Strangers) -> list[tuple[bytes, int]]:
-        """The records of raykv in a batch of a scan. strangers, out: the others."""
+        """The records of raykv in a batch of a scan. strangers: gets the others."""
         sound = []
         for key, size in batch:
             if len(key) == KEY_BYTES and 0 < size <= SLAB_BYTES_MAX:
@@ -231,7 +231,7 @@ class GuardedTier:
         for (key, size), head in zip(sound, heads, strict=True):
             if head is not None and _is_record(head, key, size):
                 ours.append((key, size))
-            elif head is not None:  # else it was deleted meanwhile
+            elif head is not None:  # else the record was deleted meanwhile
                 strangers.add(key.hex())
         return ours
 
@@ -241,7 +241,7 @@ class GuardedTier:
         content: the new name (CONTENT_BYTES); all stores of a shared tier give the same.
         """
         self._content = content
-        self._write(self._mark_cleared, CALL_S, "clear")  # if it fails, the next probe does it
+        self._write(self._mark_cleared, CALL_S, "clear")  # if the write fails, the next probe writes the marker
 
     def close(self) -> None:
         """Cancel waiting calls, and close the tier."""
@@ -323,7 +323,7 @@ class GuardedTier:
             late = time.monotonic() - deadline / 2
             if writes and began and asked.done() and not asked.cancelled():
                 self._refuse(what, error)
-            elif began and (asked.done() or began[0] <= late):  # else it waited behind late calls, and those count
+            elif began and (asked.done() or began[0] <= late):  # else it waited behind late calls, which are counted
                 self._fail(what, error)
         return None
 
@@ -356,7 +356,7 @@ class GuardedTier:
         head = self._read_marker()
         found = head[8:16] if head is not None else None
         same = found in (self._marked, self._content)
-        if self._content != self._marked:  # it was cleared while the tier was down, or refused writes
+        if self._content != self._marked:  # the pool was cleared while the tier was down, or refused writes
             self._write_late()
         elif found is None and self._holds_content():  # the server evicted the marker alone
             self._mark()
@@ -370,9 +370,9 @@ class GuardedTier:
         return same
 
     def _holds_content(self) -> bool:
-        """Whether blocks of the content are still there, by blocks that were stored before the marker was last seen.
+        """Whether blocks of the content are still there. Asks for blocks stored before the marker was last seen.
 
-        A store that has stored none looks at the first blocks of a scan.
+        A store that has stored no blocks asks for the first blocks of a scan.
         """
         if not isinstance(self._tier, ReadsHeads):
             return False

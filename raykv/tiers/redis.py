@@ -112,7 +112,7 @@ class RedisTier:
         strangers.warn("keys in its key space are no blocks of raykv")
 
     def _sizes(self, names: Sequence[bytes]) -> list[int | None]:
-        """Bytes of the values; None for a value that is no string, 0 also for an absent one."""
+        """Bytes of the values; None for a value that is no string, 0 for an empty or absent value."""
         with self._client.pipeline(transaction=False) as pipe:
             for name in names:
                 pipe.strlen(name)

@@ -15,9 +15,9 @@ _registered: dict[str, Maker] = {}  # by scheme
 def register_tier(scheme: str, make: Maker) -> None:
     """Let `make` open `external=` URLs of this scheme, in this process.
 
-    scheme: of the URL, in any case. make: takes a TierUrl and returns an open Tier. Where it can't, it raises
-    ValueError or OSError, with a text that says what to change. Other processes find a maker by an entry point with the
-    scheme's name in the group "raykv.tiers".
+    scheme: of the URL, in any case. make: takes a TierUrl and returns an open Tier. If it can't, it raises ValueError
+    or OSError with a text that says what to change. Other processes find a maker by an entry point with the scheme's
+    name in the group "raykv.tiers".
     """
     _registered[scheme.lower()] = make
 
@@ -32,7 +32,7 @@ def tier_for(url: TierUrl) -> Maker:
     make = registered(url.scheme)
     if make:
         return make
-    if url.scheme == "local":  # fsspec's name of the same: others could read its files, and their links lead elsewhere
+    if url.scheme == "local":  # fsspec's name of files: other users could read these, and could lead elsewhere by links
         raise ValueError(f"external={url.text}: write file://{url.parts.path}")
     if url.scheme == "file":
         from raykv.tiers.file import FileTier

@@ -16,7 +16,7 @@ def parse(url: str) -> TierUrl:
     if len(params) < len(given):
         raise ValueError(f"external={text}: a parameter is given twice")
     if "capacity" not in params:
-        tier_for(TierUrl(parts.scheme, text, parts, 0, None, ()))  # an unknown scheme is the first thing to say
+        tier_for(TierUrl(parts.scheme, text, parts, 0, None, ()))  # first of all tell of an unknown scheme
         raise ValueError(f"external={text}: append how much may be kept there: ?capacity=200GiB")
     capacity, shared = _capacity(params.pop("capacity"), text), _shared(params.pop("shared", None), text)
     if params and not registered(parts.scheme):
