@@ -5,7 +5,8 @@
 
 It needs one GPU with 2 GiB free. A machine without a network needs the wheels of ray, hypothesis, sortedcontainers,
 pytest-timeout and psutil beside CuPy, NCCL and pytest. Returns 1 if a test failed, or if a copy took more than 1/0.75
-times the same copy by hand. That leaves room for locks and headers, which cost about as much as a copy within the GPU.
+times as long as the same copy by hand. That leaves room for locks and headers, which cost about as much as a copy
+within the GPU.
 """
 
 import subprocess

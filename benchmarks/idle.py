@@ -6,7 +6,7 @@
 A Ray cluster of one node is watched twice. First it has an empty detached actor, a process that only joined the
 cluster, and an engine without the connector. Then it also has a pool, clients of the pool and an engine with the
 connector. 1.0 is one busy core. `in all` is time that the node would not spend without the pool. `over Ray` leaves out
-the time that Ray takes in the same minute for an actor or process that does nothing: on a busy machine both take more.
+the time that Ray takes in the same minute for an actor or process that does nothing: a busy machine adds to both times.
 Of the pool's actors, a node that is not the head has only the store, and maybe the successor.
 """
 
@@ -56,7 +56,7 @@ LOOK_S = 0.5  # between looks for the successor
 
 
 class Watched(NamedTuple):
-    """A process to watch, with its children. floor: role of a like process without a pool. names: threads' by id."""
+    """A process to watch, with its children. floor: role of a like process without a pool. names: of threads, by id."""
 
     role: str
     pid: int
@@ -172,7 +172,7 @@ def ray_processes() -> list[Watched]:
 
 
 def spent(watched: list[Watched], seconds: float) -> list[Spent]:
-    """Cores that each of these keeps busy, in so many seconds from now on."""
+    """Cores that each process keeps busy, in so many seconds from now on."""
     before = [_seconds(one) for one in watched]
     begin = time.monotonic()
     time.sleep(seconds)

@@ -8,7 +8,7 @@ store and a read of 1, 16 and 64 blocks of 2 MiB; a read of 16 blocks of the oth
 of a million entries: finding 512 entries, inserting 1024.
 
 A figure is the time of this checkout divided by the other side's time: above 1 this checkout is slower. Times of equal
-processes differ by a third, and of copies by a factor of three, by where their memory happens to lie. Other work on the
+processes differ by a third, and times of copies by a factor of three, by where memory happens to lie. Other work on the
 machine only adds time. So both sides are started several times, and the fastest tenth of a start counts. It exits with
 1 if this checkout takes more than --worse (1.05) times as long, both by the fastest start of each side and by the
 median of the starts. --slower-match US: make this checkout's matches so much slower, to see that the ratchet finds it.

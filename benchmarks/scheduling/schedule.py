@@ -26,8 +26,8 @@ PATIENCE_S = 60.0
 def run(path: str | PathLike[str], blocks: int, tokens_per_s: float, slower: float, offset: int) -> dict[str, Any]:
     """One row for each rule: computed tokens, and seconds to the first token (mean, p50, p99, max).
 
-    blocks: of the engine's cache, of 512 tokens each. tokens_per_s: that it computes. slower: factor on the trace's
-    times. offset: number of the first request.
+    blocks: of the engine's cache, of 512 tokens each. tokens_per_s: that the engine computes. slower: factor on the
+    trace's times. offset: number of the first request.
     """
     jobs = read(path, slower)[offset:]
     jobs = [job._replace(arrival=job.arrival - jobs[0].arrival) for job in jobs]

@@ -117,7 +117,7 @@ class SimulatedEngine:
         self.computed, self.waits, self.preempted = 0, np.full(len(jobs), np.nan), 0
 
     def run(self) -> None:
-        """Until all jobs are done."""
+        """Run steps until all jobs are done."""
         while self._next < len(self._jobs) or self._waiting or self._running:
             if not self._waiting and not self._running:
                 self._now = max(self._now, self._jobs[self._next].arrival)

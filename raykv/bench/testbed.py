@@ -36,7 +36,7 @@ def local_cluster(nodes: int, object_store_memory: int = 256 * MIB) -> Iterator[
 
 @contextmanager
 def local_pool(name: str, cpu_memory: int, **settings: Any) -> Iterator[Any]:
-    """A pool on that cluster. Its stores already offer all their memory."""
+    """A pool on the cluster of `local_cluster`. Its stores already offer all their memory."""
     import raykv
 
     with undisturbed():

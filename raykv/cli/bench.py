@@ -19,8 +19,8 @@ def bench() -> None:
 
 
 @bench.command("local")
-@click.option("--blocks", metavar="COUNTS", help="Also a table by blocks of a call: 1,4,16,64, say.")
-@click.option("--block-bytes", metavar="SIZES", help="Also a table by block size: 64KiB,512KiB,2MiB, say.")
+@click.option("--blocks", metavar="COUNTS", help="Adds a table by number of blocks of a call, such as 1,4,16,64.")
+@click.option("--block-bytes", metavar="SIZES", help="Adds a table by block size, such as 64KiB,512KiB,2MiB.")
 @JSON
 def bench_local(blocks: str | None, block_bytes: str | None, as_json: bool) -> None:
     """Store, read and match on one node, against memcpy, an empty actor call and a socket."""
@@ -56,7 +56,7 @@ def bench_directory(entries: int, as_json: bool) -> None:
 @click.option("--nodes", default="8,64,128,256,1000", show_default=True, help="Numbers of nodes to try.")
 @click.option("--entries", default=10_000_000, show_default=True, help="Blocks of all nodes together.")
 @click.option("--seconds", default=10.0, show_default=True, help="How long each number of nodes is measured.")
-@click.option("--take-over", default=0, help="Kill the directory of a pool of so many nodes, too; 0: of none.")
+@click.option("--take-over", default=0, help="Also kill the directory of a pool of so many nodes; 0: don't.")
 @JSON
 def bench_scale(nodes: str, entries: int, seconds: float, take_over: int, as_json: bool) -> None:
     """How many nodes one directory carries; processes that speak its protocol simulate the nodes."""
@@ -69,7 +69,7 @@ def bench_scale(nodes: str, entries: int, seconds: float, take_over: int, as_jso
 @click.argument("file", type=click.Path(exists=True, dir_okay=False))
 @click.option("--nodes", default=8, show_default=True)
 @click.option("--capacity", default="5000,10000,30000", show_default=True, help="Blocks of all nodes together.")
-@click.option("--external", default=0, help="Blocks of their external tiers.")
+@click.option("--external", default=0, help="Blocks of all external tiers.")
 @JSON
 def bench_trace(file: str, nodes: int, capacity: str, external: int, as_json: bool) -> None:
     """Hit rate on a trace of Mooncake, Bailian or AgentX, against exact caches, by where the blocks were read."""
@@ -79,7 +79,7 @@ def bench_trace(file: str, nodes: int, capacity: str, external: int, as_json: bo
 
 
 @bench.command("tiers")
-@click.option("--directory", default="/var/tmp", show_default=True, help="On the disk to measure.")
+@click.option("--directory", default="/var/tmp", show_default=True, help="A folder on the disk to measure.")
 @JSON
 def bench_tiers(directory: str, as_json: bool) -> None:
     """Store to and load from external tiers, against bare direct I/O and redis-py."""
@@ -89,7 +89,7 @@ def bench_tiers(directory: str, as_json: bool) -> None:
 
 
 @bench.command("demotion")
-@click.option("--directory", default="/var/tmp", show_default=True, help="On the disk to measure.")
+@click.option("--directory", default="/var/tmp", show_default=True, help="A folder on the disk to measure.")
 @JSON
 def bench_demotion(directory: str, as_json: bool) -> None:
     """Store, read and match in memory while blocks are demoted to a disk, against the same without demotion."""
@@ -105,7 +105,7 @@ def bench_demotion(directory: str, as_json: bool) -> None:
     type=click.Choice(["llama-shape", "gpt-oss-shape", "gemma3-shape", "deepseek-shape", "qwen3-next-shape"]),
     default="llama-shape",
     show_default=True,
-    help="Random weights; what its layers keep: all of it, with windows beside it, a latent, or states beside it.",
+    help="Random weights. In order, layers keep: full KV, windows too, windows too, a latent, states too.",
 )
 @JSON
 def bench_ttft(engine: str, model: str, as_json: bool) -> None:

@@ -8,9 +8,9 @@ from raykv.metrics import dashboard_files
 
 
 def write(folder: str | None) -> list[Path]:
-    """Write both files. Returns their paths. folder: default: the folder that Ray provisions Grafana from.
+    """Write both files. Returns their paths. folder: None: the folder that Ray provisions Grafana from.
 
-    Raises ValueError if that default folder does not exist.
+    Raises ValueError if that folder of Ray's does not exist.
     """
     if folder is not None:
         there = Path(folder)

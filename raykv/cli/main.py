@@ -57,15 +57,15 @@ def main() -> None:
     "--deadline",
     default=METADATA_DEADLINE_S,
     show_default=True,
-    help="Of a question to the directory, in seconds; then a miss.",
+    help="Seconds for an answer of the directory; a later answer is a miss.",
 )
 @click.option(
     "--idle-node-s",
     default=0.0,
     show_default=True,
-    help="Leave nodes where nothing else runs for so long, for Ray's autoscaler; 0: never.",
+    help="Leave a node to Ray's autoscaler if nothing else ran there for so long; 0: never.",
 )
-@click.option("--secret-file", type=click.Path(exists=True, dir_okay=False), help="What keys are derived from (0600).")
+@click.option("--secret-file", type=click.Path(exists=True, dir_okay=False), help="File with the keys' secret (0600).")
 @click.option("--exist-ok", is_flag=True, help="Take a pool that runs with other settings as it is.")
 @JSON
 def start(name: str, secret_file: str | None, exist_ok: bool, as_json: bool, **settings: Any) -> None:
@@ -132,7 +132,7 @@ def top(name: str) -> None:
 @NAME
 @click.option("--host", help="Address to listen at. Default: 127.0.0.1 of Ray's head.")
 @click.option("--port", type=click.IntRange(0, 65535), help="Port. Default: 8270; 0: any that is free.")
-@click.option("--stop", "end", is_flag=True, help="Serve the page no more.")
+@click.option("--stop", "end", is_flag=True, help="Stop serving the page.")
 @JSON
 def ui(name: str, host: str | None, port: int | None, end: bool, as_json: bool) -> None:
     """Serve a page of the pool from Ray's head: nodes, hits, traffic, faults, and events from now on."""
@@ -179,8 +179,8 @@ def clear(name: str, yes: bool, as_json: bool) -> None:
 @click.argument("node", required=False)
 @click.option("--self", "own", is_flag=True, help="The node that this command runs on, as a preStop hook wants it.")
 @click.option("--deadline", default=60.0, show_default=True, help="Seconds.")
-@click.option("--force", is_flag=True, help="Also the last node that takes blocks.")
-@click.option("--cancel", is_flag=True, help="Take it back: the node stays, and takes blocks again.")
+@click.option("--force", is_flag=True, help="Drain even the last node that takes blocks.")
+@click.option("--cancel", is_flag=True, help="Cancel a drain: the node stays, and takes blocks again.")
 @NAME
 @JSON
 def drain(node: str | None, own: bool, deadline: float, force: bool, cancel: bool, name: str, as_json: bool) -> None:
@@ -250,7 +250,7 @@ def _own_or_group_name(context: click.Context) -> str:
 @quota.command("set")
 @click.argument("tenant")
 @click.option("--minimum", type=SHARE, default=0.0, show_default=True, help="A share that no other tenant takes.")
-@click.option("--maximum", type=SHARE, default=1.0, show_default=True, help="The most that it can have; 1: no limit.")
+@click.option("--maximum", type=SHARE, default=1.0, show_default=True, help="Its largest share; 1: no limit.")
 @NAME
 @click.pass_context
 def quota_set(context: click.Context, tenant: str, minimum: float, maximum: float, name: str) -> None:
@@ -273,7 +273,7 @@ def quota_remove(context: click.Context, tenant: str, name: str) -> None:
 
 
 @main.command()
-@click.option("--out", metavar="FOLDER", help="Where to; default: where Ray provisions Grafana from, on the head.")
+@click.option("--out", metavar="FOLDER", help="Default: the folder where Ray provisions Grafana from, on the head.")
 def dashboard(out: str | None) -> None:
     """Write a Grafana dashboard and Prometheus alert rules for all pools."""
     from raykv.cli.dashboard import write
@@ -283,7 +283,7 @@ def dashboard(out: str | None) -> None:
 
 
 @main.command()
-@click.option("--name", help="Of a pool that runs: look at its stores, and have blocks cross between its nodes.")
+@click.option("--name", help="A running pool: check its stores too, and send blocks between its nodes.")
 @JSON
 @click.pass_context
 def doctor(context: click.Context, name: str | None, as_json: bool) -> None:
@@ -304,10 +304,10 @@ def doctor(context: click.Context, name: str | None, as_json: bool) -> None:
 @click.option(
     "--nodes", default=2, show_default=True, type=click.IntRange(1), help="Ray nodes, with an engine on each."
 )
-@click.option("--seed", default=0, show_default=True, help="Of the model's weights and the questions.")
+@click.option("--seed", default=0, show_default=True, help="Seed of the model's weights and the questions.")
 @JSON
 def demo(requests: int, nodes: int, seed: int, as_json: bool) -> None:
-    """Run two engines on two Ray nodes of this machine, which share what they have read."""
+    """Run engines on Ray nodes of this machine. They share the prefixes that they have computed."""
     from raykv.cli.demo import run
 
     if not run(requests, nodes, seed, as_json):

@@ -38,7 +38,7 @@ class PageActor:
     """Looks at a pool every few seconds, keeps its history, and serves the page."""
 
     def __init__(self, pool: str, look: Callable[[str], Sight], host: str, port: int) -> None:
-        """look: makes a Sight of the pool of a name. port: 0: any free port.
+        """look: makes a Sight of the pool of that name. port: 0: any free port.
 
         Raises RayKVError without Starlette and uvicorn, and if the port is not available.
         """

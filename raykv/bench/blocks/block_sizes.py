@@ -18,8 +18,8 @@ from raykv.keys import Keys
 
 POOL, POOL_BYTES = "bench-sizes", 1024 * MIB
 FILL = 1280 * MIB  # stored ahead: more than the pool has, so every slot is mapped, and stores evict
-SPAN = 768 * MIB  # of slots that copies take in turn: a slot has left the CPU caches when its turn comes again
-BUFFERS = 256 * MIB  # of the caller's memory, taken in turn for the same reason
+SPAN = 768 * MIB  # bytes of slots that copies take in turn: a slot has left the CPU caches when its turn comes again
+BUFFERS = 256 * MIB  # bytes of the caller's memory, taken in turn for the same reason
 LARGEST = 128 * MIB  # bytes of a call, at most
 CHUNK = 32 * MIB
 PAIRS_MIN, PAIRS_MAX, PAIRS_BYTES = 16, 200, 1024 * MIB
@@ -49,7 +49,7 @@ class Times(NamedTuple):
 
 
 def shapes(blocks: str, block_bytes: str) -> list[Shape]:
-    """Shapes from such as "1,4" and "64KiB,2MiB": each number with each size. Raises ValueError for other texts."""
+    """Shapes from texts like "1,4" and "64KiB,2MiB": each number with each size. Raises ValueError for other texts."""
     if not all(count.isdecimal() for count in blocks.split(",")):
         raise ValueError(f"blocks={blocks!r}: give numbers, such as 1,4,16,64")
     sizes = [parse_size("block-bytes", part) for part in block_bytes.split(",")]
@@ -127,7 +127,7 @@ class Worker:
     def _pairs(
         self, call: Callable[[int], tuple[float, int]], copy: Callable[[Memcpy, int], float]
     ) -> tuple[int, list[Times]]:
-        """(number of turns, times of turns whose call moved all blocks): an answer may be late.
+        """(number of turns, times of turns whose call moved all blocks). A call whose answer is late moves fewer.
 
         call: returns (its seconds, number of blocks that it moved). copy: returns its seconds.
         """

@@ -107,7 +107,7 @@ def run(transport: str) -> dict[str, Any]:
         reader = on_node(Reader, here, writer)
         ray.get(reader.connect.remote(ray.get(writer.listen.remote())))
         for turn in range(WARM + PAIRS):
-            pool.clear()  # so that no block finds room on the reader's node
+            pool.clear()  # so that the writer's node has room, and no block goes to the reader's
             assert ray.get(writer.store.remote(turn)) == BLOCKS
             seconds = ray.get([reader.pool_read.remote(turn), reader.ray_read.remote(), reader.socket_read.remote()])
             if turn >= WARM:

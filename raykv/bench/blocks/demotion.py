@@ -1,6 +1,7 @@
 """`raykv bench demotion`: reads, stores and matches while blocks are demoted to a disk, and without demotion.
 
-Only the blocks of a backlog are demoted, because only these are matched. Blocks that a timed window stores are not.
+Only the blocks of a backlog are demoted, because only these are matched. Blocks that a timed window stores are not
+matched.
 """
 
 import statistics

@@ -35,9 +35,9 @@ FIRST = 1 << COUNTER_BITS | 1
 def run() -> dict[str, Any]:
     """Median GB/s (1e9 bytes). `<what>_of_hand`: time of the copy by hand, divided by the time of raykv's copy.
 
-    Blocks lie scattered on both sides. Both hash blocks that come to host memory; the copy by hand does so afterwards.
-    `pages_...`: an engine's pages of LAYER_BYTES, beside whole blocks by hand. ValueError if this process can use no
-    GPU.
+    Blocks lie scattered on both sides. Both sides hash blocks that come to host memory; the copy by hand hashes
+    afterwards. `pages_...`: an engine's pages of LAYER_BYTES, beside whole blocks by hand. ValueError if this process
+    can use no GPU.
     """
     gpu = device.device(device.uuid_of(0))
     fast = GpuArena.open_new("bench-gpu", bytes(16), gpu, SLAB, SLABS)
@@ -88,7 +88,7 @@ def _in_process(gpu: str, fast: GpuArena, memory: Arena) -> dict[str, float]:
 
 
 def _over_ipc(path: str, nonce: bytes, gpu: str, handle: bytes) -> dict[str, float]:
-    """The same figures in another process, as in an engine's."""
+    """The same figures of another process, such as an engine's."""
     arena = GpuArena.map(path, nonce, gpu, handle)
     try:
         return _store_and_load("ipc_", gpu, arena, _engine(), _Turns(1 << 20))
@@ -131,7 +131,7 @@ def _nccl_between_two(gpu: str, fast: GpuArena) -> dict[str, float]:
             reader.do(partial(reader.move, to, BLOCK_BYTES, time.monotonic() + CONNECT_S)).result(CONNECT_S)
 
         figures = _pairs("nccl_two", move, lambda: _hand(gpu, _table(to, fast.addresses(turns.locations()))))
-        move()  # after the last copy by hand
+        move()  # overwrites the last copy by hand
         got = np.zeros((BLOCKS, BLOCK_BYTES), np.uint8)
         host_copy.copy(gpu, block_copy.copies(rows_of([got]), to, out=True), registered=False, to_gpu=False)
         assert (got == SENT).all(), "bytes are not what was sent"

@@ -40,9 +40,10 @@ CHURN = 0.4  # share of blocks that are replaced before the first timing
 def run(entries: int) -> dict[str, Any]:
     """Figures of a directory of `entries` blocks. floor: figures of the plain model with at most a million blocks.
 
-    match_us, release_us: by number of keys, of chains that were not used lately. insert_per_s: blocks, by stores of
-    `store_blocks` new blocks that evict as many. remove_node_ms: for a node of `remove_node_blocks`. metrics: see
-    `metrics_cost.cost`. Times are medians; the two sides take turns. Raises ValueError below 200,000 entries.
+    match_us, release_us: by number of keys, for chains that were not used lately. insert_per_s: blocks a second, in
+    stores of `store_blocks` new blocks that evict as many blocks. remove_node_ms: for a node of `remove_node_blocks`.
+    metrics: see `metrics_cost.cost`. Times are medians; the two sides take turns. Raises ValueError below 200,000
+    entries.
     """
     if entries < MIN_ENTRIES:
         raise ValueError(f"entries={entries}: give at least {MIN_ENTRIES}, so that every node holds long chains")
@@ -72,7 +73,7 @@ def _metrics_cost(pool: "_Pool", load: "_Load") -> dict[str, Any]:
     few = min(LENGTHS)
     prompts = [(node, load._prepared(chain, few)) for node, chain in load.chains[SHORT]]
 
-    def request(number: int) -> tuple[Any, ...]:  # it releases the lease of the call before
+    def request(number: int) -> tuple[Any, ...]:  # each call releases the lease of the call before
         node, keys = prompts[number % len(prompts)]
         return tuple(pool._call()), (1, str(node), keys, BLOCK_BYTES, KEYS_PER_CALL)
 
@@ -83,10 +84,10 @@ class _Side(Protocol):
     """A side to time. `prepare` turns keys into the argument of its other methods."""
 
     def prepare(self, keys: KeyArray) -> Any: ...
-    def match(self, node: int, keys: Any) -> int: ...  # leases too; number of found blocks on `node`
+    def match(self, node: int, keys: Any) -> int: ...  # also leases; returns the number of blocks found on `node`
     def release(self) -> None: ...
     def store(self, node: int, keys: Any) -> None: ...
-    def remove(self, node: int) -> int: ...  # number of slots that the node had
+    def remove(self, node: int) -> int: ...  # returns the number of slots that the node had
     def bytes_per_entry(self) -> float: ...
 
 
@@ -247,7 +248,7 @@ class _Load:
             self.side.store(node, self.side.prepare(_keys(ids[writer[call]], block[call])))
 
     def _use(self) -> None:
-        """Match every chain once, in random order, and keep the whole chains."""
+        """Match every chain once, in random order. Keep only chains that are whole."""
         for length, chains in self.chains.items():
             kept = []
             for i in self.random.permutation(len(chains)):

@@ -29,13 +29,13 @@ from raykv.protocol.location import Address
 LOADS = 2  # processes that simulate nodes
 WARM_S = 3.0
 P99_MS = 20.0  # of a match, at most, if the directory carries its nodes
-CARRIED = 0.95  # share of the offered calls that it answers, at least, if it carries its nodes
+CARRIED = 0.95  # share of the offered calls that the directory answers, at least, if it carries its nodes
 SPAWN = multiprocessing.get_context("spawn")
 
 
 def serve(epoch: int, orders: Connection) -> None:
     """The main function of a directory's process. The directory takes charge when it is ordered to."""
-    Directory()  # loads the kernels, as a successor that stands by has
+    Directory()  # loads the kernels: a successor that stands by has loaded them
     orders.send("ready")
     orders.recv()
     server = DirectoryServer("bench-scale", DirectoryMetrics("bench-scale", ""))  # exports no counts
@@ -92,7 +92,7 @@ class Server(NamedTuple):
 
 
 def run(nodes: list[int], entries: int, seconds: float, take_over: int = 0) -> dict[str, Any]:
-    """results: figures by number of nodes. largest_nodes: that it carries; 0: none. take_over: figures of one.
+    """Returns results: figures by number of nodes; largest_nodes: the most that it carries; take_over: figures of one.
 
     entries: blocks in the directory, of all nodes together. seconds: how long to measure each number of nodes.
     take_over: number of nodes of a pool whose directory is killed; 0: no such pool.
@@ -140,7 +140,7 @@ def _figures(figures: list[Figures], nodes: int, busy: float, seconds: float) ->
 
 
 def _killed(nodes: int, entries: int, seconds: float) -> dict[str, Any]:
-    """Seconds from a successor's order to take charge to the first match, the last inventory, and a low p99 again."""
+    """Seconds from a successor's order to take charge until the first match, the last inventory, and a low p99."""
     with _pool(nodes, entries) as (server, loads, _), _running(serve, 3) as successor:
         successor.orders.recv()
         _watched(server, loads, seconds)

@@ -30,7 +30,7 @@ from raykv.protocol.stores import ArenaDescription, Inventory, Joined, SlabRepor
 
 ENGINES, RATE = 8, 5.0  # of a node; requests a second of an engine
 KEYS = 200  # of a request; the engine has stored the first half
-PROMPTS = 32  # at most, that an engine has stored and asks for again in turn; fewer if the node has less room
+PROMPTS = 32  # prompts that an engine has stored and asks for in turn, at most; fewer if the node has less room
 BLOCK_BYTES, SLAB_SLOTS = 2 << 20, 512
 MIN_WINDOW, WINDOW_SHARE = 128, 50  # free slots for staging: one for each WINDOW_SHARE blocks, at least MIN_WINDOW
 HEARTBEAT_S = 1.0  # between two heartbeats of a store
@@ -307,7 +307,7 @@ class Load:
     def connect(self, address: Address) -> None:
         """Have all lines connect, in a random order."""
         for line in self.lines:
-            if line.socket is not None:  # it leads to the directory before
+            if line.socket is not None:  # it leads to the earlier directory
                 self._lose(line)
         self.address, self.connect_at = address, 0.0
         self.to_connect = deque(random.sample(self.lines, len(self.lines)))

@@ -20,7 +20,7 @@ SETTLE_S = 0.2  # for earlier prompts' blocks to be stored
 
 
 class Answers(NamedTuple):
-    """Answers to equal prompts. computed: tokens of all prompts. last_ms: until the last first token."""
+    """Answers to equal prompts. computed: computed tokens of all prompts. last_ms: until the last first token."""
 
     computed: int
     last_ms: float
@@ -46,7 +46,7 @@ class Engine(ttft.Engine):
 def run() -> dict[str, Any]:
     """Median number of computed prompts of REQUESTS, and median milliseconds until the last first token.
 
-    alone_ms: of a single request to one engine.
+    alone_ms: the same of a single request to one engine.
     """
     import ray
 
@@ -82,7 +82,7 @@ def run() -> dict[str, Any]:
 
 
 def _round(turn: int, pool: Any, engines: dict[str, list[Any]]) -> dict[str, float]:
-    """One engine first computes a prompt alone. Before the first round all do so, to learn how fast they compute."""
+    """One engine first computes a prompt alone. In rounds that warm up all engines do, to learn their speed."""
     import ray
 
     figures: dict[str, float] = {}

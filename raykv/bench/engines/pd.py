@@ -50,7 +50,8 @@ class Engine(ttft.Engine):
 def run() -> dict[str, Any]:
     """Median milliseconds until the decode engine's first token, by the delay of its request.
 
-    The floor is its own prefix hit plus FLOOR_FACTOR times Ray's time to bring as many bytes from the other node.
+    The floor is this engine's own prefix hit plus FLOOR_FACTOR times Ray's time to bring as many bytes from the other
+    node.
     """
     import ray
 

@@ -19,7 +19,7 @@ QWENS["shared_expert_intermediate_size"] = 128
 DEEPSEEKS: dict[str, Any] = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
 DEEPSEEKS |= {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "num_key_value_heads": 4, "q_lora_rank": None}
 DELTA: dict[str, Any] = {"linear_num_key_heads": 1, "linear_num_value_heads": 2, "linear_conv_kernel_dim": 4}
-DELTA |= {"linear_key_head_dim": 128, "linear_value_head_dim": 128}  # the kernel takes no smaller ones
+DELTA |= {"linear_key_head_dim": 128, "linear_value_head_dim": 128}  # the kernel takes no smaller heads
 
 
 class Shape(NamedTuple):

@@ -13,7 +13,7 @@ from raykv.integrations.vllm.connector import RayKVConnector
 
 
 def kv_transfer_config(pool: str, folder: str, role: str = "kv_both") -> dict[str, Any]:
-    """As of the integration. folder: each of the engine's processes adds up its seconds there, in a file of its own."""
+    """Like the integration's. folder: each process of the engine adds up its seconds there, in its own file."""
     transfer = connector.kv_transfer_config(pool, role)
     transfer["kv_connector_extra_config"]["seconds"] = folder
     return {**transfer, "kv_connector": TimedConnector.__name__, "kv_connector_module_path": __name__}
@@ -32,7 +32,7 @@ class TimedConnector(RayKVConnector):
 def _timed(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def timed(self: TimedConnector, *args: Any, **kwargs: Any) -> Any:
-        if self.inside:  # a timed method calls it
+        if self.inside:  # a timed method calls this one
             return method(self, *args, **kwargs)
         self.inside = True
         begin = time.perf_counter()

@@ -42,7 +42,7 @@ SIZES = {"hidden_size": 1024, "intermediate_size": 1024, "num_hidden_layers": 16
 HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 128, "max_position_embeddings": 4096}
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
-    # Ray would set 1. It leaves one core to the pool and to vLLM's scheduler, as vLLM advises
+    # Ray would set 1. One core is left to the pool and to vLLM's scheduler, as vLLM advises
     "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) - 1)),
     "TOKENIZERS_PARALLELISM": "false",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -113,14 +113,14 @@ class Engine:
     def reset(self) -> None:
         """Forget the engine's own prefix cache."""
         while not self.llm.reset_prefix_cache():  # False while blocks are yet to be stored
-            if hasattr(self.llm.llm_engine.engine_core, "engine_core"):  # it runs in this process: nobody else steps
+            if hasattr(self.llm.llm_engine.engine_core, "engine_core"):  # it is in this process: nobody else steps
                 self.llm.llm_engine.step()
             time.sleep(0.01)
 
     def close(self) -> None:
         """End the engine's processes properly. Otherwise their files stay in /dev/shm."""
         self.llm.llm_engine.engine_core.shutdown()
-        # vLLM kills late processes. A tracker process removes their files, and Ray would kill it along with this one
+        # vLLM kills late processes. A tracker process removes their files, and Ray would kill it with this process
         resource_tracker._resource_tracker._stop()  # type: ignore[attr-defined]
 
     def _seconds(self) -> float:
@@ -148,7 +148,7 @@ def run(model: str = LLAMA) -> dict[str, Any]:
         writer, reader = (_engine(node, path, folder, dtype) for node in (there, here))
         plain = _engine(here, path, dtype=dtype)
         columns: dict[str, list[float]] = defaultdict(list)
-        ray.get(reader.answer.remote(WARM + ROUNDS))  # it learns how fast it computes, which limits waits for a tier
+        ray.get(reader.answer.remote(WARM + ROUNDS))  # it learns its speed, which limits waits for a tier
         ray.get(reader.reset.remote())  # waits until its blocks are offered
         kept = _kept(pool, writer)
         far, near = (Floors(on_node(Bytes, n, kept.bytes), on_node(Lane, n, POOL, kept.bytes)) for n in (there, here))

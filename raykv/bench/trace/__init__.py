@@ -1,1 +1,1 @@
-"""What a pool serves of the requests that others have recorded."""
+"""How much of recorded request traces a pool serves."""

@@ -1,4 +1,4 @@
-"""Floors and ceilings of a pool: exact caches that serve a trace. Each returns by request its served leading blocks."""
+"""Floors and ceilings of a pool: exact caches that serve a trace. Each counts served leading blocks by request."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Container, Sequence
 
 from raykv.bench.trace.formats import Request
 
-NEVER = 1 << 60  # number of a request that does not come
+NEVER = 1 << 60  # in place of the number of a request that does not come
 
 
 def leading(request: Request, cache: Container[int]) -> int:
@@ -17,7 +17,7 @@ def leading(request: Request, cache: Container[int]) -> int:
 
 
 def lru(requests: Sequence[Request], capacities: list[int], nodes: Sequence[int]) -> list[int]:
-    """Isolated LRUs. nodes: of each request, the LRU that serves it. A request touches its blocks last to first."""
+    """Isolated LRUs. nodes: by request, index of the LRU that serves it. A request touches its blocks last to first."""
     caches: list[OrderedDict[int, None]] = [OrderedDict() for _ in capacities]
     hits = []
     for request, node in zip(requests, nodes, strict=True):
@@ -41,17 +41,17 @@ def endless(requests: Sequence[Request]) -> list[int]:
 
 
 def optimum(requests: Sequence[Request], capacity: int) -> list[int]:
-    """A cache that knows all later requests: it evicts the block that is asked for last (Belady, 1966)."""
+    """A cache that knows all later requests: it evicts the block whose next request comes last (Belady, 1966)."""
     following = _following(requests)
     due, farthest, hits = dict[int, int](), list[tuple[int, int, int]](), []
     for request, later in zip(requests, following, strict=True):
         hits.append(leading(request, due))
         for depth, (block, again) in enumerate(zip(request.ids, later, strict=True)):
             due[block] = again
-            heapq.heappush(farthest, (-again, -depth, block))  # of equals a child goes before its parent
+            heapq.heappush(farthest, (-again, -depth, block))  # if due together, a child goes before its parent
         while len(due) > capacity:
             again, _, block = heapq.heappop(farthest)
-            if due.get(block) == -again:  # else it was asked for since
+            if due.get(block) == -again:  # else the block was asked for since
                 del due[block]
     return hits
 

@@ -22,8 +22,8 @@ SESSION_IDS = 1 << 32  # ids of one session, at most, where ids count within it
 class Request(NamedTuple):
     """A prompt. ids: of its blocks. tokens: of the prompt; its last block may be shorter than the others.
 
-    at: seconds. output: tokens of the answer. session: None where a trace does not tell. last: of its session, as far
-    as the trace tells.
+    at: seconds. output: tokens of the answer. session: None where a trace does not tell. last: whether it is the last
+    of its session, as far as the trace tells.
     """
 
     ids: list[int]
@@ -65,7 +65,7 @@ def read(path: str | PathLike[str]) -> Trace:
 
 
 def _parsed(given: Mapping[str, Any], number: int, parents: dict[int, int]) -> tuple[int, list[Request]]:
-    """(tokens of a block, requests) of a line. parents: Bailian's sessions, by their turns."""
+    """(tokens of a block, requests) of a line. parents: gets the session of each Bailian turn."""
     if "requests" in given:
         return int(given.get("block_size", AGENTX_TOKENS)), list(_of_session(given, number))
     if "chat_id" in given:
@@ -91,7 +91,7 @@ def _of_session(given: Mapping[str, Any], session: int) -> Iterator[Request]:
 
 
 def _nested(requests: list[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
-    """The requests of a session and of its sub-agents, whose times are of the session's clock too."""
+    """The requests of a session and of its sub-agents, whose times are by the session's clock too."""
     for request in requests:
         if request.get("type") == "subagent":
             yield from _nested(request["requests"])

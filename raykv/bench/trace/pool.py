@@ -16,19 +16,19 @@ from raykv.protocol.location import ALIGN, KEY_BYTES, LOCATION
 from raykv.protocol.stores import ArenaDescription, Inventory
 from raykv.protocol.tiers import DemotionReport, ExistingBlocks, TierReport
 
-BLOCK_BYTES = 4 * MIB - ALIGN  # no bytes move. With a header, a power of two: so tiers have few spare slots
+BLOCK_BYTES = 4 * MIB - ALIGN  # no bytes move. A power of two with its header, so that tiers have few spare slots
 CLIENT = 1
-PLAN_EVERY = 50  # requests
-LONG_WAIT_S = 10.0  # a person answers, and no tool
+PLAN_EVERY = 50  # requests between two plans
+LONG_WAIT_S = 10.0  # after so long a person answers, not a tool
 MIN_WINDOW = 64  # staging slots of a node, at least
 
 KeyArray = NDArray[np.uint64]  # (n, 2)
 
 
 class Served(NamedTuple):
-    """Per cent of a trace's tokens: that were read, on the reader's node, and from other nodes.
+    """Per cent of a trace's tokens that were read: in all, on the reader's node, and from other nodes.
 
-    crossed_bytes: bytes that crossed nodes, for a token that was read, of blocks of BLOCK_BYTES.
+    crossed_bytes: bytes from other nodes for each token that was read, if blocks have BLOCK_BYTES.
     """
 
     percent: float
@@ -61,8 +61,8 @@ class Pool:
     def serve(self, trace: Trace, nodes: Sequence[int], waits: Sequence[float] = ()) -> Served:
         """Send each request to its node. nodes: of the requests.
 
-        waits: after each request, seconds until its session's next; inf: the session ends. With `waits` the pool is
-        told what a session is done with, of the blocks that its first request did not find.
+        waits: seconds from each request to the next of its session; inf: the session ends. Before a long wait the pool
+        is told that the session is done with the blocks that its first request did not find.
         """
         asked, own = [], dict[int | None, int]()
         for number, (node, request) in enumerate(zip(nodes, trace.requests, strict=True)):
@@ -123,7 +123,7 @@ class Pool:
             pulled = b""
             if missing[read]:
                 break
-        self.directory.client_heartbeat(self._call(pulled=pulled), 0.0)  # it does not list the lease, so releases it
+        self.directory.client_heartbeat(self._call(pulled=pulled), 0.0)  # it does not list the lease, so the lease ends
         return read, int(np.count_nonzero(remote[:read]))
 
     def _store(self, node: int, keys: KeyArray, start: int) -> None:
@@ -165,7 +165,7 @@ def _keys(ids: list[int]) -> KeyArray:
 
 
 def served(trace: Trace, hits: Sequence[int]) -> int:
-    """Tokens. hits: number of served leading blocks, by request."""
+    """Number of served tokens. hits: number of served leading blocks, by request."""
     return sum(
         min(blocks * trace.block_tokens, request.tokens) for request, blocks in zip(trace.requests, hits, strict=True)
     )

@@ -1,4 +1,4 @@
-"""Share of a trace's prompt tokens that a pool serves, by capacity and by who serves a request. It needs no cluster."""
+"""Share of a trace's prompt tokens that a pool serves, by capacity and by routing of requests. It needs no cluster."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def run(
     results: one row for each capacity: exact_lru, isolated, optimum (a cache that knows what comes), pool_strict
     (locality 1), pool; pool_one_writer and pool_one_writer_strict, with all requests on one node; local_stores: percent
     of the pool's stores that stayed on the writer's node. `pool` also by where a token was read: here, crossed; and
-    crossed_bytes, bytes from other nodes for each token that was read. hit_curve: what the pool's own curve says of
-    exact_lru, in blocks. Where the trace has sessions also `sticky`, and the same of it: each session stays on a
-    node; and `told`: as `pool`, where sessions say after which of their requests a long wait comes, or none.
+    crossed_bytes, bytes from other nodes for each token that was read. hit_curve: the pool's own estimate of
+    exact_lru, by blocks. If the trace has sessions: also `sticky`, with the same details, where each session stays on
+    a node; and `told`, like `pool`, where sessions tell of long waits and of their end.
     With `external` also exact_lru_external (an LRU of as many blocks), pool_shared_tier (all nodes share a tier) and
     pool_own_tiers (each node has a tier).
     Raises ValueError for a malformed trace, nodes < 1, or less than one block for each node.

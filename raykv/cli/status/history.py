@@ -13,7 +13,8 @@ Rates = deque[float | None]  # oldest first; None: not known
 class History:
     """Rates between the latest LOOKS looks. hit_rate: found share of the blocks asked for.
 
-    pulled, evicted: blocks per second. pulled_by: the latest `pulled` by node id, of nodes whose store answered twice.
+    pulled, evicted: blocks per second. pulled_by: the same by node id, of nodes whose store answered the last two
+    looks.
     """
 
     def __init__(self) -> None:
@@ -54,7 +55,7 @@ def _pulled(before: Overview, after: Overview, seconds: float) -> dict[str, floa
 def sparkline(values: Sequence[float | None], width: int, top: float = 0.0) -> str:
     """The latest `width` values as bars, the newest on the right; a blank for None.
 
-    top: smallest value of the highest bar, so that small values stay low.
+    top: the highest bar stands for at least this value, so that small values stay low.
     """
     shown = list(values)[-width:]
     highest = max([top, *(value for value in shown if value is not None)])

@@ -21,7 +21,7 @@ UPKEEP = ("directory", "successor", "supervisor")  # a pool has one of each, on 
 class Member:
     """A living Ray node, and its part in the pool.
 
-    roles: of "head" (Ray's), UPKEEP and "store". state: see `state_of`. why: why it is not alive; "" if it is.
+    roles: some of "head" (Ray's), UPKEEP and "store". state: see `state_of`. why: why it is not alive; "" if it is.
     uptime_s: of its store; None while the store does not run. restarts: of its store by Ray; None without a store.
     pulled: blocks that its store has copied from other nodes or a tier since it started; None if it does not answer.
     faults: counts of its store since it started, by kind. refusal: why its external tier can't be written; "" if it

@@ -1,7 +1,7 @@
 // Counts over time: sums that never fall, and the rates between them.
 
-const POINTS = 150; // of a chart
-const LONGEST = 3000; // samples; the server keeps fewer, the older the further apart
+const POINTS = 150; // of a chart, about, at most
+const LONGEST = 3000; // samples; then all are fetched anew. The server keeps fewer; older samples are further apart
 
 export class Samples {
   constructor() {
