@@ -54,7 +54,7 @@ class Slots:
         self.free += [slab] * size
 
     def remove(self, slab: int) -> int:
-        """Remove a slab. Copies its blocks to free slots of other slabs, which must be enough. Returns the copies."""
+        """Remove a slab. Copies its blocks to free slots of other slabs, which must be enough. Returns how many."""
         self.free = [other for other in self.free if other != slab]
         del self.sizes[slab]
         blocks = [block for block, at in self.of.items() if at == slab]

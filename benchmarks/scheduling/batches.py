@@ -71,7 +71,7 @@ def measured(prompts: Prompts, engines: int) -> dict[str, Any]:
 
 
 def computed(names: list[list[bytes]], places: Sequence[int], blocks: int) -> int:
-    """Number of blocks of the prompts at these places that a cache of so many blocks lacks."""
+    """How many blocks of the prompts at these places a cache of `blocks` blocks lacks."""
     cache: OrderedDict[bytes, None] = OrderedDict()
     lacking = 0
     for place in places:

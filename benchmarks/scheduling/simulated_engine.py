@@ -1,4 +1,4 @@
-"""An engine without a model. It simulates how many tokens a scheduler has it compute, and how long requests wait."""
+"""An engine without a model. It tells how many tokens a scheduler would compute, and how long requests would wait."""
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence

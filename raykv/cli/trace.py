@@ -33,7 +33,7 @@ class Follower:
     def poll(self) -> list[dict[str, Any]]:
         """Entries reported since the last call, in the shape that `--json` prints (docs/cli-json.md).
 
-        Empty at the first call, which begins to follow, and while no directory answers.
+        Empty at the first call, which only begins to follow. Also empty while no directory answers.
         Raises PoolNotFound if the pool has ended.
         """
         try:

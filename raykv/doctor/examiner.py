@@ -21,7 +21,7 @@ AT_A_TIME = 32  # connections
 
 @ray.remote(num_cpus=0, max_retries=0)
 def software() -> dict[str, str]:
-    """Versions of `python`, `numba` and `raykv`. Where raykv can't be used: why, as `why_not`."""
+    """Versions of `python`, `numba` and `raykv`. If raykv can't be used, `why_not` is the reason."""
     found = {"python": platform.python_version(), "numba": "none"}
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         found["numba"] = importlib.metadata.version("numba")

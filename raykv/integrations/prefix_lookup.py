@@ -23,7 +23,7 @@ SHARE = 0.2  # part of the pool's deadline for which a router holds up a request
 class PrefixLookup:
     """Asks a pool's directory from an event loop, and keeps the announcements of models.
 
-    After a question without an answer in time, callers do not wait: a background task asks again once a second. Not
+    Once the directory has not answered in time, callers do not wait: a background task asks it once a second. Not
     thread-safe.
     """
 

@@ -78,7 +78,7 @@ class PrefixRouter(PowerOfTwoChoicesRequestRouter):  # type: ignore[misc]
         return self.lookup.announced
 
     async def keys(self, request: PendingRequest, announced: dict[str, Any]) -> NDArray[np.uint8]:
-        """Keys of a request's prompt, (n, 16) uint8; none where the pool can't help.
+        """Keys of a request's prompt, (n, 16) uint8; n is 0 if the pool can't help.
 
         announced: the fields that a replica gave to `announce`. A ValueError leaves the choice to Serve.
         """
@@ -140,7 +140,7 @@ def with_adapter(replicas: Sequence[RunningReplica], adapter: str) -> list[Runni
 def ranked(
     replicas: Sequence[RunningReplica], shares: dict[str, float], queues: Sequence[int]
 ) -> list[list[RunningReplica]]:
-    """Replicas in groups, best first; none at all where no node has enough of the prompt to matter.
+    """Replicas in groups, best first; [] if no node has enough of the prompt to matter.
 
     shares: by node id, the share of the prompt that is there. queues: length of each replica's queue.
     """

@@ -22,7 +22,7 @@ class Panel(NamedTuple):
 
 
 class Alert(NamedTuple):
-    """An alert that fires when its expression has had series for `lasts`."""
+    """An alert that fires when its expression has had results for as long as `lasts`."""
 
     name: str
     lasts: str

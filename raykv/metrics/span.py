@@ -1,4 +1,4 @@
-"""Spans of a client's work, for OpenTelemetry where the process has set it up."""
+"""OpenTelemetry spans of a client's work, in a process that has set OpenTelemetry up."""
 
 import sys
 from collections.abc import Iterator, Mapping

@@ -74,7 +74,7 @@ class GuardedTier:
         self._up, self._failures, self._retry_at = False, 0, 0.0
         self.refusal = ""  # why the last write failed; "" after a success
         self._refusals, self._write_at = 0, 0.0
-        self._lock = threading.Lock()  # guards `_up`, failures and times in `_fail`, and `_buffers`; innermost
+        self._lock = threading.Lock()  # guards `_up`, failures and times in `_fail`, and `_buffers`; taken last
         self._buffers: list[mmap.mmap] = []  # free buffers
         self._began: WeakKeyDictionary[Future[Any], list[float]] = WeakKeyDictionary()  # by call: [start]; []: it waits
         self._stores: set[Future[Sequence[bool]]] = set()  # running calls
@@ -183,7 +183,7 @@ class GuardedTier:
             self._free_buffer(buffer)
 
     def _miss(self, blocks: int) -> None:
-        """Blocks were missing. Perhaps all are, so make the next probe due now: it looks for the marker."""
+        """Blocks were missing. Perhaps all are, so the next probe, which looks for the marker, is due now."""
         self.faults.add("missing", blocks)
         with self._lock:
             if blocks and self._up:
@@ -384,7 +384,7 @@ class GuardedTier:
         return any(head is not None and head[8:16] == self._content for head in heads)
 
     def _write_late(self) -> None:
-        """Write the marker that a clear could not write. Before and after, the tier's present records are void."""
+        """Write the marker that a clear could not write. The tier's present records are void before it and after it."""
         if self._up and not self.writable:
             return
         try:

@@ -20,7 +20,7 @@ class Strangers:
             self._named.append(repr(name))
 
     def warn(self, what: str) -> None:
-        """Name some of the strangers in a warning, if there are any. what: says what they are."""
+        """Name some of the strangers in a warning, if there are any. what: tells what they are."""
         if self.count:
             more = f" and {self.count - len(self._named)} more" if self.count > len(self._named) else ""
             log.warning(

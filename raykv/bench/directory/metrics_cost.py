@@ -75,8 +75,8 @@ def cost(directory: Directory, request: Callable[[int], Message]) -> dict[str, A
     """Figures of a directory that does nothing but match.
 
     request: arguments of a match, by number. plain_us: the thread's processor time for a call over the socket.
-    with_metrics_us: the same for counted calls. Both are first quartiles of turns. calls_percent: the difference.
-    export_ms: mean processor time of an export, which happens every 5 s; every other export looks at every slot.
+    with_metrics_us: the same for counted calls. Both are first quartiles of turns. calls_percent: the difference, per
+    cent. export_ms: mean processor time of an export, which happens every 5 s; every other export looks at every slot.
     percent: share of the directory's time at full load for counting and exports. Starts a Ray node.
     """
     server = _Timed(directory)

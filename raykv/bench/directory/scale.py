@@ -140,7 +140,7 @@ def _figures(figures: list[Figures], nodes: int, busy: float, seconds: float) ->
 
 
 def _killed(nodes: int, entries: int, seconds: float) -> dict[str, Any]:
-    """Seconds from a successor's order to take charge until the first match, the last inventory, and a low p99."""
+    """Seconds from when a successor is told to take charge to the first match, the last inventory, and a low p99."""
     with _pool(nodes, entries) as (server, loads, _), _running(serve, 3) as successor:
         successor.orders.recv()
         _watched(server, loads, seconds)

@@ -1,6 +1,6 @@
 """Runs vLLM's scheduler and worker in the calling process, as vLLM itself does with one GPU.
 
-On CPUs vLLM by default has a process for each. These poll for each other's messages, and on few cores they take time
+On CPUs vLLM by default runs each in its own process. These processes poll for messages, and on few cores they take time
 from a transfer. With a GPU and one rank vLLM has no such processes.
 """
 
@@ -15,4 +15,4 @@ def prepare() -> None:
 
     # vLLM searches all imported modules for kernels, and fails on llvmlite's: any attribute there is a function
     llvmlite.binding.ffi.lib._fntab["__dict__"] = {}
-    gc.freeze()  # vLLM collects garbage five times as it starts; without freeze that looks at all imports: a second
+    gc.freeze()  # vLLM collects garbage five times as it starts, and without freeze looks at all imports: a second

@@ -22,7 +22,7 @@ from raykv.config import MIB
 POOL = "bench-ttft"
 PROMPT_TOKENS, BLOCK_TOKENS = 3529, 32
 ARENA_BYTES = 2048 * MIB  # an eighth of it is staging: room for a whole prompt
-LANE_FACTOR = 1.1  # times the pool's own transfer, in the floor of a hit on another node
+LANE_FACTOR = 1.1  # factor on the pool's own transfer, in the floor of a hit on another node
 IDLE_S = 0.2  # for an engine that answered before to store its blocks, which takes cores
 WARM, ROUNDS = 1, 8
 AFTER = WARM + ROUNDS + 2  # first turn whose prompts no earlier turn has asked
@@ -173,7 +173,7 @@ def require_vllm() -> None:
 
 
 class Kept(NamedTuple):
-    """The keys and bytes that the pool has of a prompt."""
+    """Numbers of keys and bytes that the pool has of a prompt."""
 
     keys: int
     bytes: int

@@ -9,7 +9,7 @@ from raykv.cli.status.status import growth, size_text
 from raykv.client.administration import directory_stats
 
 LOOK_S = 0.2  # between looks whether the size is reached
-STANDSTILL_S = 30.0  # without a new slab, growth has failed: ten times as long as a slab of 1 GiB takes
+STANDSTILL_S = 30.0  # growth has failed if no slab comes for so long: ten times as long as a slab of 1 GiB takes
 
 
 def grow(pool: str) -> None:

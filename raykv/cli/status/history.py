@@ -11,7 +11,7 @@ Rates = deque[float | None]  # oldest first; None: not known
 
 
 class History:
-    """Rates between the latest LOOKS looks. hit_rate: found share of the blocks asked for.
+    """Rates between the latest LOOKS looks. hit_rate: share of the blocks asked for that was found.
 
     pulled, evicted: blocks per second. pulled_by: the same by node id, of nodes whose store answered the last two
     looks.

@@ -23,7 +23,7 @@ from raykv.client.session import settings_of
 from raykv.errors import PoolNotFound, RayKVError
 
 LOOK_S = 1.0  # between two looks
-STALE_S = 3.0  # without news: the terminal says so
+STALE_S = 3.0  # without news: the terminal shows a warning
 GIVE_UP_S = 20.0  # without news: the command ends; Ray would end it after 60 s and not restore the terminal
 STOP_S = 2.0  # for a look under way to end
 SORTS = ("node", "state", "memory", "pulled")

@@ -19,7 +19,7 @@ class HostPages:
     def __init__(self, pool: KVPool, host: Any, name: str, caches: dict[str, Any]) -> None:
         """host: a HostKVCache of SGLang. name: of the host pool. caches: the other arguments of `KVPool.cache`.
 
-        Passes on errors of `host` for a layout whose pages it can't address.
+        Passes on the error of `host` if it can't address pages of its layout.
         """
         self._host, self._page_size = host, host.page_size or 1
         addresses, sizes = host.get_page_buffer_meta(torch.arange(self._page_size))

@@ -189,7 +189,7 @@ class RayKVStorage(HiCacheStorage):  # type: ignore[misc]
         return [number < covered for number in range(len(parents), len(parents) + len(keys))]
 
     def _is_logical(self, name: str) -> bool:
-        """Whether pages of the pool have no bytes: there is nothing to move."""
+        """Whether pages of the host pool have no bytes, so that nothing is to be moved."""
         return bool(name == KV and self.mem_pool_host.kv_buffer is None)
 
     def _known(self, name: str) -> HostPages:
@@ -198,7 +198,7 @@ class RayKVStorage(HiCacheStorage):  # type: ignore[misc]
         return self._pages[name]
 
     def _read(self, cache: KVCache, keys: Keys, rows: Rows) -> int:
-        """Read leading pages. Returns how many were read. It counts no look-up: `batch_exists` has done so."""
+        """Read leading pages. Returns how many were read. `batch_exists` has counted this look-up already."""
         with Match(self._session, keys, cache.recompute_tokens_per_s).ask() as match:
             return match.read_rows(rows)
 

@@ -124,6 +124,6 @@ def _leave_out_last_sampled(scheduler: Any) -> None:
     scheduler._calc_num_offloadable_tokens = computed
 
 
-TRIMS_HASHES = (_minor(vllm.__version__) or NEWEST) >= (0, 32)  # drops the hashes of tokens that a session drops
+TRIMS_HASHES = (_minor(vllm.__version__) or NEWEST) >= (0, 32)  # vLLM drops the hashes of tokens that a session drops
 TAKES_GROUPS = hasattr(base, "KVConnectorTransferResults")  # supports several KV cache groups
 Connector: Any = ByRequest if TAKES_GROUPS else ByBlock

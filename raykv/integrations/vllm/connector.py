@@ -93,7 +93,8 @@ class RayKVConnector(Connector):  # type: ignore[misc]
         rank = vllm_config.parallel_config.rank
         self._loaded = LoadedAdapters(lora, rank) if lora and self.connector_worker is not None else None
         self._hash = get_hash_fn_by_name(vllm_config.cache_config.prefix_caching_hash_algo)
-        vllm_config.kv_transfer_config.kv_load_failure_policy = "recompute"  # read later; the default ends the request
+        # vLLM reads this later. By default a failed load ends its request
+        vllm_config.kv_transfer_config.kv_load_failure_policy = "recompute"
         if self.connector_scheduler is not None:
             manager = self.connector_scheduler.manager
             manager.events = self._events()

@@ -57,7 +57,7 @@ def check(version: str, vllm_config: Any, kv_cache_config: Any) -> None:
 
 
 def _check_drafter(vllm_config: Any) -> None:
-    """ValueError where not every rank has the drafter's layers, or they can't be cut as the target's are."""
+    """ValueError if some rank lacks the drafter's layers, or if these can't be cut like the target's."""
     asked = f"speculative_config with method={vllm_config.speculative_config.method!r}"
     if (stages := vllm_config.parallel_config.pipeline_parallel_size) > 1:
         raise ValueError(
@@ -72,7 +72,7 @@ def _check_drafter(vllm_config: Any) -> None:
 
 
 def check_policy(vllm_config: Any) -> None:
-    """ValueError where vLLM would end a request whose load fails, as it does by default.
+    """ValueError if vLLM would end a request after a failed load, as it does by default.
 
     Inside MultiConnector each connector has its own configuration, but the scheduler reads the outer configuration.
     """

@@ -50,7 +50,7 @@ class Chain:
             return self.tail.number
         group = get_offload_group_idx(key)
         keys = self.keys.get(group, [])
-        chunks = len(keys) - bool(keys and self.is_tail(keys[-1]))  # the tail is there while it is loaded
+        chunks = len(keys) - bool(keys and self.is_tail(keys[-1]))  # the tail's key is there while it is loaded
         for number in range(self._known[group], chunks):
             self.numbers[keys[number]] = number
         self._known[group] = chunks

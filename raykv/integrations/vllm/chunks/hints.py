@@ -1,4 +1,4 @@
-"""What requests say of their sessions: which of their chunks are asked for no more, or later than others."""
+"""What requests say of their sessions: whether somebody will ask for their chunks again, and when."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _warn(session: str, done: str) -> None:
 
 
 class Sessions:
-    """The first token of each session whose chunks are its own: the session's first request here did not find them."""
+    """For each session, the token from which on chunks are its own: its first request here did not find them."""
 
     def __init__(self) -> None:
         self._starts: dict[tuple[str, str | None], int] = {}

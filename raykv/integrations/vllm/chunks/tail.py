@@ -41,7 +41,7 @@ class Tail(NamedTuple):
 
 
 def tail_of(request: Any, chunk_tokens: int, block_tokens: int, function: Hash) -> Tail | None:
-    """The tail of a request's prompt; None where it is not worth a transfer, or the request limits its transfers.
+    """The tail of a request's prompt; None if it is not worth a transfer, or if the request limits its transfers.
 
     block_tokens: of a block that vLLM hashes. function: vLLM's hash. A tail of one token is useless: the last token is
     always computed.

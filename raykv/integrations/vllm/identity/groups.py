@@ -106,7 +106,7 @@ def loadable(tokens: int, groups: Sequence[Group], aligned: int, most: int | Non
 
 
 def unsupported(spec: Any) -> set[str]:
-    """Names of a group's kinds of pages that raykv can't share, as they do not depend on earlier tokens alone."""
+    """Names of a group's kinds of pages that raykv can't share: they depend on more than the earlier tokens."""
     return {type(layer).__name__ for layer in _layers(spec)}.difference(SUPPORTED)
 
 
@@ -124,7 +124,7 @@ def in_strides(spec: Any) -> bool:
 
 
 def _layers(spec: Any) -> Iterable[Any]:
-    """The specs of a group's layers: each layer's where they differ, else the common one."""
+    """The specs of a group's layers; only the common spec if all layers have one."""
     return spec.kv_cache_specs.values() if isinstance(spec, UniformTypeKVCacheSpecs) else [spec]
 
 

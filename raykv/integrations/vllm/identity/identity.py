@@ -74,7 +74,7 @@ def _longest(model: Any) -> str:
 
 
 def _processor() -> str:
-    """The processor, by which vLLM chooses attention kernels, and so the order of bytes in a page."""
+    """The processor. It decides vLLM's attention kernels, and these decide the order of bytes in a page."""
     if not current_platform.is_cpu():
         return str(current_platform.get_device_name())
     amx = "amx" if torch.cpu._is_amx_tile_supported() else ""

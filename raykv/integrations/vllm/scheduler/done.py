@@ -14,7 +14,7 @@ from raykv.keys import Keys
 log = logging.getLogger("raykv")
 
 PAUSE_S = 0.5  # before each call: workers may still store a finished request's chunks, and hold them meanwhile
-CALLS = 5  # at most, for the same keys, until the pool has aged as many copies as there are keys
+CALLS = 5  # for the same keys, at most; another follows if the last call reached fewer copies than keys
 
 
 class _Told(NamedTuple):

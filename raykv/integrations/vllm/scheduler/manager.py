@@ -95,8 +95,8 @@ class Computing:
     """The first group's chunks that a request must compute, and since when.
 
     answer: of the question whose intent lets other engines wait. missed: chunks not yet offered to the workers.
-    offered: chunks whose `complete_store` is yet to come. measured: the speed was measured, or can't be, as where
-    another request of this engine computes the chunks.
+    offered: chunks whose `complete_store` is yet to come. measured: this engine's speed was measured, or can't be:
+    another request computes the chunks.
     """
 
     since: float
@@ -161,7 +161,7 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
     def lookup(self, key: bytes, req_context: Any) -> LookupResult:
         """RETRY while the look-up runs or the request waits for another engine; HIT for a leased chunk; else MISS.
 
-        The scheduler calls it, so it never waits for Ray. key: vLLM's hash of a chunk.
+        The scheduler calls this, so this never waits for Ray. key: vLLM's hash of a chunk.
         """
         request = req_context.req_id
         if request in self._failed or not self.caches or time.monotonic() < self._held_until:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-PATIENCE = 1.5  # default: a wait lasts so many times as long as this engine would compute: the other began earlier
+PATIENCE = 1.5  # default wait, in multiples of this engine's computing time; the other engine began earlier
 MOST = 1e6  # limit of `patience`; a dead engine is noticed long before
 UNMEASURED = 1000.0  # tokens per second, where nothing is measured yet: waiting too long beats computing twice
 ASKS = 64  # questions during the wait, beside a few more at its begin; each costs the directory about 0.1 ms

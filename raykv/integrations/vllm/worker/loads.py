@@ -46,7 +46,7 @@ class Loads:
         self._mutex = threading.Lock()
 
     def note(self, adapter: int, name: str, files: Files, before: bytes | None) -> None:
-        """vLLM has loaded an adapter. files, before: its files and their digest just before. Both must still be so.
+        """vLLM has loaded an adapter. files, before: its files and their digest just before. Neither may have changed.
 
         Files that were written just now are hashed again in a thread: hundreds of MB would hold up the engine's step.
         """
