@@ -1,4 +1,4 @@
-"""Shows docstrings as they are written here: a line that begins with `name: ` describes an argument, or a field."""
+"""Teaches mkdocstrings this project's docstrings: a line that begins with `name: ` describes an argument or a field."""
 
 import re
 
@@ -8,9 +8,9 @@ ARGUMENT = re.compile(r"^(\w+(?:, \w+)*): (?=\S)")
 
 
 def as_markdown(docstring: str) -> str:
-    """The docstring with those lines, and what they go on with, as a list.
+    """The docstring with the lines that begin with `name: `, and their continuation lines, as a Markdown list.
 
-    A line that is not indented ends the list, where the line before it ends a sentence.
+    A line that is not indented ends the list if the line before it ends a sentence.
     """
     lines: list[str] = []
     in_list = False
@@ -26,7 +26,7 @@ def as_markdown(docstring: str) -> str:
 
 
 class Docstrings(griffe.Extension):
-    """For mkdocstrings: see mkdocs.yml."""
+    """The extension that mkdocs.yml gives to mkdocstrings."""
 
     def on_package(self, *, pkg: griffe.Module, **_: object) -> None:
         self._rewrite(pkg)

@@ -15,7 +15,7 @@ from raykv.cli import demo
 
 PICTURE = Path(__file__).parent / "images/demo.svg"
 REQUESTS, NODES, SEED = 12, 2, 0  # the defaults of `raykv demo`
-FONTS = re.compile(r"@font-face \{\{.*?\n    \}\}\n", re.S)  # rich's come from the network
+FONTS = re.compile(r"@font-face \{\{.*?\n    \}\}\n", re.S)  # a viewer would load rich's fonts from the network
 
 
 def main() -> int:

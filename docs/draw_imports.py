@@ -2,8 +2,8 @@
 
     python -m docs.draw_imports
 
-Every folder stands above all that it imports. An arrow that follows from two others is left out. Folders that import
-each other, which must not be, are drawn in red.
+Every folder stands above all folders that it imports. An arrow that follows from others is left out. Folders must not
+import each other: such imports are drawn in red.
 """
 
 import ast
@@ -44,7 +44,7 @@ def imported(tree: ast.Module) -> Iterator[str]:
 
 
 def graph() -> Graph:
-    """By folder, the folders that it imports. What imports `raykv` itself imports all that this gathers."""
+    """By folder, the folders that it imports. A file that imports `raykv` itself imports all that `raykv` imports."""
     modules = dict(sources())
     public = _folders_of(modules.pop("raykv"), modules, set())
     edges: Graph = {folder_of(name): set() for name in modules}
@@ -54,7 +54,7 @@ def graph() -> Graph:
 
 
 def _folders_of(path: Path, modules: dict[str, Path], public: set[str]) -> set[str]:
-    """The folders that a file imports; `public` for `import raykv`."""
+    """The folders that a file imports. public: the folders that stand for `import raykv`."""
     found: set[str] = set()
     for target in imported(ast.parse(path.read_text(encoding="utf-8"))):
         while target not in modules and "." in target:
@@ -67,7 +67,7 @@ def _folders_of(path: Path, modules: dict[str, Path], public: set[str]) -> set[s
 
 
 def reachable(edges: Graph, start: str) -> set[str]:
-    """All that `start` imports, directly or not; itself only if it is in a circle."""
+    """All folders that `start` imports, directly or not; `start` itself only if it is in a circle."""
     found: set[str] = set()
     todo = list(edges[start])
     while todo:
@@ -79,7 +79,7 @@ def reachable(edges: Graph, start: str) -> set[str]:
 
 
 def floors(edges: Graph) -> dict[str, int]:
-    """0 for what imports nothing; else one above the highest that it imports. A circle stands on one floor."""
+    """0 for a folder that imports nothing; else one above the highest floor that it imports. A circle has one floor."""
     reached = {name: reachable(edges, name) for name in edges}
     circle = {name: frozenset({name, *(n for n in reached[name] if name in reached[n])}) for name in edges}
 
@@ -90,7 +90,7 @@ def floors(edges: Graph) -> dict[str, int]:
 
 
 def drawn(edges: Graph) -> Iterator[tuple[str, str]]:
-    """Edges that do not follow from others."""
+    """The imports that do not follow from other imports."""
     for name, targets in edges.items():
         for target in targets:
             others = targets - {target}
@@ -99,7 +99,7 @@ def drawn(edges: Graph) -> Iterator[tuple[str, str]]:
 
 
 def purpose(folder: str) -> str:
-    """The first sentence of a folder's, or a module's, docstring."""
+    """The first sentence of the docstring of a folder or module."""
     name = f"raykv.{folder}"
     doc = ast.get_docstring(ast.parse(dict(sources())[name].read_text(encoding="utf-8"))) or ""
     return doc.split("\n\n")[0].replace("\n", " ").replace("`", "").split(". ")[0].rstrip(".")

@@ -1,4 +1,4 @@
-"""Draws `docs/images/ui-*.png`: the page of `raykv ui`, in Chromium, of a pool that is in use and loses parts.
+"""Draws `docs/images/ui-*.png`: the page of `raykv ui` in Chromium, while the pool is in use and loses parts.
 
     PYTHONPATH=tests python -m docs.draw_ui
 
@@ -25,17 +25,17 @@ from raykv.cli import ui
 ROOT = Path(__file__).parent.parent
 PICTURES = ROOT / "docs/images"
 NODES, LOAD_S = 4, 150.0
-PROMPTS, PROMPT_BLOCKS, QUESTION_BLOCKS = 12, 24, 6  # what questions begin with, and their own part
+PROMPTS, PROMPT_BLOCKS, QUESTION_BLOCKS = 12, 24, 6  # prompts that questions begin with; blocks of each, of a question
 WIDTHS, SCHEMES = (1440, 390), ("light", "dark")
-COLORS = 256  # of a picture: half of its bytes
-DRAWN_S = 6.0  # from when the page is opened until it is whole
+COLORS = 256  # of a picture: in full color it takes twice the bytes
+DRAWN_S = 6.0  # until a page that was opened is whole
 
 
 class Engine(Worker):
     """Answers questions that begin with one of a few prompts."""
 
     def answer(self, seconds: float, seed: int) -> int:
-        """For so long. Returns how many."""
+        """Answer for so many seconds. Returns how many questions were answered."""
         random, cache, begin, n = np.random.default_rng(seed), self.cache(), time.monotonic(), 0
         while (now := time.monotonic() - begin) < seconds:
             prompt = tokens(int(random.zipf(1.4)) % PROMPTS, PROMPT_BLOCKS)
@@ -64,11 +64,11 @@ def main() -> int:
 
 
 def draw(external: str) -> None:
-    """Start a pool, use it, and take the pictures. external: its tier."""
+    """Start a pool, use it, and take the pictures. external: the URL of the pool's tier."""
     pool = raykv.start(raykv.PoolConfig("llama", cpu_memory=64 * MIB, external=external, secret=b"of a picture" * 3))
     with Browser() as browser:
         url = ui.serve(pool.name, None, 0).url
-        browser.open(url)  # it looks more often while somebody does
+        browser.open(url)  # `raykv ui` asks the pool more often while a page is open
         engines = [worker(pool, str(node["NodeID"]), Engine) for node in ray.nodes()]
         answers = [engine.answer.remote(LOAD_S, seed) for seed, engine in enumerate(engines)]
         time.sleep(LOAD_S / 4)

@@ -1,10 +1,11 @@
-"""Measures what README.md, docs/benchmarks.md and docs/scale.md state, and writes it there.
+"""Measures the figures of README.md, docs/benchmarks.md and docs/scale.md into docs/figures.json.
 
     python -m docs.figures [--trace FILE] [--agents FILE] [NAME...]
     python -m docs.tables
 
-Each figure is measured beside its floor, so nothing else may run meanwhile. NAME: of BENCHES; all by default, for half
-an hour. FILE: traces in Mooncake's format, for `trace` and `tier-trace`, and for `agents`.
+`docs.tables` then writes the tables. Each figure is measured beside its floor, so nothing else may run meanwhile.
+NAME: of BENCHES; by default all, which takes half an hour. FILE: traces in Mooncake's format: `--trace` for `trace`
+and `tier-trace`, `--agents` for `agents`.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ BENCHES = {
 
 
 def measured(name: str, traces: dict[str, Path]) -> dict[str, Any]:
-    """What one command says. traces: files by the names in BENCHES. CalledProcessError if it fails."""
+    """The figures that a command prints. traces: files by the names in BENCHES. CalledProcessError if it fails."""
     words = [str(traces[word].resolve()) if word in traces else word for word in BENCHES[name].split()]
     command = [sys.executable, "-m", "raykv.cli", "bench", *words, "--json"]
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
@@ -55,7 +56,7 @@ def measured(name: str, traces: dict[str, Path]) -> dict[str, Any]:
 
 
 def commit() -> str:
-    """The one that is checked out. SystemExit if the files of the package are not as they are there."""
+    """The commit that is checked out. SystemExit if files of the package differ from that commit."""
     if _git("status", "--porcelain", "raykv", "actors"):
         raise SystemExit("raykv/ has changes that are in no commit: figures are of a commit, so commit them first")
     return _git("rev-parse", "--short=7", "HEAD")

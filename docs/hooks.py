@@ -1,6 +1,7 @@
-"""What mkdocs does with these pages beside its plugins.
+"""Hooks of mkdocs: what else it does with these pages, beside its plugins.
 
-It writes the tables of settings and commands from the code, and a page of the changelog, which lies beside this folder.
+They write the tables of settings and commands from the code. They also make a page of CHANGELOG.md, which lies outside
+of docs/.
 """
 
 import dataclasses
@@ -20,7 +21,7 @@ CHANGELOG = Path(__file__).parents[1] / "CHANGELOG.md"
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Called by mkdocs with all files that it found."""
+    """mkdocs calls this with all files that it found."""
     from mkdocs.structure.files import File
 
     files.append(File.generated(config, "changelog.md", content=changelog()))
@@ -28,13 +29,13 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def changelog() -> str:
-    """A page whose title, and so its place in the navigation, has the version."""
+    """The page of the changelog. Its title has the version, and so has its entry in the navigation."""
     text = CHANGELOG.read_text(encoding="utf-8").replace("# Changelog", f"# Version {raykv.__version__}: changelog", 1)
     return text.replace("](docs/", "](")
 
 
 def on_page_markdown(markdown: str, **_: object) -> str:
-    """Called by mkdocs for every page."""
+    """mkdocs calls this for every page."""
     for marker, generate in (("<!-- generated: settings -->", settings), ("<!-- generated: commands -->", commands)):
         if marker in markdown:
             markdown = markdown.replace(marker, generate())
@@ -51,7 +52,7 @@ def settings() -> str:
 
 
 def _meaning(name: str) -> str:
-    """What PoolConfig's docstring says of a field: from `name: ` to the next field's."""
+    """The text of a field in PoolConfig's docstring: from `name: ` to the next field's name."""
     names = "|".join(field.name for field in dataclasses.fields(PoolConfig))
     found = re.search(rf"(?ms)^{name}: (.*?)(?=^(?:{names}): |\n\n|\Z)", inspect.getdoc(PoolConfig) or "")
     if not found:
@@ -60,7 +61,7 @@ def _meaning(name: str) -> str:
 
 
 def commands() -> str:
-    """All commands of `raykv`, a section each."""
+    """All commands of `raykv`, each in a section."""
     return "\n\n".join(_sections(main, click.Context(main, info_name="raykv")))
 
 

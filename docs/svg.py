@@ -8,7 +8,7 @@ FONT = "Helvetica, Arial, DejaVu Sans, sans-serif"
 
 
 def document(width: float, height: float, shapes: Iterable[str]) -> str:
-    """A whole SVG file on white paper, of that many pixels."""
+    """A whole SVG file with a white background. width, height: in pixels."""
     head = (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" width="{width:g}" '
         f'height="{height:g}" font-family="{FONT}">'
@@ -17,7 +17,7 @@ def document(width: float, height: float, shapes: Iterable[str]) -> str:
 
 
 def rect(x: float, y: float, width: float, height: float, fill: str, *, radius: float = 2, stroke: str = "none") -> str:
-    """A filled rectangle; x, y of its upper left corner."""
+    """A filled rectangle. x, y: its upper left corner."""
     return (
         f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="{radius:g}" fill="{fill}" '
         f'stroke="{stroke}"/>'
@@ -27,7 +27,7 @@ def rect(x: float, y: float, width: float, height: float, fill: str, *, radius: 
 def text(
     x: float, y: float, words: str, *, size: float = 12, fill: str = INK, anchor: str = "start", bold: bool = False
 ) -> str:
-    """One line; y of its base line. anchor: what x is of it: start, middle or end."""
+    """A line of text. y: its base line. anchor: which point of the line is at x: "start", "middle" or "end"."""
     weight = ' font-weight="600"' if bold else ""
     return (
         f'<text x="{x:g}" y="{y:g}" font-size="{size:g}" fill="{fill}" text-anchor="{anchor}"{weight}>'

@@ -10,12 +10,12 @@ from docs.draw_imports import sources
 
 ROOT = Path(__file__).parent.parent
 PAGE = Path(__file__).parent / "deadlines.md"
-SECONDS = re.compile(r"(?!\w*PER_S)\w+_S")  # names, but for those of rates
+SECONDS = re.compile(r"(?!\w*PER_S)\w+_S")  # names of seconds; a name that ends in PER_S is a rate
 HEAD = """# Deadlines
 
-All times that raykv waits, polls or remembers, in seconds, but for benches. They are constants, not settings: what a
-user may set is in `PoolConfig` (`deadline`) and in `kv_connector_extra_config` (`patience`). This page is written from
-the files by `python -m docs.write_deadlines`: a constant whose name ends in `_S` has a comment, which stands here.
+All times that raykv waits, polls or remembers, in seconds, except those of benches. They are constants, not settings. A
+user may set `deadline` in `PoolConfig` and `patience` in `kv_connector_extra_config`. `python -m docs.write_deadlines`
+writes this page from raykv's files: it lists each constant whose name ends in `_S`, with the constant's comment.
 """
 
 
@@ -43,7 +43,7 @@ def _rows(file: Path) -> Iterator[str]:
 
 
 def _assigned(node: ast.stmt) -> Iterator[tuple[str, str]]:
-    """Names and values, as the file has them."""
+    """(name, value) of each target of an assignment, as source text."""
     if isinstance(node, ast.Assign):
         for target in node.targets:
             yield ast.unparse(target), ast.unparse(node.value).strip("()")

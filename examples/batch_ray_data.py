@@ -29,7 +29,7 @@ Row = dict[str, Any]
 
 
 def build(model: str, pool: str | None, engines: int = ENGINES) -> Processor:
-    """A processor of rows with `messages`. pool: the pool's name; None: the engines have no pool."""
+    """A processor of rows with `messages`. pool: the pool's name; with None the engines have no pool."""
     attached = {"kv_transfer_config": kv_transfer_config(pool)} if pool else {}
     config = vLLMEngineProcessorConfig(
         model_source=model,
@@ -43,7 +43,7 @@ def build(model: str, pool: str | None, engines: int = ENGINES) -> Processor:
         },
         concurrency=(engines, engines),
         batch_size=2,  # at most the rows of a block of prefix_ordered
-        max_concurrent_batches=1,  # an engine takes twice as many blocks ahead, even if they suit the other engine
+        max_concurrent_batches=1,  # an engine takes twice this many blocks ahead, even if they suit the other engine
         # with GPUs, and more than two CPUs a node, leave these out
         placement_group_config={"bundles": [{"CPU": 1}]},
         chat_template_stage=SMALL,
@@ -80,7 +80,7 @@ def _messages(document: str, question: str) -> list[dict[str, str]]:
 
 
 def answers(processor: Processor, model: str, asked: list[Row]) -> dict[str, str]:
-    """The answer to each row, by its id. model: its tokenizer helps to order the rows."""
+    """The answer to each row, by the row's id. model: a folder, whose tokenizer serves to order the rows."""
     ray.data.DataContext.get_current().wait_for_min_actors_s = 600  # both engines run before the first row
     tokenizer = AutoTokenizer.from_pretrained(model)
 

@@ -36,11 +36,11 @@ from raykv.integrations.serve import PrefixRouter, announce
 from raykv.integrations.transformers import block_shape, model_cache
 from raykv.scheduling import Budget, Request, plan
 
-MODEL, TOKENS, PATIENCE_S = "random-llama", 512, 10.0  # TOKENS: of a step, at most
+MODEL, TOKENS, PATIENCE_S = "random-llama", 512, 10.0  # TOKENS: how many a step computes at most
 
 
 class BlockPool:
-    """The engine's blocks. Full blocks are found by their key. Blocks that no request holds rest, and leave by LRU."""
+    """The engine's blocks. Full blocks are found by name, their key's bytes. Unheld blocks rest, and leave by LRU."""
 
     def __init__(self, blocks: int) -> None:
         self._resting: OrderedDict[int, None] = OrderedDict.fromkeys(range(blocks))  # the first leaves first
@@ -53,11 +53,11 @@ class BlockPool:
         return len(self._resting)
 
     def find(self, names: Sequence[bytes]) -> list[int]:
-        """The blocks of the leading names that the pool has."""
+        """The blocks of the leading names that are here."""
         return [self._by_name[name] for name in itertools.takewhile(self._by_name.__contains__, names)]
 
     def held(self, blocks: Sequence[int]) -> int:
-        """How many leading blocks requests hold."""
+        """How many of the leading blocks are held by requests."""
         return sum(1 for _ in itertools.takewhile(self._holders.__contains__, blocks))
 
     def hold(self, blocks: Sequence[int]) -> None:
@@ -80,7 +80,7 @@ class BlockPool:
                 self._by_name[name], self._names[block] = block, name
 
     def release(self, blocks: Sequence[int]) -> None:
-        """End a hold. Nameless blocks leave first, then the last blocks, which are of no use without earlier blocks."""
+        """End a hold. Nameless blocks leave first, then the prompt's end: it is of no use without the beginning."""
         for block in reversed(blocks):
             self._holders[block] -= 1
             if not self._holders[block]:
@@ -92,7 +92,7 @@ class BlockPool:
 class PagedKV(Cache):  # type: ignore[misc]
     """KV that the model's layers read and write in one step. kv: (blocks, layers, 2, heads, block_tokens, dim).
 
-    write, read: (2, n) int64, block and place in the block of each token to compute, and of each token to read.
+    write: (2, n) int64, the block and the place in the block of each token to compute. read: of each token to read.
     """
 
     def __init__(self, kv: torch.Tensor, write: torch.Tensor, read: torch.Tensor) -> None:
@@ -124,10 +124,10 @@ class Job:
 
 
 class Engine:
-    """Continuous batching. computed_tokens: prompt tokens that the model has computed."""
+    """Continuous batching. computed_tokens: how many prompt tokens the model has computed."""
 
     def __init__(self, model: Any, cache: raykv.KVCache, blocks: int, schedule: Any = plan) -> None:
-        """blocks: of the engine's own memory. schedule: see `raykv.scheduling.plan`."""
+        """blocks: how many the engine's own memory has. schedule: a function like `raykv.scheduling.plan`."""
         self.model, self.cache, self.schedule = model, cache, schedule
         self.kv = torch.zeros((blocks, *block_shape(model.config, cache.block_tokens)), dtype=model.dtype)
         self.pages = self.kv.view(blocks, -1).view(torch.uint8).numpy()
@@ -144,7 +144,7 @@ class Engine:
             raise ValueError(f"a prompt is a list of token ids below {self.model.config.vocab_size}")
         keys = self.cache.keys(list(prompt))
         job = Job(list(prompt), max_tokens, keys, self.cache.match(keys), list(prompt), [bytes(key) for key in keys])
-        job.answer.set_running_or_notify_cancel()  # from now on it can't be cancelled
+        job.answer.set_running_or_notify_cancel()  # from now on the future can't be cancelled
         self.new.put(job)
         return job.answer
 
@@ -186,7 +186,7 @@ class Engine:
         return Request(job.keys, len(job.tokens), job.arrival, cached, self.pool.held(own))
 
     def _most(self, job: Job) -> int:
-        """Number of blocks that may come from a cache: the last token is computed, and not into a shared block."""
+        """Number of blocks that may come from a cache: not the block of the last token, which must be computed."""
         return (len(job.tokens) - 1) // self.cache.block_tokens
 
     def _start(self, job: Job) -> None:
@@ -207,7 +207,7 @@ class Engine:
 
     @torch.no_grad()
     def _forward(self, jobs: list[Job], news: list[int]) -> list[int]:
-        """The next token of each job, after its first computed + new tokens."""
+        """Compute `new` further tokens of each job. Returns the token that follows them in each job."""
         ends = [job.computed + new for job, new in zip(jobs, news, strict=True)]
         places = [np.arange(job.computed, end) for job, end in zip(jobs, ends, strict=True)]
         write = np.concatenate([self._at(job, at) for job, at in zip(jobs, places, strict=True)], axis=1)

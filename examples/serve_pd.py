@@ -43,7 +43,7 @@ def build(arguments: dict[str, str]) -> serve.Application:
                 "enable_prompt_tokens_details": True,
             },
             deployment_config={"num_replicas": 1},
-            # Two CPUs with the replica's own: so each node has one replica here. With GPUs, leave these two out
+            # A replica takes two CPUs with its own, all of a node: so each node has one. With GPUs, leave these two out
             placement_group_config={"bundles": [{"CPU": 1}]},
             accelerator_config={"kind": "cpu"},
             runtime_env={"env_vars": ENVIRONMENT},

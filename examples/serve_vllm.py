@@ -10,7 +10,7 @@ a pool (`raykv start`), on nodes that all see the model's folder:
     curl -N localhost:8000/v1/chat/completions -H 'Content-Type: application/json' \\
         -d '{"model": "llm", "messages": [{"role": "user", "content": "..."}], "max_tokens": 16, "stream": true}'
 
-The model that the first command asks is a small Llama of random weights, made on the spot.
+The first command makes its own model: a small Llama of random weights.
 """
 
 import json
@@ -62,7 +62,7 @@ def build(arguments: dict[str, str]) -> serve.Application:
             "enable_prompt_tokens_details": True,
         },
         deployment_config={"num_replicas": 2, "request_router_config": router},
-        # Two CPUs with the replica's own: so each node has one replica here. With GPUs, leave these two out
+        # A replica takes two CPUs with its own, all of a node: so each node has one. With GPUs, leave these two out
         placement_group_config={"bundles": [{"CPU": 1}]},
         accelerator_config={"kind": "cpu"},
         runtime_env={"env_vars": ENVIRONMENT},
@@ -140,7 +140,7 @@ def words(seed: int, count: int) -> str:
 
 
 def shutdown() -> None:
-    """End Serve, wait for vLLM's own processes, which end after their replicas, and remove their files."""
+    """End Serve and its replicas, wait until the replicas' vLLM processes have ended, and remove their files."""
     ours = ("LLMServer", "Prefill:", "Decode:", "OpenAiIngress", "TelemetryAgent")  # all import vLLM
     named = [(str(process.info["cmdline"]), process) for process in psutil.process_iter(["cmdline"])]
     replicas = [process for name, process in named if any(part in name for part in ours)]
