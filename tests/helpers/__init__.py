@@ -1,1 +1,1 @@
-"""What tests share: of any running pool in `pools`, else in the folder of what it helps to test."""
+"""Code that tests share. `pools` is for tests of running pools; each folder is for tests of one part."""

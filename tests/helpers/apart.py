@@ -1,4 +1,4 @@
-"""Runs a part of a test in a process of its own, whose death is a failure of the test and not the end of all tests."""
+"""Runs a part of a test in a child process. The child's death fails this test, and does not end all tests."""
 
 import multiprocessing
 import resource
@@ -11,17 +11,17 @@ from typing import Any
 from raykv.system.jit import compile_all
 
 DEADLINE_S = 60.0
-MEMORY = 4 << 30  # bytes that a child may map besides what its parent has: more is a MemoryError
+MEMORY = 4 << 30  # bytes that a child may map beyond its parent's: more is a MemoryError
 _fork = multiprocessing.get_context("fork")
 
 
 def apart(function: Callable[..., Any], *args: Any, deadline: float = DEADLINE_S) -> Any:
-    """What function(*args) returns, in a forked child. It must be picklable.
+    """Call function(*args) in a forked child. Returns the result, which must be picklable.
 
-    AssertionError with the child's traceback if that raises, with its signal if it dies, and past the deadline.
+    AssertionError if the function raises, with its traceback; if the child dies, with its signal; if it is late.
     """
     for package in ("raykv.arena", "raykv.directory"):
-        compile_all(package)  # here, once: in a child it would count against the deadline
+        compile_all(package)  # in the parent, once: in a child it would count against the deadline
     ours, theirs = _fork.Pipe(duplex=False)
     child = _fork.Process(target=_run, args=(theirs, function, args), daemon=True)
     child.start()

@@ -28,7 +28,7 @@ def gpu_arena(gpu: Device, pool: str = POOL) -> GpuArena:
 
 
 def memory_arena(name: str = "host") -> Arena:
-    """Of three slabs two are offered, epoch 1."""
+    """An arena of three slabs, two of them offered, with epoch 1."""
     path = f"/dev/shm/raykv-{POOL}-{name}"
     with contextlib.suppress(FileNotFoundError):
         os.unlink(path)
@@ -39,13 +39,13 @@ def memory_arena(name: str = "host") -> Arena:
 
 
 def some(count: int, size: int = SIZE) -> tuple[Locations, Bytes, Bytes]:
-    """Grants in slab 1, keys and blocks."""
+    """(grants in slab 1, keys, blocks)."""
     at = locations([2, 0, 3, 1][:count], range(2, 2 + count), size=size, slab=1)
     return at, np.concatenate([key_of(i) for i in range(count)]), noise(count * size).reshape(count, size)
 
 
 def granted(at: Locations, slab: int = 0, gen: int = 100) -> Locations:
-    """Grants of other slots."""
+    """The same grants with another slab and other generations."""
     to = at.copy()
     to["slab"], to["gen"] = slab, GEN + gen + np.arange(len(at))
     return to

@@ -1,4 +1,4 @@
-"""A pool with a GPU tier, in a Ray cluster that lasts as long as this: what test_gpu_pool.py runs, whatever CuPy is."""
+"""A pool with a GPU tier in a Ray cluster of its own: the program of test_gpu_pool.py, on CuPy or on the stand-in."""
 
 import sys
 import time
@@ -29,12 +29,12 @@ from raykv.bench.testbed import local_cluster
 
 MIB = 1 << 20
 CPU, GPU = 64 * MIB, 24 * MIB
-FAR = "nccl" if "cupy_on_host" in cuda.cupy().__file__ else "tcp"  # NCCL has no two ranks on one real GPU
+FAR = "nccl" if "cupy_on_host" in cuda.cupy().__file__ else "tcp"  # NCCL refuses two ranks on one real GPU
 Keys = raykv.Keys
 
 
 class Engine(Worker):
-    """One whose KV is on a GPU."""
+    """An engine whose KV is on a GPU."""
 
     def __init__(self, pool: str) -> None:
         self.pool = raykv.attach(pool, device=0)
@@ -54,7 +54,7 @@ class Engine(Worker):
         return self.pool.session.memory_name, isinstance(self.pool.session.local.arena, GpuArena)
 
     def maps(self) -> bool:
-        """Whether this process has the memory of a store open."""
+        """Whether this process has a store's GPU memory open."""
         assert self.pool.session.local
         return bool(len(self.pool.session.local.arena._memory[1]))
 
@@ -89,7 +89,7 @@ def whole(found: Reading, keys: Keys) -> bool:
 
 
 def first_to_the_gpu(world: World) -> None:
-    """An engine's blocks are in its GPU's tier, and anybody's to read: on a GPU or in memory, here or elsewhere."""
+    """An engine's blocks go to its GPU's tier. Any engine reads them: to a GPU or to memory, here or elsewhere."""
     home, on_gpu = do(world.engine.where.remote())
     assert home.startswith(f"{world.pool.node_id}/GPU-") and on_gpu
     keys = world.keys(1, 20)
@@ -101,7 +101,7 @@ def first_to_the_gpu(world: World) -> None:
     singles = iter(range(1000, 2000))
 
     def by_nccl() -> bool:
-        """Once it has connected: TCP reads until then."""
+        """Whether FAR was used: TCP reads until NCCL has connected."""
         (lane,) = world.pool.stats()["transports"]
         assert lane["from"] == home and not lane["failed"], lane
         single = world.keys(next(singles), 1)
@@ -109,7 +109,7 @@ def first_to_the_gpu(world: World) -> None:
         return bool(lane["transport"] == FAR)
 
     eventually(by_nccl)
-    with world.cache.match(keys) as match:  # in memory: a copy down, which is the primary from then on
+    with world.cache.match(keys) as match:  # reads into memory
         out = np.zeros((20, BLOCK), np.uint8)
         assert match.read(out, verify=True) == 20 and (out == payload(keys, BLOCK)).all()
     assert world.counts()["corrupt"] == 0
@@ -117,8 +117,8 @@ def first_to_the_gpu(world: World) -> None:
 
 
 def what_is_old_goes_down(world: World) -> None:
-    """More than a GPU holds, and less than GPU and memory do: nothing is lost, and what is hit comes back up."""
-    before, prompts = world.counts(), [world.keys(seed, 40) for seed in range(10, 16)]  # 60 MiB of 24 and 64
+    """The blocks fit a GPU and memory together, but no GPU alone: none is lost, and a hit brings blocks back up."""
+    before, prompts = world.counts(), [world.keys(seed, 40) for seed in range(10, 16)]  # 60 MiB, into 24 and 64
     for keys in prompts:
         assert do(world.engine.store.remote(keys)) == 40
         eventually(lambda: settled_down(world.pool))
@@ -132,15 +132,15 @@ def what_is_old_goes_down(world: World) -> None:
 
 
 def settled_down(pool: raykv.KVPool) -> bool:
-    """Whether a quarter of every GPU can be had for nothing, beside its staging window."""
+    """Whether a quarter of every GPU, beside its staging window, can be taken without eviction."""
     gpus = [node for node in pool.stats()["nodes"].values() if node["tier"] == "gpu"]
     return all(gpu["spare_slabs"] or gpu["ready"] <= gpu["slots"] * 5 // 8 for gpu in gpus)
 
 
 def a_store_is_killed(world: World) -> None:
-    """What was in memory is there, what was only on the GPU is a miss, and engines go on with the next process.
+    """Blocks in memory survive, blocks only on the GPU are misses, and engines go on with the next process.
 
-    On the stand-in that finds no room on the GPU before they do: the dead one's memory is still theirs.
+    On the stand-in that process finds no room on the GPU until engines have let go of the dead process's memory.
     """
     keys = world.keys(20, 30)
     assert store(world.cache, keys) == 30
@@ -155,7 +155,7 @@ def a_store_is_killed(world: World) -> None:
 
 
 def many_at_once(world: World) -> None:
-    """GPUs, memory and nodes, for a few seconds: nothing wrong, and nothing held in the end."""
+    """Engines on GPUs and in memory store and read for seconds: no block is wrong, and none stays held."""
     here = worker(world.pool, world.pool.node_id)
     churns = [one.churn.remote(6.0, seed, 12, 60) for seed, one in enumerate((world.engine, world.far, here))]
     for _, readings, wrong in ray.get(churns):
@@ -164,7 +164,7 @@ def many_at_once(world: World) -> None:
 
 
 def a_node_is_drained(world: World) -> None:
-    """With what only its GPU has."""
+    """The drain also saves blocks that only the node's GPU has."""
     keys, home = world.keys(30, 20), do(world.far.where.remote())[0]
     assert do(world.far.store.remote(keys)) == 20
     assert world.pool.stats()["nodes"][home]["ready"] >= 20

@@ -1,4 +1,4 @@
-"""What GPU tests share: CuPy's stand-in, memory of a GPU as bytes, and other processes that find the same CuPy."""
+"""GPU tests share this: CuPy's stand-in, a GPU's memory as bytes, and other processes with the same CuPy."""
 
 import os
 import subprocess
@@ -21,7 +21,7 @@ Bytes = NDArray[np.uint8]
 
 
 def forget() -> None:
-    """Another CuPy is next."""
+    """Forget the imported CuPy, so that another one can be imported."""
     for cached in (cuda.uuid, cuda._context, cuda._libcuda, devices.device):
         cached.cache_clear()
     for name in [name for name in sys.modules if name.split(".")[0] == "cupy"]:
@@ -29,7 +29,7 @@ def forget() -> None:
 
 
 def page_locked(monkeypatch: pytest.MonkeyPatch) -> dict[int, int]:
-    """What raykv has page-locked, from now on: lengths by address."""
+    """The memory that raykv page-locks from now on: lengths by address."""
     lock, unlock, found = Device.register, Device.unregister, dict[int, int]()
 
     def register(self: Device, address: int, length: int) -> None:
@@ -50,7 +50,7 @@ def table_of(*copies: tuple[int, int, int]) -> NDArray[np.int64]:
 
 
 def put(gpu: Device, to: int, data: Bytes) -> None:
-    """Into a GPU's memory, over a bounce buffer."""
+    """Write into a GPU's memory through a bounce buffer."""
     bounce = gpu.bounce_buffer()
     bounce[: len(data)] = data
     gpu.copy(table_of((to, bounce.ctypes.data, len(data))))
@@ -71,18 +71,18 @@ def environment() -> dict[str, str]:
 
 
 def elsewhere(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run in another process, which finds the same CuPy."""
+    """Run a script in another process with the same CuPy."""
     command = [sys.executable, "-c", script, *arguments]
     return subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=120)
 
 
 def refuse(*_: object) -> None:
-    """In place of a method of Device."""
+    """Replaces a method of Device, and fails."""
     raise DeviceError("cudaErrorNotSupported")
 
 
 def meanwhile(monkeypatch: pytest.MonkeyPatch, act: Callable[[], object]) -> None:
-    """Do it once, when a copy on a GPU is done and nobody knows of it yet."""
+    """Call `act` once, when the next copy on a GPU is done but has not returned."""
     original, acts = Device.copy, [act]
 
     def copy(self: Device, table: Any, *how: Any) -> None:

@@ -1,4 +1,4 @@
-"""An arena with blocks that must outlive whatever comes through its doors."""
+"""An arena whose blocks must survive all messages and reads from outside, however wrong."""
 
 import contextlib
 import os
@@ -11,7 +11,7 @@ from helpers.arena import worker as w
 from helpers.arena.worker import PRINT, SLAB, locations
 from raykv.arena.arena import Arena
 
-SIZE = 5000  # of a block: in a slot of two pages
+SIZE = 5000  # bytes of a block, which takes a slot of two pages
 BLOCKS = 24  # half of them in the last slots of a slab
 OFFERED, SLABS = 2, 3
 Locations = NDArray[np.void]
@@ -19,7 +19,7 @@ Bytes = NDArray[np.uint8]
 
 
 class Guarded:
-    """An arena of three slabs, two of them offered, and what was stored there: `at`, `keys`, `blocks`."""
+    """An arena of three slabs, two of them offered. at, keys, blocks: the blocks that were stored there."""
 
     def __init__(self, arena: Arena) -> None:
         self.arena = arena
@@ -33,16 +33,16 @@ class Guarded:
         assert arena.write(self.at, self.keys, self.blocks).all()
 
     def grants(self, gen: int) -> Locations:
-        """Slots in the middle of the slabs, which hold none of the blocks."""
+        """Grants of slots in the middle of the slabs, where no block lies."""
         grants = self.at.copy()
         grants["slot"] = 100 + np.arange(len(grants))
         grants["gen"] = w.GEN + 1000 + gen * len(grants) + np.arange(len(grants))
         return grants
 
     def there(self, which: NDArray[np.bool_] | None = None) -> NDArray[np.bool_]:
-        """(n,) which blocks are there; AssertionError where a read gave other bytes.
+        """(n,) which blocks are there. AssertionError if a read gave other bytes, or if a block is lost.
 
-        which: (n,) those that need not be there. All others must.
+        which: (n,) the blocks that may be lost.
         """
         out = np.zeros_like(self.blocks)
         ok = self.arena.read(self.at, self.keys, out)
@@ -54,7 +54,7 @@ class Guarded:
 
 @contextlib.contextmanager
 def guarded(name: str = "") -> Iterator[Guarded]:
-    """In a file of this process's own, which is removed."""
+    """The arena is in a file of this process, which is removed afterwards."""
     arena = Arena.create(f"/dev/shm/raykv-doors-{os.getpid()}{name}", PRINT, SLAB, SLABS)
     try:
         for _ in range(OFFERED):

@@ -1,4 +1,4 @@
-"""What arena tests share: places, blocks that tell their key, and child processes that stop or die at a given step."""
+"""Arena tests share this: locations, blocks made from keys, and child processes that stop or die at a given step."""
 
 import ctypes
 import multiprocessing
@@ -29,7 +29,7 @@ fork = multiprocessing.get_context("fork")
 def locations(
     slots: Sequence[int], gens: Sequence[int], *, size: int = 64 << 10, slab: int = 0, slab_gen: int = GEN + 1
 ) -> NDArray[np.void]:
-    """Places of `slots`; `gens` count from GEN."""
+    """Locations of `slots`. gens: counted from GEN."""
     out = np.zeros(len(slots), LOCATION)
     out["slab"], out["slot"], out["bytes"], out["slab_gen"] = slab, slots, size, slab_gen
     out["gen"] = [GEN + gen for gen in gens]
@@ -42,7 +42,7 @@ def key_of(seed: int) -> NDArray[np.uint8]:
 
 
 def block_of(key: NDArray[np.uint8], size: int = 64 << 10) -> NDArray[np.uint8]:
-    """(1, size) bytes that only this key has."""
+    """(1, size) the content of this key's block. No other key's block has it."""
     return np.tile(key, -(-size // 16))[:, :size]
 
 
@@ -53,7 +53,7 @@ def put(arena: Arena, slot: int, gen: int, **location: int) -> bool:
 
 
 def get(arena: Arena, slot: int, gen: int, **location: int) -> bool:
-    """Whether the block of key_of(gen) is there. Fails if something else is passed off as it."""
+    """Whether the block of key_of(gen) is there. AssertionError if a read gave other bytes for it."""
     where = locations([slot], [gen], **location)
     out = np.zeros((1, int(where["bytes"][0])), np.uint8)
     ok = bool(arena.read(where, key_of(gen), out)[0])
@@ -70,7 +70,7 @@ def die_here() -> None:
 
 
 def at_step(step: str, act: Callable[[], None]) -> None:
-    """In a child: from now on, do `act` when a write gets to `step`."""
+    """In a child: call `act` each time that a write gets to `step`."""
 
     def wrap(owner: Any, name: str, before: bool, after: bool) -> None:
         original = getattr(owner, name)
@@ -87,7 +87,7 @@ def at_step(step: str, act: Callable[[], None]) -> None:
 
     if step in ("first tile", "last tile"):
         checksum.TILE = 16 << 10
-        checksum._in_stripes = lambda table: False  # by memcpy, tile by tile: what is stopped here can be seen
+        checksum._in_stripes = lambda table: False  # copies by memcpy, tile by tile: so a copy can be stopped here
         calls = iter(range(1 << 30))
         wanted = 0 if step == "first tile" else 3
 
@@ -123,7 +123,7 @@ def at_step(step: str, act: Callable[[], None]) -> None:
 
 
 class Child:
-    """A forked process that runs `function(arena)` on an arena it attached itself, and tells what that returned."""
+    """A forked process that attaches the arena, runs `function(arena)`, and sends the result."""
 
     all: ClassVar[list["Child"]] = []
 
@@ -149,7 +149,7 @@ class Child:
         os.kill(self.pid, signal.SIGCONT)
 
     def result(self) -> Any:
-        """What the function returned; EOFError if the child died before that."""
+        """What the function returned; EOFError if the child died first."""
         try:
             return self._answer.recv() if self._answer.poll(60) else None
         finally:

@@ -14,7 +14,7 @@ PROMPTS = range(1, 4)
 
 
 def full(start: Callable[..., raykv.KVPool], transport: str) -> tuple[raykv.KVPool, raykv.KVCache, list[Keys]]:
-    """A pool whose other node has all of these prompts, and whose memory here has no room but the window."""
+    """(pool, cache, prompts): the other node has all prompts, and this node is full except for its staging window."""
     pool = start(cpu_memory=32 * MIB, transport=transport)
     there = worker(pool, other_node(pool))
     cache = pool.cache(model="m", dtype="uint8", layout="rows", block_tokens=16, block_bytes=BLOCK)

@@ -11,12 +11,12 @@ from helpers.pools import BLOCK, keep, read, store, tokens
 from raykv.keys import Keys
 
 PROMPT = 16  # blocks
-PROMPTS = 6  # of the tenant that has a minimum: 24 MiB of 112 that the pool has for blocks
+PROMPTS = 6  # of the tenant with a minimum: 24 MiB of the 112 MiB that the pool has for blocks
 MINIMUM = 0.25
 
 
 def emptied(shared: raykv.KVPool) -> raykv.KVPool:
-    """The pool without blocks and quotas."""
+    """The pool after all its blocks and quotas are removed."""
     for tenant in filter(None, shared.quotas()):
         shared.remove_quota(tenant)
     shared.clear()
@@ -30,7 +30,7 @@ def cache_of(pool: raykv.KVPool, tenant: str, **more: Any) -> raykv.KVCache:
 
 
 def stored(pool: raykv.KVPool, tenant: str) -> list[Keys]:
-    """Prompts of a tenant, who has read each once."""
+    """Store a tenant's prompts, and read each once. Returns them."""
     cache = cache_of(pool, tenant)
     prompts = [cache.keys(tokens(seed, PROMPT)) for seed in range(PROMPTS)]
     for keys in prompts:

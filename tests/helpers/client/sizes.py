@@ -1,4 +1,4 @@
-"""How large a node is, as the directory and its memory have it."""
+"""How large a node is: by the directory, and by the memory that is taken."""
 
 import os
 from typing import Any
@@ -10,7 +10,7 @@ SIZE = 64 * MIB
 
 
 def as_started(shared: raykv.KVPool) -> raykv.KVPool:
-    """The pool with nodes of SIZE again, and empty."""
+    """The pool, empty, with its nodes resized to SIZE."""
     for node_id in (shared.node_id, other_node(shared)):
         assert shared.resize(node_id, SIZE) == SIZE
     shared.clear()
@@ -24,12 +24,12 @@ def node_of(pool: raykv.KVPool, node_id: str | None = None) -> dict[str, Any]:
 
 
 def has(pool: raykv.KVPool, node_id: str | None = None) -> int:
-    """Bytes of a node, as the directory has it."""
+    """Bytes of a node by the directory."""
     node = node_of(pool, node_id)
     return int((node["slabs"] + node["spare_slabs"]) * node["slab_bytes"])
 
 
 def taken(pool: raykv.KVPool) -> int:
-    """Bytes of the arena beside this process that are really there."""
+    """Bytes of this node's arena that memory is allocated for."""
     assert pool.session.local
     return os.stat(pool.session.local.arena.path).st_blocks * 512

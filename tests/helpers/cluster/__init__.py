@@ -1,1 +1,1 @@
-"""Ray clusters: one process or many, machines, and a cloud."""
+"""Ray clusters: in one process or many, on stand-ins for machines, and in a fake cloud."""

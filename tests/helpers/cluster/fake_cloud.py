@@ -18,11 +18,11 @@ import ray
 from ray.autoscaler._private.fake_multi_node.node_provider import FakeMultiNodeProvider
 
 MIB = 1 << 20
-IDLE_S = 6.0  # after which Ray takes an idle node away
+IDLE_S = 6.0  # until Ray takes an idle node away
 
 
 class Cloud(FakeMultiNodeProvider):
-    """Its nodes have ids as Ray gives them, not ffff...01 and ffff...02: raykv names a store by the first digits."""
+    """Gives nodes random ids, not ffff...01 and ffff...02: raykv names a store by the first digits of the node id."""
 
     def _next_hex_node_id(self) -> str:
         return secrets.token_hex(28)
@@ -34,8 +34,8 @@ class Cloud(FakeMultiNodeProvider):
 
 @contextmanager
 def autoscaled(v2: bool) -> Iterator[str]:
-    """Address of a cluster of one head with 1 CPU. Whatever asks for 2 gets a node. v2: Ray's second autoscaler."""
-    with socket.socket() as free, tempfile.TemporaryDirectory(prefix="ray") as tmp:  # a short name: it has sockets
+    """The address of a cluster whose head has 1 CPU. Requests of 2 CPUs add nodes. v2: use Ray's second autoscaler."""
+    with socket.socket() as free, tempfile.TemporaryDirectory(prefix="ray") as tmp:  # short, for sockets
         free.bind(("", 0))
         address, head = f"{ray.util.get_node_ip_address()}:{free.getsockname()[1]}", secrets.token_hex(28)
         config = Path(tmp) / "config.json"
@@ -59,7 +59,7 @@ def autoscaled(v2: bool) -> Iterator[str]:
             finally:
                 started.send_signal(signal.SIGTERM)
                 started.wait(60)
-                for process in psutil.process_iter(["cmdline"]):  # of nodes that the cloud still has
+                for process in psutil.process_iter(["cmdline"]):  # processes of nodes that the cloud still has
                     if any(tmp in word for word in process.info["cmdline"] or ()):
                         with suppress(psutil.NoSuchProcess):
                             process.kill()

@@ -1,4 +1,4 @@
-"""Four machines on this one (machines.sh), and their shells."""
+"""Four machines that machines.sh simulates on this one, and their shells."""
 
 import json
 import os
@@ -14,14 +14,14 @@ from typing import Any
 
 from helpers.pools import eventually
 
-UNSHARE = ["setpriv", "--pdeathsig=KILL"]  # they end with us, however we end
+UNSHARE = ["setpriv", "--pdeathsig=KILL"]  # the machines end with this process, however it ends
 UNSHARE += ["unshare", "--net", "--mount", "--pid", "--uts", "--fork", "--kill-child", "--mount-proc"]
 DEADLINE_S = 400
-DESK = 254  # the machine that the user sits at; 1 to 3 are the cluster's
+DESK = 254  # the machine of the user; machines 1 to 3 are the cluster's
 
 
 def why_not() -> str:
-    """Why there can't be such machines here; empty if there can."""
+    """Why such machines can't be made here; "" if they can."""
     if subprocess.run([*UNSHARE, "true"], capture_output=True).returncode:
         return "network namespaces can't be made here: it takes root"
     missing = [name for name in ("sshd", "ssh", "rsync", "ip") if not shutil.which(name, path="/usr/sbin:/usr/bin")]
@@ -34,34 +34,34 @@ def address(machine: int) -> str:
 
 @dataclass(frozen=True)
 class Machines:
-    """Shells on machines that are up. key: lets into each; first: the process whose network they are in."""
+    """Shells on machines that are up. key: the SSH key of all. first: a process in their network namespace."""
 
     key: Path
     first: int
 
     def ask(self, machine: int, command: str) -> subprocess.CompletedProcess[str]:
-        """What a shell of that machine makes of it; returncode 124 if that takes more than DEADLINE_S."""
+        """Run a command in a shell of that machine; returncode 124 if it takes more than DEADLINE_S."""
         options = ["LogLevel=ERROR", "StrictHostKeyChecking=no", "UserKnownHostsFile=/dev/null"]
         ssh = ["ssh", "-i", str(self.key), *(f"-o{option}" for option in options), f"root@{address(machine)}", command]
         inside = ["timeout", str(DEADLINE_S), "nsenter", f"--target={self.first}", "--net"]
         return subprocess.run([*inside, *ssh], capture_output=True, text=True, env={"PATH": os.defpath})
 
     def run(self, machine: int, command: str) -> str:
-        """Its output; AssertionError if it fails."""
+        """The command's output; AssertionError if the command fails."""
         done = self.ask(machine, command)
         assert done.returncode == 0, f"{command}: {done.returncode}\n{done.stdout}\n{done.stderr}"
         return done.stdout
 
     def json(self, machine: int, command: str) -> Any:
-        """What the last line of its output says."""
+        """The last line of the command's output, read as JSON."""
         return json.loads(self.run(machine, command).splitlines()[-1])
 
 
 @contextmanager
 def machines(folder: Path, shm: str) -> Iterator[Machines]:
-    """All of them up; then gone, with whatever runs on them.
+    """Start all machines, and afterwards end them with all that runs on them.
 
-    folder: an empty one, for homes and logs. shm: the size of a machine's /dev/shm, as mount understands it.
+    folder: an empty folder, for homes and logs. shm: the size of a machine's /dev/shm, in mount's format.
     """
     script = Path(__file__).with_name("machines.sh")
     log = folder / "log"
@@ -82,4 +82,4 @@ def machines(folder: Path, shm: str) -> Iterator[Machines]:
     finally:
         with suppress(ProcessLookupError):
             os.kill(first, signal.SIGKILL)
-        unshare.wait()  # for all that ran in there
+        unshare.wait()  # until all processes of the machines have ended

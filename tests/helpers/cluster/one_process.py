@@ -1,7 +1,7 @@
 """Ray in one process: actors are objects, their calls run in threads, and messages are pickled as Ray pickles them.
 
-All of raykv runs on it as it is: start, directory, node stores, supervisor, clients, with real arenas and real TCP
-between "nodes". What it has not: processes, so that nothing can be killed. Those tests are in `tests/cluster`.
+All of raykv runs on it unchanged: start, directory, node stores, supervisor, clients, with real arenas and real TCP
+between "nodes". There are no processes to kill: tests that kill are in `tests/cluster`.
 """
 
 import asyncio
@@ -39,14 +39,14 @@ from raykv.system import events
 JOB = "01000000"
 DEFAULT_GROUP = "_"
 RAY_CALL = "__ray_call__"  # calls a function with the actor's object
-_here: contextvars.ContextVar[str] = contextvars.ContextVar("node")  # of the actor that runs
+_here: contextvars.ContextVar[str] = contextvars.ContextVar("node")  # the node id of the actor that runs
 
 
 Frozen = tuple[bytes, list[bytes]]  # a value that was pickled, and its buffers
 
 
 class Ref:
-    """What a call returns; stands for an ObjectRef."""
+    """The result of a call, in place of Ray's ObjectRef."""
 
     def __init__(self, future: "Future[Frozen]") -> None:
         self._future = future
@@ -74,7 +74,7 @@ class Ref:
 
 
 class Method:
-    """A method of an actor, to be called by `remote`."""
+    """A method of an actor, which `remote` calls."""
 
     def __init__(self, actor: "Handle", name: str, group: str = "") -> None:
         self._actor, self._name, self._group = actor, name, group
@@ -87,7 +87,7 @@ class Method:
 
 
 class Handle:
-    """An actor. Its constructor runs first, in a thread; calls wait for it."""
+    """An actor. Its constructor runs in a thread, and calls wait for the constructor."""
 
     def __init__(self, kind: type, node_id: str, threads: dict[str, int], args: tuple[Any, ...], kwargs: Any) -> None:
         self._kind, self._node, self._dead = kind, node_id, False
@@ -124,7 +124,7 @@ class Handle:
         return Ref(future)
 
     def _end(self) -> None:
-        """Its threads stop, as the death of a process stops them."""
+        """Stop the actor's threads, as the death of its process would."""
         self._dead = True
         if self._made.done() and not self._made.exception():
             for part in _parts_of(self._made.result()):
@@ -140,7 +140,7 @@ class Handle:
 
 
 def _parts_of(made: object, depth: int = 4) -> Iterator[Any]:
-    """What has a thread of its own, in an object of raykv's and in what that has."""
+    """Objects with a thread of their own, in an object of raykv and in its attributes."""
     if isinstance(made, Periodic | Listener):
         yield made
     elif isinstance(made, list | tuple) and depth:
@@ -156,7 +156,7 @@ async def _awaited(answer: Any) -> Any:
 
 
 class Node(NamedTuple):
-    """A node, as a Cluster of Ray's has it."""
+    """A node, with the attributes that a node of Ray's Cluster has."""
 
     node_id: str
 
@@ -166,13 +166,13 @@ class OneProcess:
 
     def __init__(self, nodes: int = 2) -> None:
         self.nodes = [secrets.token_hex(28) for _ in range(nodes)]
-        self.worker_nodes = set[str]()  # as of a Cluster of Ray's
+        self.worker_nodes = set[str]()  # an attribute of Ray's Cluster
         self._kv: dict[bytes, bytes] = {}
         self._actors: dict[str, Handle] = {}
         self._lock = threading.Lock()
 
     def put_in_place(self, patch: pytest.MonkeyPatch) -> None:
-        """Of the modules' names of Ray, the ones that raykv uses."""
+        """Replace the functions and classes of Ray that raykv uses."""
         for name in ("get", "wait", "kill", "get_actor", "get_runtime_context"):
             patch.setattr(ray, name, getattr(self, name))
             patch.setattr(ray_calls, name, getattr(self, name))
@@ -180,7 +180,7 @@ class OneProcess:
         patch.setattr(ray, "nodes", self._nodes)
         patch.setattr(
             RemoteFunction, "_remote", lambda *args, **more: self._run(*args, **more)
-        )  # of functions that were decorated before
+        )  # for functions that were decorated before
         patch.setattr(ray, "is_initialized", lambda: True)
         patch.setattr(Worker, "current_node_id", SimpleNamespace(hex=lambda: self.nodes[0]))
         patch.setattr(ray.util, "get_node_ip_address", lambda: "127.0.0.1")
@@ -189,14 +189,14 @@ class OneProcess:
         for name in ("get", "put", "del", "list"):
             patch.setattr(internal_kv, f"_internal_kv_{name}", getattr(self, f"_kv_{name}"))
         patch.setattr(succession, "os", SimpleNamespace(_exit=_no_exit))
-        patch.setattr(gc, "freeze", lambda: None)  # this process goes on, and makes other garbage
-        patch.setattr(events, "begin", lambda *_, **__: None)  # a log line says which process wrote it
+        patch.setattr(gc, "freeze", lambda: None)  # pytest's process lives on, and must collect its garbage
+        patch.setattr(events, "begin", lambda *_, **__: None)  # it would log for all actors under one name
         patch.setattr(supervisor, "GcsClient", lambda address: self)
         supervisor._gcs.cache_clear()
 
     @contextlib.contextmanager
     def on(self, node_id: str) -> Iterator[None]:
-        """This thread is on that node meanwhile."""
+        """This thread is on that node while the `with` block runs."""
         token = _here.set(node_id)
         try:
             yield
@@ -204,19 +204,19 @@ class OneProcess:
             _here.reset(token)
 
     def add_node(self, **_: Any) -> Any:
-        """Another node joins."""
+        """Add a node. Returns it."""
         self.nodes.append(secrets.token_hex(28))
         self.worker_nodes.add(self.nodes[-1])
         return Node(self.nodes[-1])
 
     def remove_node(self, node: "Node") -> None:
-        """It leaves. Its actors are of no use any more, though their threads are there."""
+        """Remove a node. Calls of its actors fail from then on, though their threads still run."""
         self.worker_nodes.discard(node.node_id)
         self.nodes.remove(node.node_id)
         for actor in [actor for actor in self._actors.values() if actor._node == node.node_id]:
             self.kill(actor)
 
-    # ------------------------------------------------------------------ ray
+    # ------------------------------------------------------------------ functions of `ray`
 
     def get(self, refs: Any, timeout: float | None = None) -> Any:
         if isinstance(refs, Ref):
@@ -249,7 +249,7 @@ class OneProcess:
             return self._actors[name]
 
     def remote(self, *given: Any, **options: Any) -> Any:
-        """Of a class or function: as a decorator, with options or without."""
+        """`ray.remote`: a decorator of a class or function, with options or without."""
         if given:
             return Remote(self, given[0], options)
         return partial(Remote, self, options=options)
@@ -263,7 +263,7 @@ class OneProcess:
             get_session_name=lambda: f"session_{id(self)}",
             was_current_actor_reconstructed=False,
             gcs_address=f"gcs-{id(self)}",
-            runtime_env={},  # which vLLM asks for
+            runtime_env={},  # vLLM reads it
         )
 
     def _nodes(self) -> list[dict[str, Any]]:
@@ -287,7 +287,7 @@ class OneProcess:
     def get_draining_nodes(self) -> dict[str, int]:
         return {}
 
-    # ------------------------------------------------------------------ its internal KV
+    # ------------------------------------------------------------------ Ray's internal KV
 
     def _kv_get(self, key: str | bytes, namespace: bytes = b"") -> bytes | None:
         return self._kv.get(_bytes(key))
@@ -309,7 +309,7 @@ class OneProcess:
 
 
 class Remote:
-    """A class or function that `ray.remote` was given."""
+    """A class or function that `ray.remote` has decorated."""
 
     def __init__(self, owner: OneProcess, made_of: Any, options: dict[str, Any]) -> None:
         self._owner, self._made_of, self._options = owner, made_of, options
@@ -343,7 +343,7 @@ def _task_of(function: Callable[..., Any]) -> type:
 
 
 def _frozen(value: Any) -> Frozen:
-    """As Ray sends it: arrays apart, which arrive read-only."""
+    """Pickle a value as Ray does: arrays go in buffers apart, and arrive read-only."""
     buffers: list[pickle.PickleBuffer] = []
     pickled = cloudpickle.dumps(value, protocol=5, buffer_callback=buffers.append)
     return pickled, [bytes(buffer) for buffer in buffers]

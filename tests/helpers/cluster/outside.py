@@ -1,4 +1,4 @@
-"""Outside of the Ray cluster that the tests of this process share."""
+"""Takes this process out of the Ray cluster that its tests share."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,7 +8,7 @@ import ray
 
 @contextmanager
 def outside() -> Iterator[None]:
-    """This process may join another cluster meanwhile, and is in the shared one again afterwards, if it was."""
+    """Leave the shared cluster, so that the `with` block may join another, and join the shared one again afterwards."""
     shared = ray.get_runtime_context().gcs_address if ray.is_initialized() else ""
     ray.shutdown()
     try:

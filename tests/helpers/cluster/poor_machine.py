@@ -1,4 +1,4 @@
-"""A Ray node on which much is wrong (poor_machine.sh)."""
+"""A Ray node with many faults, which poor_machine.sh makes."""
 
 import os
 import shutil
@@ -18,7 +18,7 @@ ADDRESS = "10.79.0.2"
 
 
 def why_not() -> str:
-    """Why there can't be such a machine here; empty if there can."""
+    """Why such a node can't be made here; "" if it can."""
     if subprocess.run([*UNSHARE, "true"], capture_output=True).returncode:
         return "network namespaces can't be made here: it takes root"
     missing = [name for name in ("ip", "nft") if not shutil.which(name, path="/usr/sbin:/usr/bin")]
@@ -31,9 +31,9 @@ def _node_id() -> str:
 
 @contextmanager
 def poor_machine(folder: Path, head: str) -> Iterator[Callable[[], str]]:
-    """Yields what waits until it has joined, and returns its Ray node id.
+    """Yields a function that waits until the node has joined, and returns its Ray node id.
 
-    folder: an empty one. head: address of the Ray cluster.
+    folder: an empty folder. head: address of the Ray cluster.
     """
     script = Path(__file__).with_suffix(".sh")
     with (folder / "log").open("w") as log:

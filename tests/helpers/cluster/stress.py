@@ -1,4 +1,4 @@
-"""The body of test_stress.py; prints its result as JSON on the last line."""
+"""The program that test_stress.py runs. Its last line is its result as JSON."""
 
 import json
 import os
@@ -21,7 +21,7 @@ from raykv.cluster import named_actors
 
 NODE: dict[str, Any] = {"num_cpus": 2, "object_store_memory": 256 * MIB}
 ROUNDS = 20
-PROMPTS, BLOCKS = 40, 40  # up to 1600 blocks, where there is room for about 480
+PROMPTS, BLOCKS = 40, 40  # up to 1600 blocks, for a pool with room for about 480
 
 
 def main(seconds: float) -> None:
@@ -45,7 +45,7 @@ def stress(pool: raykv.KVPool, cluster: Any, second: Any, seconds: float) -> dic
     workers = [worker(pool, nodes[i % 2], be_patient=False) for i in range(4)]
     pids = ray.get([each.pid.remote() for each in workers])
     begin = time.monotonic()
-    running = [  # in rounds: what a worker saw before it was killed counts
+    running = [  # many short rounds: those that a worker finishes before it is killed count
         (i, each.churn.remote(seconds / ROUNDS, seed=ROUNDS * i + j, prompts=PROMPTS, blocks=BLOCKS))
         for j in range(ROUNDS)
         for i, each in enumerate(workers)
@@ -75,7 +75,7 @@ def stress(pool: raykv.KVPool, cluster: Any, second: Any, seconds: float) -> dic
         try:
             results.append(ray.get(answer, timeout=seconds + 60))
         except RayError as error:
-            if i % 2 == 0:  # the others were killed, or their node was
+            if i % 2 == 0:  # the other workers were killed, or their node was
                 errors.append(f"worker {i}: {error}")
     eventually(lambda: list(pool.stats().get("nodes", ())) == [pool.node_id])
     for each in workers[::2]:

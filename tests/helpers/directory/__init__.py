@@ -1,1 +1,1 @@
-"""Directories without Ray: by example, by chance, and beside their oracle."""
+"""Directories without Ray: for tests by example, fuzzers, and comparison with an oracle."""

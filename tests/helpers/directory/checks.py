@@ -1,4 +1,4 @@
-"""What a directory holds, and whether it makes sense."""
+"""Reads a directory's state, and checks that the state is consistent."""
 
 import struct
 from collections import Counter
@@ -15,12 +15,12 @@ from raykv.protocol.location import KEY_BYTES, host_of
 
 
 def _all(directory: Directory) -> list[Any]:
-    """What has slabs."""
+    """All nodes and tiers: the owners of slabs."""
     return [*directory.nodes.values(), *directory.tier_catalog.tiers.values()]
 
 
 def rows_of_directory(directory: Directory) -> dict[tuple[int, int, int], tuple[Any, ...]]:
-    """State of every slot by (node, slab, slot), and the age by which it is evicted."""
+    """The state of every slot, by (node, slab, slot), with the age by which the slot is evicted."""
     out = {}
     c = directory.c
     names = {number: name for name, number in directory.quotas._numbers.items()} | {0: ""}
@@ -76,7 +76,7 @@ def chain_of(directory: Directory, key: bytes) -> list[int]:
 
 
 def _chain(row: int, same: Any) -> list[int]:
-    """same: the next row of the same key, of each row."""
+    """The rows of a key. same: for each row, the next row of the same key."""
     chain = []
     while row >= 0:
         chain.append(row)
@@ -88,7 +88,7 @@ Chains = dict[bytes, list[int]]  # rows of every key
 
 
 def chains_of(directory: Directory) -> Chains:
-    """Rows of every key, as the table has them."""
+    """By key, its rows in the directory's table."""
     c = directory.c
     heads = (c.table[c.table != 0] & 0xFFFFFFFF) - 1
     keys = np.stack((c.rows["k0"][heads], c.rows["k1"][heads]), axis=1).tobytes()
@@ -107,7 +107,7 @@ def pins_of_oracle(oracle: Oracle) -> list[Any]:
 
 
 def check_invariants(directory: Directory) -> Chains:
-    """Returns what its table has."""
+    """AssertionError if the state is inconsistent. Returns `chains_of`."""
     c = directory.c
     spans = [directory.size_classes.span(record) for there in _all(directory) for record in there.slabs.values()]
     live = np.concatenate([np.arange(base, base + slots) for base, slots in spans] or [np.zeros(0, int)])
@@ -189,7 +189,7 @@ def _check_lists(directory: Directory, live: Any) -> None:
 
 
 def _check_tenants(directory: Directory, live: Any, chains: Chains) -> None:
-    """Each is charged for its primaries in memory, all copies of a key are charged to one, and it has one list."""
+    """A tenant pays for primaries in memory. All copies of a key have one tenant. Each tenant has its own list."""
     c, count = directory.c, directory.size_classes.tenants
     assert count == max(directory.quotas._numbers.values(), default=0) + 1
     charge = c.size_classes["charge"][c.slabs["size_class"][c.pages[live >> columns.PAGE_BITS]]]
@@ -244,7 +244,7 @@ def _check_holds(directory: Directory, chains: Chains) -> None:
 
 
 def _check_tiers(directory: Directory, stats: dict[str, Any]) -> None:
-    """A key is in a tier once, and no key that is there is to be deleted."""
+    """A key is in a tier at most once, and no key of a stored block is to be deleted."""
     rows = directory.c.rows
     for node in directory.nodes.values():
         assert not (rows["state"][_rows_in(directory, node)] == columns.EXTERNAL).any()
@@ -271,7 +271,7 @@ def _check_tiers(directory: Directory, stats: dict[str, Any]) -> None:
 
 
 def _check_gpu_demotion(directory: Directory) -> None:
-    """What is being demoted to memory is of the last answer to one GPU, and in the memory of that GPU's node."""
+    """A row being demoted to memory is in the last answer to one GPU, and lies on that GPU's node."""
     rows, demoting = directory.c.rows, set()
     for name, target in directory.gpu_demotion._under_way.items():
         mine = target[target >= 0].tolist()

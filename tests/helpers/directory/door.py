@@ -15,13 +15,13 @@ from raykv.protocol.stores import ArenaDescription, Inventory, SlabReport, Sweep
 from raykv.protocol.tiers import DemotionReport, ExistingBlocks, GpuDemotionReport, TierReport
 
 NODES = ("a", "b", "a/gpu")
-STEPS = 60  # until everybody leaves and a new directory is asked
+STEPS = 60  # calls until all clients and nodes leave, and a new directory takes their place
 TTL = 20.0
-ROWS = 4096  # checked one by one up to here
+ROWS = 4096  # a directory with more rows is not checked after each call
 
 
 class DirectoryDoor:
-    """One directory, and what a caller may know of it."""
+    """A directory, and the locations and ids that a caller knows from its answers."""
 
     def __init__(self) -> None:
         self.pool = Pool(slots=8, slabs=3, nodes=NODES)
@@ -37,7 +37,7 @@ class DirectoryDoor:
             self.pool.store(node, KEYS[len(self.locations) % 7 :][:6])
 
     def step(self, mutate: Mutator) -> None:
-        """One call. ValueError and TypeError say that it was no message."""
+        """Make one call. The directory may refuse it with ValueError or TypeError."""
         name = mutate.choice([name for name in dir(self) if name.startswith("call_")] + 2 * ["call_store", "call_pull"])
         self.now += mutate.choice([0.0, 0.1, 0.1, 1.0, 1.0, 11.0 if mutate.random() < 0.1 else 0.0])
         with contextlib.suppress(ValueError, TypeError):
@@ -47,7 +47,7 @@ class DirectoryDoor:
             check_invariants(self.directory)
 
     def everybody_leaves(self) -> None:
-        """Nothing stays held, nor any row."""
+        """All clients and nodes leave: then no row is held, and no intent is left."""
         rows = self.directory.c.rows
         for client in list(self.directory.clients):
             self.directory.disconnect(client, self.now)
@@ -59,7 +59,7 @@ class DirectoryDoor:
         assert not rows["holds"].any(), "something stays held"
         assert not len(self.directory.intents), "something stays intended"
 
-    # ------------------------------------------------------------------ what is right
+    # ------------------------------------------------------------------ parts of messages
 
     def _plain_call(self) -> Call:
         self.seq += 1
@@ -133,7 +133,7 @@ class DirectoryDoor:
         self._know(got.locations, got.staged)
 
     def call_store(self, m: Mutator) -> None:
-        """As a sound client does."""
+        """Reserve and commit, as a sound client does."""
         hold, keys = self._hold(), KEYS[m.randrange(12) :][: m.randint(1, 8)]
         request = ReserveRequest(hold, self._node(m), b"".join(keys), 0, PAGE)
         got = self.directory.reserve(self._plain_call(), request, self.now)
@@ -143,7 +143,7 @@ class DirectoryDoor:
         self._know(got.locations)
 
     def call_pull(self, m: Mutator) -> None:
-        """As a sound reader does."""
+        """Match, and report the blocks as pulled, as a sound reader does."""
         request = MatchRequest(self._hold(), self._node(m), self._keys(m), PAGE, len(KEYS))
         got = self.directory.match(self._plain_call(), request, self.now)
         self.directory.client_heartbeat(self._plain_call()._replace(pulled=got.staged), self.now)

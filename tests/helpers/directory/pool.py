@@ -38,7 +38,7 @@ class Pool:
 
     slots: int = 8
     slabs: int = 1
-    window: int = 1  # pages of staging
+    window: int = 1  # pages of the staging window
     nodes: Sequence[str] = "a"
     locality: float = 1.5
     share: float = 0.25
@@ -50,7 +50,7 @@ class Pool:
         self.id = 0
         self.seq = 0
         self.held: dict[str, list[int]] = {}
-        self.seen: dict[str, int] = {}  # by node, number of the last answer to `demote` that it got
+        self.seen: dict[str, int] = {}  # by node, the number of the last answer to `demote` that the node got
         for name in self.nodes:
             self.add(name)
 
@@ -92,7 +92,7 @@ class Pool:
         stage: int = KEYS_PER_CALL,
         intent: Intent | None = None,
     ) -> tuple[list[int], MatchedParts]:
-        """(leases, answer). client: on the node of that name. parts: of each the node that reads it, and its keys."""
+        """(leases, answer). client: the node that the client is on. parts: (node that reads it, keys) of each part."""
         leases = list(range(self.id + 1, self.id + 1 + len(parts)))
         self.id += len(parts)
         asked = zip(leases, parts, strict=True)
@@ -111,7 +111,7 @@ class Pool:
         by: str = "",
         again: bool = False,
     ) -> Window:
-        """by: another client than the one on the node, whose lease it is."""
+        """by: the client that asks; default: the client on the node, which owns the lease."""
         call = self.call(node)
         request = NextWindowRequest(call.client, lease, start, stop, size, again)
         return self.directory.next_window(self.call(by) if by else call, request, self.now)
@@ -170,8 +170,8 @@ class Pool:
     ) -> Demotions:
         """Which blocks are demoted next.
 
-        answer: an earlier one, which is reported. stored: mask of its blocks that were, all by default.
-        lost: the node does not get the new answer; else it carries out the deletions.
+        answer: an earlier answer, to report on. stored: which of its blocks were stored, by default all.
+        lost: the node does not get the new answer. Otherwise it carries out the answer's deletions.
         """
         locations, keys = (answer.target, answer.keys) if answer else (b"", b"")
         done = bytes([1]) * (len(keys) // 16) if stored is None else stored
@@ -182,7 +182,7 @@ class Pool:
         return got
 
     def demote_all(self, node: str, whole: bool = False) -> list[bytes]:
-        """Demote until there is nothing more to demote. Returns the keys in that order."""
+        """Demote until there is nothing more to demote. Returns the keys in the order of demotion."""
         demoted: list[bytes] = []
         got = self.demote(node, whole=whole)
         while got.keys:
@@ -208,7 +208,7 @@ class Pool:
         return [any(rows[row]["state"] in present for row in chain_of(self.directory, key)) for key in keys]
 
     def keys(self) -> set[bytes]:
-        """All that is stored."""
+        """All keys of stored blocks."""
         rows = self.directory.c.rows
         stored = rows[np.isin(rows["state"], (columns.READY, columns.REPLICA))]
         return {struct.pack("<QQ", k0, k1) for k0, k1 in zip(stored["k0"], stored["k1"], strict=True)}

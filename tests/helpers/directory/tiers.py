@@ -8,13 +8,13 @@ from raykv.directory.kernels import columns
 from raykv.protocol.location import is_tier
 from raykv.protocol.tiers import ExistingBlocks, TierReport
 
-SLAB = 8 * PAGE  # of a tier: 4 blocks of a page, which take a page more there
+SLAB = 8 * PAGE  # of a tier: room for 4 blocks of a page, which take two pages each there
 
 
 def heartbeat(
     pool: Pool, node: str = "a", slabs: int = 4, shared: bool = False, reached: bool = True, lost: bytes = b""
 ) -> bool:
-    """A node reports its tier. Returns whether it must list what is there."""
+    """A node reports its tier. Returns whether the node must list the tier's blocks."""
     answer = pool.directory.tier_heartbeat(node, TierReport(slabs * SLAB, shared, reached, lost), pool.now)
     assert answer and is_tier(answer.tier)
     return answer.list_it
@@ -26,7 +26,7 @@ def list_existing(pool: Pool, keys: list[bytes], node: str = "a", size: int = PA
 
 
 def tiered(slabs: int = 4, shared: bool = False, slots: int = 8, nodes: str = "a", **how: float | int) -> Pool:
-    """A pool with empty tiers of so many slabs. A node has room for 7 blocks of a page, beside its window."""
+    """A pool with empty tiers of so many slabs. By default a node has room for 7 blocks beside its window."""
     pool = Pool(slots=slots, nodes=nodes, **how)  # type: ignore[arg-type]
     for node in nodes:
         if heartbeat(pool, node, slabs, shared):
@@ -44,7 +44,7 @@ def in_external_tier(pool: Pool, keys: list[bytes], state: int = columns.EXTERNA
 
 
 def only_in_tier(pool: Pool, keys: list[bytes], node: str = "a") -> None:
-    """Store at most 7 keys and demote them; then store others, so that they are evicted from memory."""
+    """Store at most 7 keys and demote them. Then store other keys, which evict the first from memory."""
     pool.store(node, keys)
     pool.demote_all(node, whole=True)
     pool.store(node, KEYS[900:907])

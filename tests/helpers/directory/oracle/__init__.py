@@ -1,1 +1,1 @@
-"""The directory's rules once more, as plain Python objects."""
+"""The directory's rules, written a second time as plain Python objects."""

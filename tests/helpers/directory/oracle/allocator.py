@@ -1,4 +1,4 @@
-"""The oracle's slots for new blocks: which size has which slab, and which block is evicted."""
+"""The oracle's slots for new blocks: which block size gets which slab, and which block is evicted."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -13,7 +13,7 @@ class Allocator(Tiers):
     def __init__(self, epoch: int, share: float, min_hits: int) -> None:
         super().__init__(epoch, share, min_hits)
         self.locality, self.plan = 1.5, (0.0, False)
-        self.copies: dict[int, float] = {}  # by node, the share that it leaves to them
+        self.copies: dict[int, float] = {}  # by node index, the share of the node's slots that is for copies
         self.lacking: dict[SizeClass, int] = {}
 
     @staticmethod
@@ -48,18 +48,18 @@ class Allocator(Tiers):
     def target(
         self, size_class: SizeClass, tenant: str, away: bool, choice: int
     ) -> tuple[SizeClass | None, Row | None]:
-        """(size class that the next block is stored in or None, the row that is evicted for it unless it has room)."""
+        """(size class to store the next block in, row to evict for it). No room at all: None. Free room: no row."""
         has_room, can_leave = self.room(size_class) > 0, self.can_stage(size_class)
         if has_room and not self.is_full(tenant, size_class):
             return size_class, None
         others = [s for s in self.sizes[size_class.stride] if s.stays]
         there = {node.index: node for node in self.nodes.values()}
-        host = there[size_class.node].host  # a GPU's writer goes to its own node's memory next
+        host = there[size_class.node].host  # a GPU's writer tries its own node's memory first
         others.sort(key=lambda s: there[s.node].name != host)
         for other in others if can_leave or away else []:
             if self.room(other) > 0 and not self.is_full(tenant, other):
                 return other, None
-        # with exact LRU the client asks again for another node's victim
+        # With exact LRU the client asks again, with `away`, to evict a block of another node.
         far = others if can_leave or has_room or (away and self.factor == 1) else []
         near_choices = self.choices_for(tenant, size_class)
         far_choices = self.choices_for(tenant, far[0]) if far else near_choices
@@ -72,7 +72,7 @@ class Allocator(Tiers):
     def victim(
         self, size_class: SizeClass, others: list[SizeClass], near: Whose, far: Whose, choice: int
     ) -> Row | None:
-        """The writer's own oldest, or the oldest of all if that was idle much longer."""
+        """The oldest block of the writer's node, or another node's oldest if that was idle much longer."""
         tail = self.oldest_of(size_class, near)
         tails = [row for s in others if (row := self.oldest_of(s, far))]
         if not tails:
@@ -84,7 +84,7 @@ class Allocator(Tiers):
         return next((row for row in coldest if row.slab.node == choice), coldest[0])
 
     def evict(self, row: Row) -> Row:
-        """Drop a key by its primary, except copies that somebody holds."""
+        """Evict a key, given its primary. Copies that somebody holds stay."""
         for other in [r for r in self.table[row.key] if r.state == "replica" and r.holds == 0]:
             self.drop(other)
         self.take_out(row)
@@ -93,7 +93,7 @@ class Allocator(Tiers):
         return row
 
     def provision(self, writer: Node, size_class: SizeClass, need: int, tenant: str) -> None:
-        """Spare slabs until `need` more blocks fit, the writer's own first; then slabs of other sizes."""
+        """Open spare slabs until `need` more blocks fit, the writer's node first. Then take slabs of other sizes."""
         if need == 0 or self.room(size_class) >= need:
             return
         self.provide_slots(writer, size_class, 1, tenant)
@@ -113,7 +113,7 @@ class Allocator(Tiers):
         self.reclaim(writer, size_class, self.room, max(0, self.room(size_class)) + need, tenant)
 
     def provide_slots(self, node: Node, size_class: SizeClass, need: int, tenant: str | None = None) -> None:
-        """Give a size slabs until it can stage `need` blocks."""
+        """Give a size class slabs until it can stage `need` blocks."""
         while self.takeable(size_class) < need and node.spare:
             self.open(node, node.spare[-1], size_class, self.next_gen())
         self.reclaim(node, size_class, self.takeable, 1, tenant)
@@ -121,7 +121,7 @@ class Allocator(Tiers):
     def reclaim(
         self, node: Node, size_class: SizeClass, measure: Callable[[SizeClass], int], need: int, tenant: str | None
     ) -> None:
-        """tenant: for which; None: for none."""
+        """Take slabs of other sizes. tenant: the tenant that needs room; None: no tenant does."""
         while len(node.size_classes) > 1 and measure(size_class) < need:
             if tenant is None:
                 tail = self.oldest(size_class)
@@ -149,25 +149,25 @@ class Allocator(Tiers):
             self.open(node, slab.number, size_class, self.next_gen())
 
     def losing(self, slab: Slab) -> set[str]:
-        """Tenants that would have less than their minimum without a slab."""
+        """Tenants that would fall below their minimum without a slab."""
         has = Counter(row.tenant for row in slab.rows if row.state == "ready" and slab.size_class.counts)
         sizes = {tenant: count * slab.size_class.stride for tenant, count in has.items()}
         return {tenant for tenant, size in sizes.items() if self.used(tenant) - size < self.minimum(tenant)}
 
     def keep_maximum(self, size_class: SizeClass, tenant: str) -> None:
-        """Above it, one of the tenant's own blocks there goes."""
+        """If a tenant is above its maximum, evict one of its own blocks there."""
         gone = self.oldest_of(size_class, lambda owner: owner == tenant)
         if size_class.counts and self.used(tenant) > self.maximum(tenant) and gone:
             self.free(self.evict(gone))
 
     @property
     def factor(self) -> float:
-        """Of idle times: a block on another node must have been idle so many times as long."""
+        """How many times as long as the writer's own block another node's block must be idle to be evicted instead."""
         copies, exact = self.plan
         return 1.0 if exact else max(self.locality, 2.0) if copies else self.locality
 
     def follow(self, name: str, plan: tuple[float, bool], now: float) -> None:
-        """Use the memory by a plan: a window is the share that is for copies, if there are two nodes and no quota."""
+        """Follow a plan. With two nodes and no quota, a node's window is the plan's share for copies."""
         self.check(now)
         hosts = [node for node in self.nodes.values() if not node.on_gpu]
         self.plan = (0.0 if self.quotas or len(hosts) < 2 else plan[0], plan[1])
@@ -190,13 +190,13 @@ class Allocator(Tiers):
                 self.resize_windows(node)
 
     def restore_windows(self, promoted: Counter[SizeClass]) -> None:
-        """Primaries took so many staging slots: spare slabs make up for them, else as many evictions."""
+        """Replace staging slots that became primaries, by spare slabs, else by as many evictions."""
         for size_class in [size_class for size_class in self.evicted if promoted[size_class]]:
             self.lacking[size_class] = self.lacking.get(size_class, 0) + promoted[size_class]
         self.restore_lacking()
 
     def restore_lacking(self) -> None:
-        """Restore windows as far as blocks are not held; the rest waits."""
+        """Restore windows as far as unheld blocks allow. The rest is restored later."""
         for size_class, slots in list(self.lacking.items()):
             node = self.by_index[size_class.node]
             assert isinstance(node, Node)
@@ -207,7 +207,7 @@ class Allocator(Tiers):
                 del self.lacking[size_class]
 
     def restore_window(self, size_class: SizeClass, slots: int) -> int:
-        """Evict until the window lacks no slot, at most `slots` times. Returns how many times less it was."""
+        """Evict until the window lacks no slot, at most `slots` times. Returns how many times are left."""
         while slots and self.room(size_class) < 0 and (gone := self.surplus(size_class)):
             self.free(self.evict(gone))
             slots -= 1

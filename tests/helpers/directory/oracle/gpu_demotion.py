@@ -1,4 +1,4 @@
-"""The oracle's GPUs: which of their blocks are demoted to the memory of their node."""
+"""The oracle's GPUs: which of a GPU's blocks are demoted to the memory of the GPU's node."""
 
 import math
 
@@ -55,7 +55,7 @@ class GpuDemotion(Allocator):
                 break
             has_room = self.room(there) > 0 and not self.is_full(row.tenant, there)
             gone = None if has_room else self.near_victim(row.tenant, there)
-            if not has_room and not gone:  # others' tenants may have more
+            if not has_room and not gone:  # there may be a slot for a block of another tenant
                 continue
             location = self.evict(gone) if gone else self.take(there)
             self.grant(location, row.key, "demoting")
@@ -67,12 +67,12 @@ class GpuDemotion(Allocator):
         return any(row.state == "demoting" and not is_tier(row.slab.node) for row in self.table[key])
 
     def gpu_demoted(self, name: str, stored: list[tuple[int, ...]]) -> None:
-        """Make stored blocks of a GPU's last answer primaries in memory, and quarantine the slots of the others."""
+        """Of a GPU's last answer, make the stored blocks primaries in memory, and quarantine the other slots."""
         done = {(row, location[5]) for location in stored if (row := self.row_of(location))}
         new = []
         for row, gen in self.under_way.pop(name, []):
             if row.gen != gen:
-                continue  # its slab was closed
+                continue  # the row's slab was closed
             if row.state == "demoting" and (row, gen) in done:
                 row.state, row.holds = "replica" if self.has_primary(row) else "ready", 0
                 self.touch(row)
@@ -85,7 +85,7 @@ class GpuDemotion(Allocator):
                 self.make_replica(other)
 
     def make_replica(self, row: Row) -> None:
-        """Make a primary a replica, and the next of its size class to be taken."""
+        """Make a primary a replica whose slot is the next to be taken in its size class."""
         first = min((r.last for r in self.replicas(row.slab.size_class)), default=row.last + 1)
         row.state, row.aged, row.clean = "replica", False, False
         row.last = min(row.last, first - 1)

@@ -1,4 +1,4 @@
-"""What clients are about to compute, once more: a list of who said so, and of which keys."""
+"""The oracle's intents: which client is about to compute which keys."""
 
 import struct
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ class Intended:
 
 
 class Intents:
-    """Every key is in one of them, at most."""
+    """A list of intents. A key is in at most one of them."""
 
     def __init__(self) -> None:
         self.all: list[Intended] = []
@@ -28,7 +28,7 @@ class Intents:
         return next((it.client for it in self.all if key in it.keys), None)
 
     def add(self, call: Call, intent: Intent, missing: list[bytes], now: float) -> None:
-        """As many of the missing keys as are nobody's yet, and as there is room for."""
+        """Add an intent with the missing keys that no intent has yet, as far as there is room."""
         it = Intended(call.client, intent.intent, call.seq, now, set())
         for key in missing:
             if self.owner(key) is None and key not in it.keys and self.size + len(it.keys) < KEYS_MAX:

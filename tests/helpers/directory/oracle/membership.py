@@ -1,4 +1,4 @@
-"""The oracle's members: clients and what they hold, node stores and what they have."""
+"""The oracle's members: clients with their leases and reservations, node stores with their slabs."""
 
 import struct
 from collections import Counter
@@ -10,7 +10,7 @@ from raykv.directory.state import holds
 from raykv.protocol.clients import Call, Counted
 from raykv.protocol.stores import ArenaDescription, Heartbeat, Inventory, Joined, SoleCopies, SweepResult
 
-SOLE_COPIES_PER_CALL = 6  # of each size
+SOLE_COPIES_PER_CALL = 6  # of each block size
 
 
 class Membership(Pins):
@@ -52,7 +52,7 @@ class Membership(Pins):
                     self.succeed(row)
                     promoted[row.slab.size_class] += 1
                     self.keep_maximum(row.slab.size_class, row.tenant)
-        if call.pulled:  # else ended holds come first
+        if call.pulled:  # otherwise windows are restored below, after holds have ended
             self.restore_windows(promoted)
         if promoted:
             self.repair_pins()
@@ -78,7 +78,7 @@ class Membership(Pins):
             self.release(client.holds.pop(hold))
 
     def release(self, *holds: Lease) -> None:
-        """Of what was asked for together, block after block, the last one of all first."""
+        """End leases. Those that were asked for together end block by block, the last block of all first."""
         for group in dict.fromkeys(hold.group for hold in holds):
             together = [hold for hold in holds if hold.group == group]
             for i in reversed(range(max(len(hold.source) for hold in together))):
@@ -109,7 +109,7 @@ class Membership(Pins):
         self.intents.expire(now)
 
     def end_unused(self, client: Client, now: float) -> None:
-        """Leases by which nothing was asked for a long time. A slot that is staged into may still be written."""
+        """End leases that were not used for a long time. Their staging slots may still be written: quarantine these."""
         for i, hold in list(client.holds.items()):
             if now - hold.used > holds.UNUSED_S and not hold.writes:
                 for item in hold.staged:
@@ -163,7 +163,7 @@ class Membership(Pins):
                 if row.state == "free":
                     row.slab.size_class.free.remove(row)
                     self.enter(row, key, location[5])
-                    row.last = now_tick - len(known) + i + 1  # ages of all nodes interleave
+                    row.last = now_tick - len(known) + i + 1  # so the blocks of all nodes mix by age
             self.clock = now_tick
         else:
             for location, key in found:
@@ -181,7 +181,7 @@ class Membership(Pins):
             self.empty_windows(node)
 
     def empty_windows(self, node: Node) -> None:
-        """Evict as many blocks as the windows lack slots, where a size has more slots than its window."""
+        """For each size with more slots than its window, evict as many blocks as the window lacks slots."""
         slots = Counter(slab.size_class for slab in node.slabs.values() for _ in slab.rows)
         promoted = Counter(
             {
@@ -237,7 +237,7 @@ class Membership(Pins):
         return sum([self.remove(node.name) for node in self.of_host(name)])
 
     def of_host(self, name: str) -> list[Node]:
-        """A node and its GPUs, or one GPU."""
+        """The node of that name with its GPUs, or the GPU of that name."""
         return [node for node in self.nodes.values() if name in (node.name, node.host)]
 
     def remove(self, name: str) -> int:
@@ -295,7 +295,7 @@ class Membership(Pins):
         return SoleCopies(locations, keys, len(lost))
 
     def outlives(self, key: bytes, shared: Tier | None) -> bool:
-        """Whether a key is on a node that stays, or in the shared tier while all nodes reach it."""
+        """Whether a key has a copy on a node that stays, or in the shared tier while all nodes reach that."""
         copies = self.table[key]
         in_tier = (
             shared and not shared.down and any(r.state == "external" and self.tier_at(r) is shared for r in copies)
@@ -303,7 +303,7 @@ class Membership(Pins):
         return bool(in_tier) or any(row.state in PRESENT and row.slab.size_class.stays for row in copies)
 
     def promote_replicas(self, node: Node) -> None:
-        """Where a key's primary would be lost with its node, make a replica on a node that stays the primary."""
+        """For each primary on a node, promote a replica on another node that stays, if there is one."""
         promoted: Counter[SizeClass] = Counter()
         for row in [row for slab in node.slabs.values() for row in slab.rows]:
             heirs = [r for r in self.table.get(row.key, ()) if r.state == "replica" and r.slab.size_class.stays]

@@ -1,8 +1,8 @@
-"""The directory's rules once more, as plain Python objects: slow, short, and judged by reading alone.
+"""The directory's rules, written a second time as plain Python objects: slow, but short enough to check by reading.
 
-One object a slot, dicts of lists, full scans. `Oracle` has the public methods of
-`raykv.directory.directory.Directory` and gives the same answers byte for byte. Where two other nodes' oldest blocks are
-of one age (only `adopt` makes such), the directory may evict either: `reserve` is told which by `choices`.
+Each slot is an object. `Oracle` has the public methods of `raykv.directory.directory.Directory`, and gives the same
+answers byte for byte. If the oldest blocks of two other nodes have the same age, which only `adopt` causes, the
+directory may evict either. `choices` tells `reserve` which node the directory chose.
 """
 
 import struct
@@ -40,7 +40,7 @@ class Oracle(Readers):
     def reserve(
         self, call: Call, request: ReserveRequest, now: float, choices: dict[int, int] | None = None
     ) -> Reserved:
-        """choices: the node's index that the directory chose for each granted key."""
+        """choices: for each granted key, by its number, the index of the node that the directory chose."""
         reservation, node, keys, start, block_bytes, name = request
         client = self.on_call(call, now)
         self.end(client, reservation)
@@ -68,11 +68,11 @@ class Oracle(Readers):
             if hold.source[i] or self.taken(wanted[i]):
                 continue
             target, gone = self.target(size_class, tenant, away, (choices or {}).get(i, -1))
-            if gone and target is not size_class and self.room(size_class) > 0:  # its tenant has its maximum
+            if gone and target is not size_class and self.room(size_class) > 0:  # the tenant has its maximum
                 self.free(self.evict(gone))
                 target, gone = size_class, None
             if target is None or (target is not size_class and not self.can_stage(size_class)):
-                covered = i  # no room, or this call used up its window
+                covered = i  # no room, or this call has used up the staging window
                 break
             if target is not size_class:
                 away = True
@@ -82,7 +82,7 @@ class Oracle(Readers):
             self.keep_maximum(target, tenant)
             granted.append(i)
             if gone and self.room(target) < 0 and (gone := self.surplus(target)):
-                self.free(self.evict(gone))  # others had used up its staging window
+                self.free(self.evict(gone))  # other calls had used slots of the staging window
         client.holds[reservation] = hold
         if not granted and covered < len(wanted):
             if self.give_up_pins(size_class, tenant, len(wanted) - covered):
@@ -151,7 +151,7 @@ class Oracle(Readers):
             client.swapped.setdefault(key)
         return Counted(self.epoch, len(split(keys)))
 
-    # ------------------------------------------------------------------ all
+    # ------------------------------------------------------------------ the whole pool
 
     def rows(self) -> Iterator[Row]:
         for node in self.nodes.values():

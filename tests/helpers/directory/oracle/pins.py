@@ -1,4 +1,4 @@
-"""The oracle's pins: which copies of a key are held for who asked for it, and which are given up for a writer."""
+"""The oracle's pins: which copies of a key a pin holds, and which pins are given up for a writer."""
 
 from collections import Counter
 
@@ -16,7 +16,7 @@ class Pins(GpuDemotion):
     def pin_keys(
         self, keys: list[bytes], end: float | None = None, priority: int | None = None, limit: int | None = None
     ) -> int:
-        """Pin keys until then, or for good. priority: None: they are not given up. limit: bytes of memory of these."""
+        """Pin keys until `end`; None: for good. priority: None: never give them up. limit: bytes of all such pins."""
         before, lasting = set(self.pins), {key for key in self.pins if self.pin_ranks.get(key) is None}
         self.hold_pinned(keys)
         beyond, new = set[bytes](), [key for key in dict.fromkeys(keys) if key in self.pins and key not in lasting]
@@ -40,7 +40,7 @@ class Pins(GpuDemotion):
         return sum(size_class.stride for size_class in classes if size_class.counts)
 
     def give_up_pins(self, size_class: SizeClass, tenant: str, count: int) -> bool:
-        """Unpin what then goes for a writer who is refused: the lowest priority first, then the oldest pin."""
+        """Unpin blocks that a refused writer may then evict: lowest priority first, then oldest pin."""
         ranked = sorted((rank, key) for key in self.pins if (rank := self.pin_ranks.get(key)) is not None)
         given_up, size, of_tenant = list[bytes](), size_class.stride, Counter[str]()
         for _, key in ranked:
@@ -55,7 +55,7 @@ class Pins(GpuDemotion):
         return bool(given_up)
 
     def hold_pinned(self, keys: list[bytes]) -> None:
-        """Hold the copies that are to stay: the one in a tier, else the primary."""
+        """Pin a copy of each key: the copy in a tier, else the primary."""
         for key in keys:
             copies = [row for row in self.table.get(key, ()) if row.holds < HOLDS_MAX]
             lasting = [row for row in copies if row.state == "ready"][:1]
@@ -76,7 +76,7 @@ class Pins(GpuDemotion):
             self.end_read(item)
 
     def repair_pins(self) -> None:
-        """Move pins of dropped copies to another copy, if there is one."""
+        """Move pins of dropped copies to other copies of their keys, if there are any."""
         stale = [k for k, (row, gen) in self.pins.items() if row.gen != gen or row.state in ("dropped", "replica")]
         self.renew_pins(stale)
 

@@ -1,4 +1,4 @@
-"""What readers ask the directory for, once more: leases on the blocks of a prompt, and staging slots."""
+"""The oracle's readers: leases on the blocks of a prompt, and staging slots."""
 
 from collections import Counter
 from functools import partial
@@ -36,9 +36,9 @@ class Readers(Membership):
     """The part of the Oracle that leases blocks to readers."""
 
     def best(self, key: bytes, node: int) -> tuple[Row | None, Row | None]:
-        """(copy to read: the node's own, else the primary, else any, else a tier's; copy being staged there).
+        """(copy to read, copy being staged on the node). To read: the node's own copy, else the primary, any, a tier's.
 
-        The node's own is read whether its store answers or not: it is in memory that the reader shares.
+        The node's own copy is read even if its store does not answer: the reader shares the node's memory.
         """
         copies = [r for r in self.table.get(key, ()) if r.holds < HOLDS_MAX]
         here = [r for r in copies if r.state in PRESENT and r.slab.node == node]
@@ -67,7 +67,7 @@ class Readers(Membership):
     def match_parts(
         self, call: Call, requests: tuple[MatchRequest, ...], intent: Intent | None, now: float
     ) -> MatchedParts:
-        """The longest prefix of which all parts have their blocks, or the last ones that they need; or nothing."""
+        """Lease the longest prefix of which each part has all blocks, or the last ones if those are all it needs."""
         client = self.on_call(call, now)
         self.release(*(client.holds.pop(r.lease) for r in requests if r.lease in client.holds))
         if intent:
@@ -101,7 +101,7 @@ class Readers(Membership):
         return MatchedParts(self.epoch, tuple(parts))
 
     def longest(self, requests: tuple[MatchRequest, ...], wanted: list[list[bytes]]) -> int:
-        """The last token at which blocks of all parts end, and before which all that are needed are there."""
+        """The most tokens of a prefix that ends with a block in all parts, and whose needed blocks are all there."""
         step = lcm(*(request.tokens for request in requests))
         total = min(len(keys) * request.tokens for request, keys in zip(requests, wanted, strict=True))
         for tokens in range(total // step * step, 0, -step):
@@ -110,13 +110,13 @@ class Readers(Membership):
         return 0
 
     def good(self, request: MatchRequest, keys: list[bytes], tokens: int) -> bool:
-        """Whether a part has what a prefix of `tokens` needs of it, and the blocks after it that must be there."""
+        """Whether a part has the blocks that a prefix of `tokens` needs, and `ahead` blocks after it."""
         needed = self.needed(request, tokens)
         there = keys[needed.start : needed.stop + request.ahead]
         return len(keys) >= needed.stop + request.ahead and self.ready(request, there) == len(there)
 
     def behind(self, request: MatchRequest, blocks: int) -> int:
-        """How many tokens so many leading blocks are, without those that must be there after a prefix."""
+        """The tokens of a prefix that so many leading blocks allow: `ahead` of the blocks must follow the prefix."""
         return max(0, blocks - request.ahead) * request.tokens
 
     def needed(self, request: MatchRequest, tokens: int) -> range:
@@ -129,7 +129,7 @@ class Readers(Membership):
         return found.index(None) if None in found else len(found)
 
     def pending(self, client: int, requests: tuple[MatchRequest, ...], wanted: list[list[bytes]], ready: int) -> int:
-        """By how many of the first part's blocks the prefix of `ready` tokens grows by what others write or compute."""
+        """How many blocks of the first part the prefix of `ready` tokens gains when others' blocks are done."""
 
         def comes(request: MatchRequest, key: bytes) -> bool:
             writing = any(row.state == "writing" for row in self.table.get(key, ()))
@@ -152,7 +152,7 @@ class Readers(Membership):
         return reader.index if reader and reader.state != "joining" else -1
 
     def cut(self, hold: Lease, n: int) -> None:
-        """Let go of the blocks from n on, last to first."""
+        """Release the blocks from n on, last to first."""
         for i in reversed(range(n, len(hold.keys))):
             self.end_read(hold.source[i])
             self.end_hold(hold.staged[i])
@@ -160,13 +160,13 @@ class Readers(Membership):
         hold.unstaged = {i for i in hold.unstaged if i < n}
 
     def hold_prefix(self, call: Call, request: MatchRequest, wanted: list[bytes], group: int, now: float) -> Lease:
-        """Hold the longest prefix that is ready, and stage what is elsewhere."""
+        """Hold the longest prefix that is ready, and stage its blocks of other nodes."""
         node, block_bytes, stage = request.node, request.block_bytes, request.stage
         stride = -(-block_bytes // 4096) * 4096
         reader = self.nodes.get(node)
         size_class = self.size_class(reader, stride) if reader else None
         if reader and reader.state != "alive":
-            size_class = None  # its store pulls nothing
+            size_class = None  # a store that does not answer pulls nothing
         if reader and size_class:
             left = size_class.window - len(size_class.of("staging"))
             need = min(self.unstaged(wanted, reader.index), left, stage)
@@ -199,7 +199,7 @@ class Readers(Membership):
         return hold
 
     def where(self, hold: Lease, block_bytes: int) -> tuple[bytes, bytes]:
-        """Locations of a lease's blocks, and of their staging slots if some are not on the reader's node."""
+        """(locations of a lease's blocks, locations of their staging slots if some blocks are on other nodes)."""
         remote = any(item is not None and item[0].slab.node != hold.node for item in hold.source)
         return pack(hold.source, block_bytes), self.pack_staged(hold, slice(None), block_bytes) if remote else b""
 
@@ -218,7 +218,7 @@ class Readers(Membership):
             self.counters["gpu_hits"] += len(hold.keys) - remote
 
     def pack_staged(self, hold: Lease, of: slice, block_bytes: int) -> bytes:
-        """Locations of staging slots; of blocks that have none yet the node alone."""
+        """Locations of staging slots. A block without a slot gets a location with only the node."""
         without = LOCATION.pack(hold.node, 0, 0, 0, 0, 0)
         numbers = range(*of.indices(len(hold.staged)))
         return b"".join(without if i in hold.unstaged else pack([hold.staged[i]], block_bytes) for i in numbers)
@@ -233,7 +233,7 @@ class Readers(Membership):
         return count
 
     def read_elsewhere(self, hold: Lease, blocks: range) -> bool:
-        """Release the node's own replicas, which may use up its window, and read their primaries instead."""
+        """Read from primaries instead of the node's own replicas, and release those: they may use up the window."""
         moved = False
         for i in reversed(blocks):
             item = hold.source[i]
@@ -249,7 +249,7 @@ class Readers(Membership):
         return moved
 
     def cover(self, hold: Lease, stage: int) -> int:
-        """Give unstaged blocks staging slots, in order, until `stage` blocks have one or the window is used up.
+        """Give unstaged blocks slots, in order, until `stage` blocks have a slot or the window is used up.
 
         Returns how many leading blocks can be read now.
         """
@@ -262,7 +262,7 @@ class Readers(Membership):
         return len(hold.keys)
 
     def stage_next(self, hold: Lease, i: int, stop: int) -> bool:
-        """Give block i a staging slot, if need be in the place of those behind it. Returns whether it has one."""
+        """Give block i a staging slot, if need be one of a later block's. Returns whether block i has a slot."""
         item = self.stage(hold.size_class, hold.keys[i])
         if item is None and self.give_back(hold, range(i + 1, stop)):
             item = self.stage(hold.size_class, hold.keys[i])
@@ -272,10 +272,10 @@ class Readers(Membership):
         return item is not None
 
     def give_back(self, hold: Lease, blocks: range) -> bool:
-        """Release staging slots of a lease, last to first. Returns whether it had any."""
+        """Release the blocks' staging slots, last to first. Returns whether there were any."""
         had = False
         for i in reversed(blocks):
-            if (item := hold.staged[i]) and item[0].state != "closed":  # else the reader's node is gone
+            if (item := hold.staged[i]) and item[0].state != "closed":  # closed: the reader's node is gone
                 self.end_hold(item)
                 hold.staged[i], had = None, True
                 hold.unstaged.add(i)
@@ -293,7 +293,7 @@ class Readers(Membership):
             if held := hold.staged[i]:
                 self.end_read(held)
                 hold.staged[i] = None
-                if held[0].state != "closed":  # else the reader's node is gone
+                if held[0].state != "closed":  # closed: the reader's node is gone
                     hold.unstaged.add(i)
         for i, item in enumerate(hold.source[:start]):
             if item is None or item[0].gen != item[1] or item[0].state == "closed":
@@ -327,7 +327,7 @@ class Readers(Membership):
         return Window(self.epoch, pack(hold.source[start:end], block_bytes), slots, where)
 
     def provide_staging(self, hold: Lease, unstaged: int, now: float) -> None:
-        """Give the reader of a lease slabs for what it is about to stage; primaries' slots, where it waits too long."""
+        """Give a lease's reader slabs for its next window. A reader that waits too long takes primaries' slots."""
         since, hold.held_up = hold.held_up, None
         reader = next((node for node in self.nodes.values() if node.index == hold.node), None)
         if reader and hold.size_class and hold.size_class in reader.size_classes.values():

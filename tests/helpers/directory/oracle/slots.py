@@ -1,4 +1,4 @@
-"""The oracle's slots: the states that one goes through, and which one is taken next."""
+"""The oracle's slots: the states of a slot, and which slot is taken next."""
 
 import itertools
 import struct
@@ -12,13 +12,13 @@ IN_TABLE = (*STORED, "writing", "staging", "demoting")
 USES_MAX = 255
 HOLDS_MAX = 65535
 FIRST_TICK = 1 << 52
-AGAIN, FOR_GOOD = 1 << 50, 1 << 51  # ticks by which a block that is done with is older
+AGAIN, FOR_GOOD = 1 << 50, 1 << 51  # ticks that `done` adds to a block's age: with again=True, and without
 LOCATION = struct.Struct("<IIIIQQ")
 
 
 @dataclass(eq=False)
 class Row:
-    """One slot."""
+    """A slot."""
 
     slab: "Slab"
     slot: int
@@ -29,17 +29,17 @@ class Row:
     holds: int = 0
     uses: int = 0  # matches since it was stored
     aged: bool = False  # a hold on it has ended since it was stored or became the primary: `last` is its age
-    clean: bool = False  # clean, and not used since
-    tenant: str = ""  # who is charged for its key, of those with a quota
+    clean: bool = False  # found or made clean, and not used since
+    tenant: str = ""  # the tenant with a quota that is charged for the key; "" if none is
 
     @property
     def needed(self) -> bool:
-        """Whether somebody may ask for it again."""
+        """Whether the block may be asked for again: not done with for good."""
         return self.last > FIRST_TICK - (AGAIN + FOR_GOOD) // 2
 
     @property
     def fleeting(self) -> bool:
-        """Whether its node is about to leave, or is a GPU: its blocks must get a copy elsewhere."""
+        """Whether the block's node is a GPU or is about to leave: the block must get a copy elsewhere."""
         size_class = self.slab.size_class
         return size_class.leaving or (size_class.on_gpu and size_class.offered)
 
@@ -52,8 +52,8 @@ class SizeClass:
     stride: int
     window: int
     offered: bool  # to readers
-    leaving: bool = False  # it is offered, but its node is about to leave: nothing is stored there
-    on_gpu: bool = False  # nothing is stored there but by its own clients
+    leaving: bool = False  # offered, but the node is about to leave: nothing new is stored there
+    on_gpu: bool = False  # only the GPU's own clients store there
     rows: list[Row] = field(default_factory=list)
     free: list[Row] = field(default_factory=list)  # the last is taken first
 
@@ -62,7 +62,7 @@ class SizeClass:
 
     @property
     def stays(self) -> bool:
-        """Whether all clients may store blocks there, for good."""
+        """Whether all clients may store blocks there that are to last."""
         return self.offered and not self.leaving and not self.on_gpu
 
     @property
@@ -71,22 +71,22 @@ class SizeClass:
         return not self.on_gpu and not is_tier(self.node)
 
     def line(self) -> list[Row]:
-        """Primaries by age, of each tenant from its next victim on; older ones are held."""
+        """Primaries by age, of each tenant from its next victim on. The tenant's older primaries are held."""
         lines = [self.line_of(tenant) for tenant in {row.tenant if self.counts else "" for row in self.rows}]
         return sorted((row for line in lines for row in line), key=lambda row: row.last)
 
     def line_of(self, tenant: str) -> list[Row]:
-        """Of a tenant's: older ones are held."""
+        """A tenant's primaries by age, from its next victim on. The older primaries are held."""
         theirs = self.of_tenant(tenant)
         return theirs[next((i for i, row in enumerate(theirs) if not row.holds), len(theirs)) :]
 
     def of_tenant(self, tenant: str) -> list[Row]:
-        """By age. Where tenants are not charged, all blocks are nobody's."""
+        """A tenant's primaries by age; all primaries where tenants are not charged."""
         theirs = [row for row in self.of("ready") if row.aged and not (self.counts and row.tenant != tenant)]
         return sorted(theirs, key=lambda row: row.last)
 
     def part_with_held(self, tenant: str) -> None:
-        """Held ones that are older than a tenant's others are in no line until the hold ends."""
+        """Take held primaries that are older than a tenant's next victim out of the line until their hold ends."""
         for row in itertools.takewhile(lambda row: row.holds, self.of_tenant(tenant)):
             row.aged = False
 
@@ -102,7 +102,7 @@ class Slab:
 
 @dataclass(eq=False)
 class Lease:
-    """What a client holds: (row, its generation then) for each key, or None."""
+    """A lease or reservation. source, staged: for each key (row, its generation at that time), or None."""
 
     seq: int
     writes: bool
@@ -111,10 +111,10 @@ class Lease:
     keys: list[bytes]
     source: list[tuple[Row, int] | None]
     staged: list[tuple[Row, int] | None]
-    unstaged: set[int]  # keys that are elsewhere and have no staging slot yet
-    group: int  # the first of those that were asked for together
-    used: float  # when something was last asked for by it
-    held_up: float | None = None  # since when others hold all slots that it could stage into
+    unstaged: set[int]  # numbers of keys on other nodes that have no staging slot yet
+    group: int  # the first of the leases that were asked for together
+    used: float  # time of the last question by this lease
+    held_up: float | None = None  # since when others hold all slots that this lease could stage into
 
 
 @dataclass(eq=False)
@@ -153,7 +153,7 @@ class Node:
 
 @dataclass(eq=False)
 class Tier:
-    """An external tier. owner: name of the node whose it is; None: all nodes share it."""
+    """An external tier. owner: name of the node that the tier belongs to; None: all nodes share it."""
 
     index: int
     capacity: int
@@ -162,8 +162,8 @@ class Tier:
     spare: list[int]
     size_classes: dict[int, SizeClass] = field(default_factory=dict)
     slabs: dict[int, Slab] = field(default_factory=dict)
-    to_delete: dict[bytes, None] = field(default_factory=dict)  # keys to delete there, in order
-    unreached: set[str] = field(default_factory=set)  # by which nodes
+    to_delete: dict[bytes, None] = field(default_factory=dict)  # keys to delete in the tier, in order
+    unreached: set[str] = field(default_factory=set)  # nodes that can't reach the tier
     suspect: bool = False
     demoting: dict[str, list[tuple[Row, int]]] = field(default_factory=dict)  # the last answer to each node
     lister: str | None = None
@@ -171,7 +171,7 @@ class Tier:
     cleared: bool = False
     deleting: dict[str, tuple[int, list[bytes]]] = field(
         default_factory=dict
-    )  # by node: last answer, its keys to delete
+    )  # by node: (number of the last answer, keys that it says to delete)
     answers: int = 0
     content: bytes = b""
     demoted: int = 0
@@ -193,7 +193,7 @@ def unpack(locations: bytes) -> list[tuple[int, ...]]:
 
 
 def pack(held: list[tuple[Row, int] | None], block_bytes: int) -> bytes:
-    """LOCATIONs of rows; zeros for None."""
+    """LOCATIONs of rows. None becomes zeros."""
     out = b""
     for item in held:
         if item:
@@ -209,7 +209,7 @@ class Slots:
 
     def __init__(self, epoch: int) -> None:
         self.epoch, self.counter, self.clock = epoch, 0, FIRST_TICK
-        self.table: dict[bytes, list[Row]] = {}  # the copies of a key, the first first
+        self.table: dict[bytes, list[Row]] = {}  # the copies of each key, in the order in which they came
         self.evicted: dict[SizeClass, int] = {}
 
     # ------------------------------------------------------------------ one row
@@ -220,7 +220,7 @@ class Slots:
         row.aged, row.clean = True, False
 
     def done_with(self, keys: list[bytes], tenant: str, again: bool) -> int:
-        """Copies of keys go before all that are in use: those that nobody holds, of a tenant's own keys."""
+        """Have unheld copies of a tenant's own keys evicted before blocks in use. Returns how many copies."""
         count = 0
         for key in reversed(keys) if again else keys:
             copies = self.table.get(key, [])
@@ -234,7 +234,7 @@ class Slots:
         return count
 
     def done_for_now(self, row: Row) -> bool:
-        """It goes before those in use. A block that is not clean does not go among clean ones."""
+        """Make a block older than all blocks in use. False for an unclean block that would follow clean ones."""
         size_class = row.slab.size_class
         line = size_class.line_of(row.tenant) if row.state == "ready" else []
         before = max((other.last for other in line if other.last < FIRST_TICK - AGAIN // 2), default=0)
@@ -248,7 +248,7 @@ class Slots:
         return True
 
     def done_for_good(self, row: Row) -> bool:
-        """It goes next, and no tier wants it."""
+        """Make a block the next to be evicted, and have no tier take it."""
         self.clock += 1
         size_class = row.slab.size_class
         listed = size_class.of_tenant(row.tenant) if row.state == "ready" else self.unheld(size_class, row.state)
@@ -258,14 +258,14 @@ class Slots:
         return True
 
     def enter(self, row: Row, key: bytes, gen: int) -> None:
-        """A block that was found in a slot: the first copy of a key is primary."""
+        """Enter a block that was found in a slot. The first copy of a key is the primary."""
         row.state = "replica" if self.taken(key) else "ready"
         row.key, row.gen, row.holds, row.uses = key, gen, 0, 0
         self.insert(row)
         self.touch(row)
 
     def insert(self, row: Row) -> None:
-        """Another copy is charged to whom the others are."""
+        """Put a row into the table. It is charged to the tenant of the key's other copies."""
         copies = self.table.setdefault(row.key, [])
         row.tenant = copies[0].tenant if copies else ""
         copies.append(row)
@@ -284,7 +284,7 @@ class Slots:
         return self.epoch << 40 | self.counter
 
     def take_out(self, row: Row) -> None:
-        """Take a row out of the table. If it was the key's primary, or to be, the first replica is now."""
+        """Take a row out of the table. If it was the primary, or was to be, the first replica becomes the primary."""
         copies = self.table[row.key]
         replicas = [other for other in copies if other.state == "replica"]
         if row.state in ("ready", "writing") and replicas:
@@ -294,18 +294,18 @@ class Slots:
             del self.table[row.key]
 
     def set_role(self, row: Row, state: str) -> None:
-        """Make a replica the primary, or a primary a replica. It is as old as the end of the last hold on it."""
+        """Make a replica the primary, or a primary a replica. Its age counts from the end of the last hold."""
         row.state, row.aged, row.clean = state, False, False
         if not row.holds:
             self.touch(row)
 
     def has_primary(self, row: Row) -> bool:
-        """Whether a key has a primary that lasts as long as this copy, or is being written."""
+        """Whether the key is being written, or has a primary that lasts as long as this copy."""
         primaries = [r for r in self.table[row.key] if r.state == "ready" and (row.fleeting or not r.fleeting)]
         return bool(primaries) or any(r.state == "writing" for r in self.table[row.key])
 
     def succeed(self, row: Row) -> None:
-        """Make a row the primary, in the place of a fleeting one."""
+        """Make a row the primary, and the primary that was there a replica."""
         row.state = "ready"
         for other in self.table[row.key]:
             if other.state == "ready" and other is not row:
@@ -322,7 +322,7 @@ class Slots:
         row.state, row.holds = "quarantined", 0
 
     def drop(self, row: Row) -> None:
-        """Forget a block; its slot is free once nobody holds it."""
+        """Forget a block. Its slot is free once nobody holds the block."""
         self.take_out(row)
         if row.holds:
             row.state = "dropped"
@@ -332,7 +332,7 @@ class Slots:
     def hold(self, row: Row) -> tuple[Row, int]:
         row.holds += 1
         if row.state == "replica":
-            row.aged = False  # as a primary it would be as old as the end of this hold
+            row.aged = False  # if it becomes the primary, its age counts from the end of this hold
         return row, row.gen
 
     def end_hold(self, item: tuple[Row, int] | None) -> None:
@@ -348,7 +348,7 @@ class Slots:
             self.free(row)
 
     def end_read(self, item: tuple[Row, int] | None) -> None:
-        """A read of a replica is a use of the key: touch its primary, unless the end of a hold on that will."""
+        """End a read. After a read of a replica touch the key's primary too, if it is not held."""
         self.end_hold(item)
         if item and item[0].gen == item[1] and item[0].state == "replica":
             for row in self.table[item[0].key]:
@@ -356,7 +356,7 @@ class Slots:
                     self.touch(row)
 
     def abandon(self, item: tuple[Row, int] | None) -> None:
-        """The only holder of a row vanished and may still write; except in a tier, where no client writes."""
+        """Quarantine a row whose only holder vanished and may still write. Clients never write in a tier."""
         if item is None or item[0].gen != item[1] or item[0].holds != 1 or is_tier(item[0].slab.node):
             return
         if item[0].state in ("writing", "staging", "dropped"):
@@ -383,7 +383,7 @@ class Slots:
         return len(size_class.of("staging")) < size_class.window and self.takeable(size_class) > 0
 
     def take(self, size_class: SizeClass) -> Row:
-        """A free slot, else the oldest replica's."""
+        """Take a free slot, else the oldest replica's slot."""
         if size_class.free:
             return size_class.free.pop()
         row = min(self.replicas(size_class), key=lambda r: r.last)

@@ -1,4 +1,4 @@
-"""The oracle's tenants: what each has, and whose blocks may go for whom."""
+"""The oracle's tenants: how much each uses, and whose blocks may be evicted for whom."""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 from helpers.directory.oracle.slots import Node, Row, SizeClass, Slots
 from raykv.config import Quota
 
-Whose = Callable[[str], bool]  # by the tenant that is charged for a block: whether it may go
+Whose = Callable[[str], bool]  # takes the tenant that is charged for a block; says whether the block may be evicted
 
 
 class Tenants(Slots):
@@ -25,7 +25,7 @@ class Tenants(Slots):
         self.evicted_of.setdefault(tenant, 0)
 
     def remove_quota(self, tenant: str, now: float) -> bool:
-        """What it has is everybody's; nothing of it is known to be clean any more."""
+        """The tenant's blocks count as blocks without a tenant, and none of them as clean. False without a quota."""
         self.check(now)
         if self.quotas.pop(tenant, None) is None:
             return False
@@ -44,18 +44,18 @@ class Tenants(Slots):
         return True
 
     def name_of(self, tenant: str) -> str:
-        """Who is charged: all without a quota are one."""
+        """The tenant to charge: "" stands for all tenants without a quota."""
         return tenant if tenant in self.quotas else ""
 
     def claim(self, key: bytes, tenant: str) -> None:
-        """Somebody uses a key too. Who has it keeps what is within its minimum."""
+        """Charge a key to a tenant that uses it too, unless its owner would then fall below its minimum."""
         rows = [row for row in self.table[key] if row.state in ("ready", "writing") and row.slab.size_class.counts]
         owner, size = self.table[key][0].tenant, sum(row.slab.size_class.stride for row in rows)
         if not size or self.used(owner) - size >= self.minimum(owner):
             self.assign(key, tenant)
 
     def assign(self, key: bytes, tenant: str) -> None:
-        """Charge a key to somebody."""
+        """Charge a key to a tenant."""
         for row in self.table[key]:
             if row.tenant == tenant:
                 continue
@@ -86,7 +86,7 @@ class Tenants(Slots):
         return int(share * self.capacity) if share < 1 else 1 << 62
 
     def is_full(self, tenant: str, size_class: SizeClass) -> bool:
-        """Whether one more block there would be too many."""
+        """Whether one more block there would exceed the tenant's maximum."""
         return size_class.counts and self.used(tenant) + size_class.stride > self.maximum(tenant)
 
     def tenants(self) -> dict[str, dict[str, Any]]:
@@ -106,11 +106,11 @@ class Tenants(Slots):
     # ------------------------------------------------------------------ victims
 
     def spared(self, size: int) -> Whose:
-        """Tenants that have their minimum without a block of that size."""
+        """Accepts tenants that keep their minimum if they lose a block of that size."""
         return lambda owner: self.used(owner) - size >= self.minimum(owner)
 
     def choices_for(self, tenant: str, size_class: SizeClass) -> list[Whose]:
-        """Whose blocks go for one more of a tenant there: of the first that have any."""
+        """Whose blocks may be evicted for a tenant's next block: try the first choice, then the next."""
         size = size_class.stride
         if not size_class.counts:
             return [lambda owner: True]
@@ -131,5 +131,5 @@ class Tenants(Slots):
         return next(filter(None, found), None)
 
     def surplus(self, size_class: SizeClass) -> Row | None:
-        """What goes where no writer asks for it."""
+        """The row to evict where no writer needs the slot."""
         return self.oldest_of(size_class, self.spared(size_class.stride)) or self.oldest(size_class)

@@ -1,4 +1,4 @@
-"""The oracle's external tiers: which blocks are demoted, which are there, which keys are deleted there."""
+"""The oracle's external tiers: which blocks are demoted, which are in a tier, which keys are deleted there."""
 
 import math
 import struct
@@ -10,7 +10,7 @@ from helpers.directory.oracle.slots import IN_TABLE, PRESENT, Node, Row, SizeCla
 from helpers.directory.oracle.tenants import Tenants
 from raykv.protocol.tiers import DemotionReport, Demotions, ExistingBlocks, TierReply, TierReport
 
-# In worlds all is small: a tier's slab holds 3, 2 or 1 blocks of `world.SIZES`.
+# Small, so that tests reach the limits: a tier's slab holds 3, 2 or 1 blocks of the three `SIZES`.
 TIER_SLAB = 6 * 4096
 BATCH_BYTES = 5 * 4096
 KEYS_PER_CALL = 4
@@ -22,9 +22,9 @@ class Tiers(Tenants):
     def __init__(self, epoch: int, share: float, min_hits: int) -> None:
         super().__init__(epoch)
         self.share, self.min_hits = share, min_hits
-        self.tiers: dict[str, Tier] = {}  # by owner; "" is shared by all
+        self.tiers: dict[str, Tier] = {}  # by owner; the tier of "" is shared by all nodes
         self.by_index: dict[int, Node | Tier] = {}
-        self.sizes: dict[int, list[SizeClass]] = {}  # of memory
+        self.sizes: dict[int, list[SizeClass]] = {}  # by stride, the size classes of nodes, not of tiers
         self.pins: dict[bytes, tuple[Row, int]] = {}
         self.joins = 0
 
@@ -89,14 +89,14 @@ class Tiers(Tenants):
         return TierReply(tier.index, tier.lister == name and not tier.listed)
 
     def offer_tiers(self) -> None:
-        """Offer a tier to readers while all nodes reach it and its owner answers."""
+        """Offer a tier to readers while all nodes reach the tier and its owner answers."""
         for tier in self.tiers.values():
             tier.suspect = tier.owner is not None and self.nodes[tier.owner].state == "suspect"
             for size_class in tier.size_classes.values():
                 size_class.offered = not tier.down
 
     def leave_tiers(self, node: str) -> None:
-        """A node is gone: so are its demotions, and the tier that only it could read."""
+        """A node is gone. Cancel its demotions, and forget the tier that only this node could read."""
         for name, tier in list(self.tiers.items()):
             tier.unreached.discard(node)
             self.cancel(tier, node)
@@ -109,7 +109,7 @@ class Tiers(Tenants):
         self.offer_tiers()
 
     def empty(self, tier: Tier) -> None:
-        """A tier lost its content."""
+        """Forget a tier's blocks: the tier has lost its content."""
         for number, slab in tier.slabs.items():
             self.close(slab)
             tier.spare.append(number)
@@ -126,7 +126,7 @@ class Tiers(Tenants):
 
     def clear_tiers(self) -> None:
         for tier in self.tiers.values():
-            tier.cleared = not tier.listed  # what is listed from now on is from before
+            tier.cleared = not tier.listed  # blocks that are listed later are older than the clear
             for slab in tier.slabs.values():
                 self.schedule_delete(tier, slab)
                 for row in reversed(slab.rows):
@@ -203,7 +203,7 @@ class Tiers(Tenants):
         return self.answer(tier, name, source, chosen)
 
     def demoted(self, tier: Tier, node: str, locations: bytes, keys: bytes, stored: bytes) -> bool:
-        """Returns whether some demotion was cancelled because the report does not name it."""
+        """Take a node's report. Returns whether demotions that the report does not name were cancelled."""
         unwanted = []
         for location, key, done in zip(unpack(locations), split(keys), stored, strict=True):
             row = self.row_of(location)
@@ -217,19 +217,19 @@ class Tiers(Tenants):
                 tier.demoted += 1
             elif row.state == "demoting":
                 self.drop(row)
-                unwanted.append(key)  # some of its bytes may be there
+                unwanted.append(key)  # the tier may have some of the block's bytes
         given_up = self.cancel(tier, node)
         self.schedule_delete_keys(tier, unwanted)
         return given_up
 
     def reschedule_delete(self, tier: Tier, node: str, seen: int) -> None:
-        """Have the keys of a node's last answer deleted after all, unless `seen` is that answer's number."""
+        """Schedule again the deletions of a node's last answer, if `seen` is not that answer's number."""
         number, keys = tier.deleting.pop(node, (seen, []))
         if number != seen:
             self.schedule_delete_keys(tier, keys)
 
     def schedule_delete_keys(self, tier: Tier, keys: list[bytes]) -> None:
-        """Have keys deleted, but for those that are in the tier or being demoted to it."""
+        """Schedule keys to be deleted, except keys that are in the tier or being demoted to it."""
         for key in keys:
             if not self.in_tier(tier, key):
                 tier.to_delete.setdefault(key)
@@ -242,7 +242,7 @@ class Tiers(Tenants):
         return bool(unreported)
 
     def share_of(self, node: Node, size_class: SizeClass, share: float) -> float:
-        """Another size may take a slab whole."""
+        """The share, or more: a slab's worth of slots where several sizes share a node, which may take a whole slab."""
         if not 0 < share < 1 or not size_class.rows or len(node.size_classes) == 1:
             return share
         return max(share, min(1.0, (node.slab_bytes // size_class.stride) / len(size_class.rows)))
@@ -254,7 +254,7 @@ class Tiers(Tenants):
         there = self.tier_class(tier, size_class.stride)
         most = min(left // size_class.stride, KEYS_PER_CALL)
         if left == BATCH_BYTES:
-            most = max(1, most)  # one at least, however large
+            most = max(1, most)  # one block at least, however large
         short = self.shortfall(size_class, share)
         if there is None or most <= 0 or short <= 0:
             return []
@@ -268,7 +268,7 @@ class Tiers(Tenants):
                 break
             row = line[0]
             if share < 1 and row.holds:
-                row.aged = False  # until a hold on it ends
+                row.aged = False  # in no line until its hold ends
                 continue
             wanted = row.uses >= self.min_hits and row.needed
             wanted = wanted and not any(self.in_tier(t, row.key) for t in self.tiers.values())
@@ -276,14 +276,14 @@ class Tiers(Tenants):
                 return pairs
             row.clean = True
         most = min(most, len(pairs) + max(0, self.shortfall(size_class, share)))
-        for row in held:  # nothing else is left
+        for row in held:  # after all unheld blocks
             wanted = row.slab.size_class is size_class and row.state == "ready"
             if len(pairs) < most and wanted and not any(self.in_tier(t, row.key) for t in self.tiers.values()):
                 self.start_demotion(row, tier, there, pairs)
         return pairs
 
     def start_demotion(self, row: Row, tier: Tier, there: SizeClass, pairs: list[tuple[Row, Row]]) -> bool:
-        """Returns whether the tier had a slot for it."""
+        """Start to demote a row. Returns whether the tier had a slot for it."""
         location = self.take_tier_slot(tier, there)
         if location is not None:
             self.grant(location, row.key, "demoting")
@@ -292,7 +292,7 @@ class Tiers(Tenants):
         return location is not None
 
     def shortfall(self, size_class: SizeClass, share: float) -> int:
-        """How many blocks to demote until enough slots can be taken without loss, of each tenant its part."""
+        """How many blocks to demote until enough slots can be taken without loss: each tenant's part, added up."""
         line = size_class.line()
         if not line:
             return max(0, self.wanted(size_class, share))
@@ -303,14 +303,14 @@ class Tiers(Tenants):
         return math.ceil(len(size_class.rows) * share) - max(0, self.room(size_class))
 
     def lack(self, size_class: SizeClass, row: Row, share: float) -> int:
-        """How many blocks to demote of those that are charged to the tenant of a row."""
+        """How many blocks to demote of the tenant that is charged for a row."""
         line = size_class.line()
         theirs = [other for other in line if not size_class.counts or other.tenant == row.tenant]
         part = Fraction(len(theirs), len(line))
         return math.ceil(self.wanted(size_class, share) * part) - sum(other.clean for other in theirs)
 
     def take_tier_slot(self, tier: Tier, size_class: SizeClass) -> Row | None:
-        """A free slot, else that of the oldest; a few that are in memory too are passed over."""
+        """A free slot, else the oldest block's. Up to CHANCES blocks that are in memory too are passed over."""
         if size_class.free:
             return size_class.free.pop()
         for _ in range(CHANCES):
@@ -339,7 +339,7 @@ class Tiers(Tenants):
     # ------------------------------------------------------------------ slabs
 
     def tier_class(self, tier: Tier, stride: int) -> SizeClass | None:
-        """For blocks of `stride` bytes, which take a page more in a tier."""
+        """The size class for blocks of `stride` bytes, which take a page more in a tier."""
         if not 0 < stride <= tier.slab_bytes - 4096:
             return None
         if stride not in tier.size_classes:
@@ -348,7 +348,7 @@ class Tiers(Tenants):
         return tier.size_classes[stride]
 
     def provide_tier_slots(self, tier: Tier, size_class: SizeClass, need: int) -> None:
-        """Give a size spare slabs until `need` blocks fit. A size without any takes the slab used longest ago."""
+        """Open spare slabs until `need` blocks fit. A size without a slab takes the slab used longest ago."""
         while self.takeable(size_class) < need and tier.spare:
             self.open_tier_slab(tier, tier.spare.pop(), size_class)
         if any(slab.size_class is size_class for slab in tier.slabs.values()):
@@ -372,7 +372,7 @@ class Tiers(Tenants):
         size_class.free += reversed(slab.rows)
 
     def usage(self) -> float:
-        """Share of the bytes of all tiers that is used."""
+        """The share of all tiers' bytes that is used."""
         tiers = [self.tier_stats(tier) for tier in self.tiers.values()]
         return float(sum(t["bytes_used"] for t in tiers) / max(1, sum(t["capacity"] for t in tiers)))
 

@@ -1,4 +1,4 @@
-"""Who takes part in a world: its clients and node stores, and what they know."""
+"""The clients and node stores of a world, and what each of them knows."""
 
 from dataclasses import dataclass, field
 from random import Random
@@ -13,7 +13,7 @@ from raykv.protocol.tiers import Demotions, GpuDemotions
 
 @dataclass
 class Held:
-    """What a client knows of its lease or reservation."""
+    """A lease or reservation, as its client knows it."""
 
     writes: bool
     size: int
@@ -45,9 +45,9 @@ class Store:
     offered: int = 0
     index: int = -1
     headers: dict[tuple[int, int], tuple[tuple[int, ...], bytes]] = field(default_factory=dict)
-    demoted: list[Demotions] = field(default_factory=list)  # all answers that it got
-    seen: int = 0  # number of the last answer whose deletions it carried out
-    gpu_demoted: list[GpuDemotions] = field(default_factory=list)  # all answers that it got
+    demoted: list[Demotions] = field(default_factory=list)  # all answers that the store got
+    seen: int = 0  # number of the last answer whose deletions the store carried out
+    gpu_demoted: list[GpuDemotions] = field(default_factory=list)  # all answers that the store got
 
     def write(self, location: tuple[int, ...], key: bytes) -> None:
         old = self.headers.get((location[1], location[2]))
@@ -59,10 +59,10 @@ class Store:
 
 
 class Cast(Twins):
-    """hosts, gpus: names of node stores; small: hosts whose slabs are too small for the longest blocks of their GPUs.
+    """hosts, gpus: names of node stores. small: hosts whose slabs are too small for the longest blocks of their GPUs.
 
-    grants: keys by the locations that were granted for them, newest last. tiers: "none", "own" or "shared".
-    tiered: hosts with an external tier. tier_content: by tier its keys, oldest first.
+    grants: keys by the locations that were granted for them. tiers: "none", "own" or "shared".
+    tiered: hosts with an external tier. tier_content: keys of each tier, oldest first.
     """
 
     rng: Random
@@ -86,10 +86,10 @@ class Cast(Twins):
         fields = unpack(location)[0]
         for store in self.stores.values():
             if store.index == fields[0] and key and fields[4]:
-                store.write((*fields[:3], fields[3] or SIZE_OF[key], *fields[4:]), key)  # a target's is 0
+                store.write((*fields[:3], fields[3] or SIZE_OF[key], *fields[4:]), key)  # a demotion's target says 0
 
     def _stale(self, worker: Worker) -> list[tuple[bytes, bytes]]:
-        """(location, key) of grants to any client at any time."""
+        """(location, key) of a few grants, made to any client at any time."""
         known = list(self.grants.items())[-60:]
         pairs = self.rng.sample(known, min(4, len(known)))
         if not self.with_oracle:

@@ -1,4 +1,4 @@
-"""What clients do: they call late, twice, or not at all."""
+"""The clients of a world, which call late, twice, or not at all."""
 
 import struct
 from typing import Any
@@ -27,7 +27,7 @@ TENANTS = ("", "one", "two", "three")
 
 
 class Clients(Cast):
-    """Each public method is something that one of them does at any time."""
+    """Each public method is something that a client may do at any time."""
 
     def _worker(self) -> Worker:
         self.ids += 1
@@ -40,7 +40,7 @@ class Clients(Cast):
         late = rng.random() < 0.05
         held = struct.pack(f"<{len(worker.holds) + len(worker.intents)}Q", *worker.holds, *worker.intents)
         if late and rng.random() < 0.5:
-            held = b""  # sent before anything was held
+            held = b""  # as if sent before the client held anything
         if rng.random() < 0.3:
             worker.pulled += [p for h in worker.holds.values() for p in h.staged if any(p) and rng.random() < 0.5]
         pulled, worker.pulled = worker.pulled, []
@@ -65,7 +65,7 @@ class Clients(Cast):
 
     def new_id(self, worker: Worker) -> int:
         if worker.holds and self.rng.random() < 0.05:
-            return self.rng.choice(list(worker.holds))  # an id that is used twice
+            return self.rng.choice(list(worker.holds))  # use an id twice
         self.ids += 1
         return self.ids
 
@@ -83,7 +83,7 @@ class Clients(Cast):
         return lease
 
     def match_parts(self) -> None:
-        """Blocks of one to three parts, or readers, each of which reads them, or the last of them, somewhere."""
+        """Match one to three parts, each for a reader on any node, some with a window of the last blocks."""
         rng = self.rng
         worker, (size, keys) = rng.choice(self.workers), self.keys()
         leases = list(dict.fromkeys(self.new_id(worker) for _ in range(rng.randint(1, 3))))
@@ -105,12 +105,12 @@ class Clients(Cast):
             worker.holds.pop(lease, None)
         for lease, part, found in zip(leases, parts, got.parts, strict=False):
             self._leased(worker, lease, size, part[found.first :], found)
-        if rng.random() < 0.5:  # released together
+        if rng.random() < 0.5:  # release all leases together
             for lease in leases:
                 worker.holds.pop(lease, None)
 
     def _intent(self, worker: Worker) -> Intent | None:
-        """Of some questions; some of a worker's are over before."""
+        """The intent of a question, or None. Before, some of the worker's intents end."""
         rng = self.rng
         worker.intents = [intent for intent in worker.intents if rng.random() < 0.8]
         if rng.random() < 0.3:
@@ -146,7 +146,7 @@ class Clients(Cast):
         by = worker if rng.random() < 0.7 else rng.choice(self.workers)
         stop = rng.choice([len(held.keys), held.read + rng.randint(-1, 3)])
         request = NextWindowRequest(worker.id, lease, held.read, stop, held.size, rng.random() < 0.2)
-        for pause in rng.choice([(0.0,), (0.0, 0.3, 0.3)]):  # one that gets no slot asks again
+        for pause in rng.choice([(0.0,), (0.0, 0.3, 0.3)]):  # a reader that gets no slot asks again
             self.now += pause
             answer = self.do("next_window", self.call(by), request, self.now)
             passed, staged = split(answer.passed), split(answer.staged)
@@ -162,11 +162,11 @@ class Clients(Cast):
         reservation = self.new_id(worker)
         call = self.call(worker)
         stored = []
-        windows = self.real.allocator.lacking  # for which blocks are evicted before the batch is served
+        windows = self.real.allocator.lacking  # blocks are evicted for these before the batch is served
         if self.with_oracle and start >= 0 and not call.corrupt and not call.pulled and not windows:
             swapped = {
                 key for client in self.real.clients.values() for key in client.swapped
-            }  # such a client may have expired
+            }  # their client may have expired
             stored = [key for key in keys if self._present(key) and key not in swapped]
         request = ReserveRequest(reservation, worker.node, b"".join(keys), start, size, worker.tenant)
         got = self.do("reserve", call, request, self.now)
@@ -226,7 +226,7 @@ class Clients(Cast):
     def pin(self) -> None:
         keys = self.keys()[1][: self.rng.choice([1, 1, 3, LONGEST])]
         if self.rng.random() < 0.15:
-            keys = list(DEPTH)  # all that is stored
+            keys = list(DEPTH)  # all keys there are
         ttl, priority = self.rng.choice([None, None, 0.4, 3.0]), self.rng.choice([None, 0, 0, 1, 2])
         self.do("pin", self.call(self.rng.choice(self.workers)), b"".join(keys), self.now, ttl, priority)
 
@@ -249,7 +249,7 @@ class Clients(Cast):
         i = self.rng.randrange(len(self.workers))
         if self.rng.random() < 0.5:
             self.do("disconnect", self.workers[i].id, self.now)
-        if self.rng.random() < 0.8:  # else it calls again
+        if self.rng.random() < 0.8:  # otherwise the client calls again
             self.workers[i] = self._worker()
 
     def _pull(self, worker: Worker, size: int, keys: list[bytes]) -> None:

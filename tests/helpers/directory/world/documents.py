@@ -1,4 +1,4 @@
-"""What clients ask for and store: chains of keys, many of which share a prefix."""
+"""The chains of keys that clients ask for and store. Many chains share a prefix."""
 
 import struct
 from hashlib import blake2b
@@ -12,7 +12,7 @@ def _key(parent: bytes, token: int) -> bytes:
 
 
 def _document(size: int, doc: int) -> list[bytes]:
-    """A chain of keys. Documents with equal leading bits share a prefix."""
+    """A chain of keys. Documents whose numbers have equal leading bits share a prefix."""
     keys = [_key(struct.pack("<I", size), doc >> 3)]
     for position in range(1, LONGEST):
         keys.append(_key(keys[-1], doc >> max(0, 3 - position // 2)))

@@ -1,4 +1,4 @@
-"""Locations and keys as the directory's answers have them: one after the other."""
+"""Packs and splits locations and keys, which the directory's answers hold as joined bytes."""
 
 from random import Random
 
@@ -23,7 +23,7 @@ def garbled(rng: Random, location: bytes) -> bytes:
 
 
 def slot_size(location: tuple[int, ...], directory: Directory | None = None) -> int:
-    """Bytes of a location's slot. That of a quarantined one is in the directory's slab, not in the location."""
+    """Bytes of a location's slot. For a quarantined slot the directory's slab tells them, not the location."""
     if location[3] or directory is None:
         return slot_bytes(location[3])
     for node in directory.nodes.values():

@@ -1,4 +1,4 @@
-"""What node stores do: they join, report, restart, and get more memory or less."""
+"""The node stores of a world: they join, report, restart, and get more memory or less."""
 
 import struct
 
@@ -17,7 +17,7 @@ SLAB = 8 * 4096
 
 
 class Nodes(Cast):
-    """Those of GPUs too, which demote to their node's memory."""
+    """Node stores, and GPUs, which demote to their node's memory."""
 
     follows = True
 
@@ -32,7 +32,7 @@ class Nodes(Cast):
     def join(self, name: str) -> None:
         store = self.stores[name]
         arena = ArenaDescription(store.nonce, self.slab_bytes(name), store.slabs, store.epoch)
-        window = min(self.window, 3 * 4096) if name in self.gpus else self.window  # else it is all of a GPU
+        window = min(self.window, 3 * 4096) if name in self.gpus else self.window  # more would be all of a GPU
         store.index, store.epoch = self.do("join", name, arena, self.now, window)
         assert store.epoch >= arena.epoch
 
@@ -96,7 +96,7 @@ class Nodes(Cast):
         if how > 0.7 or name in self.gpus:  # the blocks on a GPU are lost with its process
             store = self.stores[name] = Store(rng.randbytes(16), self.slabs(name), epoch=rng.randint(0, 2))
         if rng.random() < 0.1:
-            store.epoch += rng.randint(1, 2)  # another directory was here
+            store.epoch += rng.randint(1, 2)  # another directory was in charge meanwhile
         store.offered = 0
         if rng.random() < 0.8:
             self.join(name)
@@ -104,7 +104,7 @@ class Nodes(Cast):
                 self.adopt(name)
 
     def demote_gpu(self) -> None:
-        """A GPU reports on its last answer, or on other things, and gets another."""
+        """A GPU reports on its last answer, or on another one, and gets a new answer."""
         rng = self.rng
         if not self.gpus:
             return
@@ -138,7 +138,7 @@ class Nodes(Cast):
             self.grants.update(zip(split(got.target), keys_of(got.keys), strict=True))
 
     def follow(self) -> None:
-        """The memory is used otherwise."""
+        """The directory follows another plan for its memory."""
         if not self.follows:
             return
         plan = Plan(self.rng.choice([0.0, 0.0, 0.125, 0.3, 0.5]), self.rng.random() < 0.3)

@@ -1,6 +1,6 @@
-"""A World whose directory is in its server, called on one of the two ways: over the socket, or as Ray calls it.
+"""A World whose directory is in its server, and is called over the socket or as Ray calls it.
 
-Neither needs Ray: its calls are made with arguments and answers that were pickled as Ray pickles them.
+Ray itself does not run: in its place the arguments and answers of calls are pickled as Ray pickles them.
 """
 
 import itertools
@@ -19,14 +19,14 @@ from raykv.line.pipeline import Pipeline
 from raykv.protocol.calls import ADMINISTRATOR, CALLS, CLIENT, STORE
 from raykv.protocol.stores import ArenaDescription, Heartbeat, Joined, SlabReport
 
-LINES = 3  # connections, which take turns
+LINES = 3  # connections of each side, which take turns
 
-# in its stats, beside those that the oracle knows
+# fields of the server's stats that the oracle does not know
 OF_THE_SERVER = ("socket", "connections", "prefixes", "holders", "hit_curve")
 
 
 class Windowed(Directory):
-    """With the staging window of the world's node that joins, and the time of its next call."""
+    """A directory that joins nodes with the world's staging window, and has the time of the next call."""
 
     window, clock = 0, 0.0
 
@@ -35,7 +35,7 @@ class Windowed(Directory):
 
 
 class RayWay:
-    """Calls as Ray makes them."""
+    """Makes calls as Ray does."""
 
     def __init__(self, directory: "Windowed") -> None:
         self.directory = directory
@@ -47,11 +47,11 @@ class RayWay:
         return _pickled(getattr(self.server, method)(*_pickled(arguments)))
 
     def close(self) -> None:
-        """Nothing is open."""
+        """There is nothing to close."""
 
 
 class SocketWay(RayWay):
-    """Calls over connections. What an administrator asks still goes through Ray."""
+    """Makes calls over connections. An administrator's calls still go as Ray makes them."""
 
     def __init__(self, directory: Windowed) -> None:
         super().__init__(directory)
@@ -70,7 +70,7 @@ class SocketWay(RayWay):
         if method == "commit" and not next(self.waits):
             answers: list[Any] = []
             line.tell(method, *arguments, deliver=answers.append)
-            line.call("ping", seconds=PATIENCE_S)  # the answer comes with this one's
+            line.call("ping", seconds=PATIENCE_S)  # the answer to `commit` comes before this call's answer
             return answers.pop()
         return line.call(method, *arguments, seconds=PATIENCE_S)
 
@@ -81,13 +81,13 @@ class SocketWay(RayWay):
 
 
 class ServedWorld(World):
-    """Called through Ray. Each directory is in a server of its own, until there is another."""
+    """A World called as Ray does. Each new directory gets a server of its own."""
 
-    kind, follows = RayWay, False  # the server plans, once there were enough look-ups
+    kind, follows = RayWay, False  # the server itself makes plans, after enough look-ups
     way: RayWay | None = None
 
     def close(self) -> None:
-        """End the way to the directory."""
+        """Close the way to the directory."""
         if self.way:
             self.way.close()
 
@@ -96,7 +96,7 @@ class ServedWorld(World):
 
     def heartbeat(self, name: str) -> None:
         known = self.real.nodes.get(name)
-        if known and known.limit < self.stores[name].slabs:  # it would be told at once to give the rest back
+        if known and known.limit < self.stores[name].slabs:  # the answer would have it give slabs back at once
             self.join(name)
             self.adopt(name)
         super().heartbeat(name)
@@ -110,13 +110,13 @@ class ServedWorld(World):
 
 
 class SocketWorld(ServedWorld):
-    """Called over the socket."""
+    """A World called over the socket."""
 
     kind = SocketWay
 
 
 def _arguments(directory: Windowed, name: str, args: tuple[Any, ...]) -> Sequence[Any]:
-    """Of the server's method, for those of the directory's. Sets the clock."""
+    """The arguments of the server's method, from those of the directory's method. Sets the clock."""
     if name in ("locate_prefix", "stored"):
         return args
     if name == "join":
@@ -136,13 +136,13 @@ def _arguments(directory: Windowed, name: str, args: tuple[Any, ...]) -> Sequenc
 
 
 def _report(directory: Directory, node: str, offered: int) -> SlabReport:
-    """Of a node that keeps the size it joined with."""
+    """The report of a node that keeps the size it joined with."""
     known = directory.nodes.get(node)
     return SlabReport(offered, known.limit if known else offered, b"")
 
 
 def _meant(directory: Directory, name: str, answer: Any) -> Any:
-    """What the directory's method has returned, where the server's gave this answer."""
+    """The answer of the directory's method, from that of the server's method."""
     if answer is None or name == "stats":
         return answer and {what: value for what, value in answer.items() if what not in OF_THE_SERVER}
     if name == "heartbeat":
@@ -160,5 +160,5 @@ def _plain(argument: Any) -> Any:
 
 
 def _pickled(message: Any) -> Any:
-    """As it arrives."""
+    """A message as it arrives."""
     return cloudpickle.loads(cloudpickle.dumps(message))

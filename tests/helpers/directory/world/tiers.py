@@ -1,4 +1,4 @@
-"""What nodes do with their external tiers: they report, list and demote."""
+"""External tiers of a world: its nodes report them, list them and demote to them."""
 
 import struct
 
@@ -9,10 +9,10 @@ from raykv.protocol.tiers import DemotionReport, Demotions, ExistingBlocks, Tier
 
 
 class Tiers(Cast):
-    """One of all nodes, or one each."""
+    """Nodes share a tier, or have one each."""
 
     def meanwhile(self) -> None:
-        """Something else happens, while a node lists its tier."""
+        """Anything that may happen while a node lists its tier."""
 
     def content_of(self, name: str) -> dict[bytes, None]:
         """Keys in a node's tier."""
@@ -35,7 +35,7 @@ class Tiers(Cast):
             self.report_existing(name)
 
     def report_existing(self, name: str = "") -> None:
-        """A node lists its tier, in pieces, of which one may be late, or lost."""
+        """A node lists its tier, in pieces. A piece may be late, or the last one missing."""
         rng = self.rng
         name = name or rng.choice(self.names)
         keys = list(self.content_of(name))
@@ -50,7 +50,7 @@ class Tiers(Cast):
             self.do("report_existing", name, existing, self.now)
 
     def demote(self) -> None:
-        """A node reports on its last answer, or on other things, and gets another."""
+        """A node reports on its last answer, or on another one, and gets a new answer."""
         rng = self.rng
         name = rng.choice(self.tiered or self.names)
         store = self.stores[name]
@@ -74,7 +74,7 @@ class Tiers(Cast):
         got = self.do("demote", name, DemotionReport(locations, keys, stored, seen, rng.random() < 0.5), self.now)
         if rng.random() < 0.9:
             store.demoted.append(got)
-            if rng.random() < 0.9:  # else it died before it deleted
+            if rng.random() < 0.9:  # otherwise the store died before it deleted anything
                 store.seen = got.number
                 for key in keys_of(got.to_delete):
                     self.content_of(name).pop(key, None)

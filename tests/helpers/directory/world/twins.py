@@ -1,4 +1,4 @@
-"""A directory and its oracle: every call goes to both, which must give the same answer."""
+"""A directory and its oracle. Every call goes to both, and both must give the same answer."""
 
 import time
 from collections.abc import Iterator
@@ -30,7 +30,7 @@ TTL = 10.0
 
 
 class Twins:
-    """with_oracle=False: callers are more confused than the oracle can follow, and only invariants are checked."""
+    """with_oracle=False: only invariants are checked, as callers do more wrong than the oracle can follow."""
 
     real: Directory
     model: Oracle
@@ -41,10 +41,10 @@ class Twins:
         self.now = 0.0
         self.steps = 0
         self.failed = False
-        self.log: list[tuple[str, tuple[Any, ...]]] = []  # since the directory started
+        self.log: list[tuple[str, tuple[Any, ...]]] = []  # all calls since the directory started
 
     def begin(self) -> None:
-        """Both anew."""
+        """Start a new directory and a new oracle."""
         self.real, self.model = self._pair()
         self.log.clear()
 
@@ -57,7 +57,7 @@ class Twins:
         return Directory(**how)
 
     def do(self, name: str, *args: Any) -> Any:
-        """Ask both."""
+        """Call both, and compare their answers. Returns the answer."""
         self.steps += 1
         self.log.append((name, args))
         with self.explained():
@@ -80,7 +80,7 @@ class Twins:
 
     @contextmanager
     def explained(self) -> Iterator[None]:
-        """Add to a failure the fewest calls to a new directory that still lead to one."""
+        """Add a note to a failure: the fewest calls to a new directory that still fail."""
         try:
             yield
         except Exception as error:
@@ -148,7 +148,7 @@ class Twins:
 
 @contextmanager
 def _small_calls() -> Iterator[None]:
-    """With limits so small that a tier is full of a few blocks and an answer of fewer."""
+    """Set limits so small that a few blocks fill a tier, and fewer an answer."""
     before = {name: getattr(tier_catalog, name) for name in ("slab_bytes", "BATCH_BYTES", "KEYS_PER_CALL")}
     small = {"slab_bytes": lambda _: TIER_SLAB, "BATCH_BYTES": BATCH_BYTES, "KEYS_PER_CALL": KEYS_PER_CALL}
     bytes_before, keys_before = gpu_demotion.BYTES_PER_CALL, vars(demotion_batch)["KEYS_PER_CALL"]

@@ -22,13 +22,13 @@ from raykv.protocol.stores import FREED, SweepResult
 from raykv.protocol.tiers import DemotionReport, GpuDemotionReport, TierReport
 
 NAMES = ("a", "b", "c", "d")
-Mix = dict[Callable[["World"], None], float]  # how often what happens, beside the rest
+Mix = dict[Callable[["World"], None], float]  # what may happen, and how often beside the rest
 
 
 class World(Clients, Nodes, Tiers, Tenants):
-    """Everything that happens, as often as a mix says.
+    """Clients, nodes, tiers and tenants act at random, as often as a mix says.
 
-    oracle=False: callers are more confused than the oracle can follow, and only invariants are checked.
+    oracle=False: see `Twins`.
     """
 
     gpu_share = 0.5  # of worlds that have GPUs
@@ -43,7 +43,7 @@ class World(Clients, Nodes, Tiers, Tenants):
         self.gpus = [f"{host}/{n}" for host, count in zip(self.hosts, counts, strict=True) for n in range(count)]
         self.names = [*self.hosts, *self.gpus]
         self.small = [host for host in self.hosts if self.gpus and rng.random() < 0.1]
-        rng.shuffle(self.names)  # a GPU may be known before its node
+        rng.shuffle(self.names)  # a GPU may join before its node
         self.sizes = SIZES[: rng.choice([1, 2, 2, 3])]
         self.ids, self.grants, self.tier_content = 0, {}, {}
         self.workers = [self._worker() for _ in range(4)]
@@ -78,7 +78,7 @@ class World(Clients, Nodes, Tiers, Tenants):
                     self.tier_heartbeat(name)
 
     def leave_node(self) -> None:
-        """A node is about to leave. Most often others stay, and have copies of some of its blocks."""
+        """A node is about to leave. Mostly another node stays, and first pulls some blocks."""
         rng = self.rng
         name = rng.choice(self.hosts if rng.random() < 0.95 else self.names)
         if any(not node.leaving for other, node in self.real.nodes.items() if other != name) or rng.random() < 0.1:
@@ -87,12 +87,12 @@ class World(Clients, Nodes, Tiers, Tenants):
             self.do("leave", name, self.now)
 
     def stay_node(self) -> None:
-        """A node that is about to leave stays after all; some that stay anyhow are told so, too."""
+        """A node that is about to leave stays after all. If none is, a node that stays anyhow is told so."""
         leaving = [host_of(name) for name, node in self.real.nodes.items() if node.leaving]
         self.do("stay", self.rng.choice(leaving or self.hosts), self.now)
 
     def sole_copies(self) -> None:
-        """Ask for a node's sole copies, and have another node pull some."""
+        """Ask for the blocks that only one node has, and have another node pull some."""
         rng = self.rng
         leaving = [name for name, node in self.real.nodes.items() if node.leaving]
         name = rng.choice([host_of(name) if rng.random() < 0.9 else name for name in leaving or self.names])
@@ -108,7 +108,7 @@ class World(Clients, Nodes, Tiers, Tenants):
         self.rng.choice([World.clear, World.match, World.reserve, World.commit])(self)
 
     def restart(self) -> None:
-        """The directory dies; a new one asks every node store."""
+        """The directory dies, and a new directory takes its place."""
         for store in self.stores.values():
             store.offered = 0
         self._new_directory()
@@ -135,12 +135,12 @@ class World(Clients, Nodes, Tiers, Tenants):
         self.check()
 
     def everybody_leaves(self) -> None:
-        """When all clients are gone, nothing is held; when all nodes are, nothing is stored but in a shared tier."""
+        """When all clients are gone, nothing is held. When all nodes are gone, only a shared tier has blocks."""
         self.do("unpin", self.call(self.workers[0]), b"".join(self.real.pins), self.now)
         for wait in (TTL + 1, 1.0):
             self.now += wait
             self.do("stats", self.now)
-        for name in self.gpus:  # all are suspect by now, and get no more demotions
+        for name in self.gpus:  # all GPUs are suspect by now, and get no more demotions
             self.do("demote_gpu", name, GpuDemotionReport(b"", b""), self.now)
         for name in self.real.nodes:
             if answer := self.do("heartbeat", name, 0, self.now):
@@ -149,14 +149,14 @@ class World(Clients, Nodes, Tiers, Tenants):
                 self.do("sweep_result", freed, self.now)
         unreached = TierReport(self.capacity, self.tiers == "shared", False, b"")
         for name in list(self.real.nodes):
-            self.do("demote", name, DemotionReport(b"", b"", b"", 0, False), self.now)  # it stored nothing of the last
+            self.do("demote", name, DemotionReport(b"", b"", b"", 0, False), self.now)  # it stored nothing
             self.do("tier_heartbeat", name, unreached, self.now)
             self.do("demote", name, DemotionReport(b"", b"", b"", 0, False), self.now)
         self.check()
         rows = self.real.c.rows
         assert not rows["holds"].any()
         resting = [columns.FREE, columns.READY, columns.REPLICA, columns.EXTERNAL, columns.CLOSED]
-        resting += [] if self.with_oracle else [columns.DEMOTING]  # a node may have changed its tier
+        resting += [] if self.with_oracle else [columns.DEMOTING]  # a node may have exchanged its tier
         assert np.isin(rows["state"], resting).all()
         stats = self.do("stats", self.now)
         assert (stats["clients"], stats["leases"], stats["reservations"], stats["intents"]) == (0, 0, 0, 0)

@@ -1,7 +1,7 @@
-"""What raykv uses of CuPy, on host memory: for tests without a GPU. Put the folder above this on sys.path.
+"""A stand-in for the parts of CuPy that raykv uses, on host memory. Tests put the folder above this on sys.path.
 
-What a stream is given is done when somebody waits for that stream, no sooner; an address that a GPU could not reach
-loses the GPU; other processes open its memory by 64-byte handles. Whoever loads libcuda.so.1 gets `driver`.
+A stream does its work only when somebody waits for the stream. An access to an address that a GPU could not reach loses
+the GPU. Other processes open a GPU's memory by 64-byte handles. Loading libcuda.so.1 returns `driver`.
 """
 
 import ctypes
@@ -17,7 +17,7 @@ ctypes.CDLL = lambda name, *more, **options: driver if name == "libcuda.so.1" el
 
 
 class ndarray:
-    """C-contiguous, on the current device."""
+    """A C-contiguous array on the current device."""
 
     def __init__(self, shape, dtype=np.float64):
         self.shape = tuple(np.atleast_1d(shape).tolist())
@@ -50,7 +50,7 @@ def asarray(given):
 
 
 class RawKernel:
-    """raykv's copy kernel: what its source says, a unit at a time. Its source itself is not looked at."""
+    """Does in Python what raykv's copy kernel does, a unit at a time. The kernel's source is not used."""
 
     def __init__(self, code, name, options=()):
         assert name == "raykv_copy" and "raykv_copy" in code

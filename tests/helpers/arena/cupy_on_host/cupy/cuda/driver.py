@@ -1,6 +1,6 @@
-"""CUDA's driver on host memory: contexts, and what threads may do while others capture CUDA graphs.
+"""CUDA's driver on host memory: contexts, and which calls a thread may make while others capture CUDA graphs.
 
-A context is there once its GPU was the current one of some thread: `contexts` are the numbers of such GPUs.
+A GPU gets a context when a thread first makes the GPU current. `contexts`: numbers of the GPUs that have a context.
 """
 
 import contextlib
@@ -12,7 +12,7 @@ GLOBAL, RELAXED = 0, 2
 _HANDLES = 1 << 16
 
 contexts = set()
-capturing = 0  # how many threads are
+capturing = 0  # how many threads capture a CUDA graph now
 _local = threading.local()
 
 
@@ -25,7 +25,7 @@ def ctxSetCurrent(context):
 
 
 def current():
-    """The GPU of this thread's calls: without a context of its own it is GPU 0, which has one from now on."""
+    """The GPU of this thread's calls. A thread without a context gets one of GPU 0."""
     if not ctxGetCurrent():
         make_current(0)
     return ctxGetCurrent() - _HANDLES
@@ -43,12 +43,12 @@ def cuThreadExchangeStreamCaptureMode(mode):
 
 
 def cuDeviceGetUuid_v2(uuid, device):
-    return 101  # of a GPU whose UUID has no zero nobody asks
+    return 101  # raykv only asks here if a GPU's UUID has a zero
 
 
 @contextlib.contextmanager
 def capture():
-    """Some thread captures a CUDA graph meanwhile."""
+    """Another thread captures a CUDA graph while the `with` block runs."""
     global capturing
     capturing += 1
     yield
@@ -56,5 +56,5 @@ def capture():
 
 
 def forbids():
-    """Whether a capture forbids this thread to allocate, to free and to page-lock."""
+    """Whether a capture forbids this thread to allocate, free and page-lock."""
     return capturing and getattr(_local, "mode", GLOBAL) != RELAXED

@@ -1,12 +1,12 @@
 """NCCL on host memory: communicators of two ranks, in one process or in two, over a Unix socket.
 
-As the real one it waits for good: in the constructor and in the first group, where the peer does not come, and on the
-stream, where it does not post. A send is done when it was received. What else can go wrong is for tests to say:
-`before_connect`, `after_meeting` and `before_move` are called in the way of things, may wait for `aborted`, and fail;
-`silent`: that the peer is gone is not told, as over NVLink.
+Like the real NCCL, it waits for ever for a peer: in the constructor and in the first group until the peer comes, and on
+the stream until the peer posts. A send is done when the peer has received it. Tests replace `before_connect`,
+`after_meeting` and `before_move` to wait for `aborted`, or to fail. With `silent` a communicator is not told that its
+peer is gone, as over NVLink.
 
-A communicator takes memory of its GPU once both have met, until it is aborted. One whose init has failed does not give
-it back with its object, as on a GPU: whoever has kept the object aborts it.
+A communicator takes memory of its GPU from when both ranks have met until it is aborted. If its init fails, the end of
+its object does not give the memory back, as on a GPU. Whoever has kept the object must abort it.
 """
 
 import contextlib
@@ -31,10 +31,10 @@ _NAMES = {
     6: "NCCL_ERROR_REMOTE_ERROR",
 }
 _SIZE = struct.Struct("<q")
-_roots = {}  # sockets that rank 0 is to be found at, by unique id
+_roots = {}  # sockets at which rank 0 listens, by unique id
 _group = threading.local()
-_BYTES = 1 << 20  # of a communicator
-_streams = {}  # what each stream was given last to do, by handle
+_BYTES = 1 << 20  # of GPU memory that a communicator takes
+_streams = {}  # by a stream's handle, the event that the last moves on it are done
 
 communicators = []
 silent = False
@@ -45,11 +45,11 @@ def before_connect(communicator):
 
 
 def after_meeting(communicator):
-    """In the middle of an init, when memory is taken."""
+    """Called in the middle of an init, when the memory is taken."""
 
 
 def before_move(communicator, number):
-    """number: of the block, of all that this communicator moves."""
+    """Called before each move. number: how many blocks this communicator has moved before."""
 
 
 class NcclError(RuntimeError):
@@ -81,7 +81,7 @@ def groupEnd():
 
 
 def end():
-    """Whoever waits for a peer to connect fails."""
+    """Have all communicators that wait for a peer fail."""
     for root in _roots.values():
         _shut(root)
     for communicator in communicators:
@@ -98,7 +98,7 @@ class NcclCommunicator:
         self = super().__new__(cls)
         self.aborted, self.error, self.moved, self._connected = threading.Event(), 0, 0, False
         self._turn = threading.Lock()
-        self._launched = queue.SimpleQueue()  # done in order, as on a stream
+        self._launched = queue.SimpleQueue()  # moves, which are done in order, as on a stream
         self._peer = socket.socket(socket.AF_UNIX)
         self._memory, self._there = None, False
         return self
@@ -121,7 +121,7 @@ class NcclCommunicator:
             raise NcclError(3)
 
     def _meet(self):
-        """Both wait for the other."""
+        """Wait for the other rank."""
         if self.aborted.is_set():
             raise OSError("aborted")
         if self.rank == 0:
@@ -150,7 +150,7 @@ class NcclCommunicator:
         runtime.setDevice(self.device)
         self.aborted.set()
         self._hang_up()
-        if self.rank == 0 and self.unique in _roots:  # an init that waits for the peer ends
+        if self.rank == 0 and self.unique in _roots:  # ends an init that waits for the peer
             _shut(_roots[self.unique])
         if self._memory is not None:
             runtime.forget(self._memory)
@@ -172,7 +172,7 @@ class NcclCommunicator:
             for of, to in zip(sends, receives, strict=True):
                 runtime.memcpyAsync(to.address, of.address, of.size, runtime.memcpyDefault, of.stream)
             return
-        if not self._connected:  # which needs both, and blocks
+        if not self._connected:  # the first group waits for the peer's
             try:
                 self._peer.sendall(b"?")
                 self._receive(1)
@@ -230,7 +230,7 @@ class NcclCommunicator:
 
 
 def _shut(connection):
-    with contextlib.suppress(OSError):  # the peer was faster
+    with contextlib.suppress(OSError):  # the peer has hung up already
         connection.shutdown(socket.SHUT_RDWR)
 
 

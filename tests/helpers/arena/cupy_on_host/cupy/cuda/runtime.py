@@ -1,8 +1,8 @@
-"""CUDA's runtime on host memory: device memory is a memfd, which other processes open through /proc.
+"""CUDA's runtime on host memory. Device memory is a memfd, which other processes open through /proc.
 
-CUPY_ON_HOST_BYTES: how much a device has. CUPY_ON_HOST_WORLD: a name; processes that have the same one share devices:
-memory is taken until the last of them that maps it is gone, or has closed it. Without, each process is told only what
-it has taken itself. CUDA_VISIBLE_DEVICES: numbers, of 0 and 1. `lose()`: from now on every call fails.
+CUPY_ON_HOST_BYTES: memory of a device. CUPY_ON_HOST_WORLD: a name; processes with the same name share devices, and
+memory stays taken until no such process maps it. Without a name, a process counts only memory that it has taken itself.
+CUDA_VISIBLE_DEVICES: numbers, of 0 and 1. After `lose()` every call fails.
 """
 
 import collections
@@ -28,12 +28,12 @@ _ERRORS |= {
 }
 _HANDLE = struct.Struct("<iiqqi")  # pid, fd, inode, size, GPU
 
-_Block = collections.namedtuple("_Block", "device size memory fd")  # fd: None for another process's
+_Block = collections.namedtuple("_Block", "device size memory fd")  # fd: None for another process's memory
 _blocks = {}  # by address
 _pinned = {}  # lengths by address
-_queues = collections.defaultdict(collections.deque)  # what streams have yet to do
-_ran = collections.Counter()  # how much streams have done
-_events = {}  # (stream, how much it has done by then)
+_queues = collections.defaultdict(collections.deque)  # by stream, the work that it has yet to do
+_ran = collections.Counter()  # by stream, how many pieces of work it has done
+_events = {}  # (stream, how many pieces of work the stream has done by then)
 new_handle = itertools.count(1 << 20).__next__
 _mutex = threading.RLock()
 _lost = None
@@ -88,7 +88,7 @@ def setDevice(device):
 
 
 def check_capture():
-    """Of what ends the captures of other threads."""
+    """Fail, as calls do that would end other threads' captures, if a capture forbids this call."""
     check()
     if driver.forbids():
         raise CUDARuntimeError(900)
@@ -109,7 +109,7 @@ def _name(device):
 
 
 def _mapped(name):
-    """Bytes by inode, of what processes have mapped."""
+    """Bytes that processes have mapped of a device's memory, by inode."""
     found = {}
     for process in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError), open(f"/proc/{process}/maps") as lines:
@@ -199,7 +199,7 @@ def hostUnregister(address):
 
 
 def reach(device, address, length):
-    """The GPU is lost if it cannot reach that memory."""
+    """Lose the GPU if it cannot reach that memory."""
     ranges = [(start, block.size) for start, block in list(_blocks.items()) if block.device == device]
     ranges += list(_pinned.items())
     if not any(start <= address and address + length <= start + size for start, size in ranges):
