@@ -1,4 +1,4 @@
-"""What the tests of a running pool share, in pytest's process and in Ray's."""
+"""Tests of a running pool share this, in pytest's process and in Ray's workers."""
 
 import contextlib
 import functools
@@ -31,17 +31,17 @@ from raykv.protocol.location import LOCATION
 T = TypeVar("T")
 MIB = 1 << 20
 BLOCK = 256 << 10
-# found, not imported: NIXL imports torch, and every worker that a test starts imports this module
+# Found, not imported: NIXL imports torch, and every worker of a test imports this module.
 WITH_NIXL = pytest.mark.skipif(find_spec("nixl") is None, reason="NIXL is not installed here")
 TRANSPORTS = [pytest.param("nixl", marks=WITH_NIXL), "tcp", "object_store"]
-WAYS = {"socket": "auto", "ray": "object_store"}  # to the directory, by the transport of a pool that has only that
+WAYS = {"socket": "auto", "ray": "object_store"}  # ways to the directory, each with the transport that selects it
 both_ways = pytest.mark.parametrize("transport", WAYS.values(), ids=WAYS)
-PATIENCE_S = 5.0  # deadline of the tests' pools: what calls return is tested, on a machine that may be busy
-ROUTED_S = 10.0  # the same of pools that routers ask, since they wait a fifth of it
+PATIENCE_S = 5.0  # deadline of the tests' pools: long, as a busy machine must not change results
+ROUTED_S = 10.0  # deadline of pools that routers ask, as routers wait only a fifth of it
 
 
 def both_ways_at_once(test: Callable[..., None]) -> Callable[..., None]:
-    """As `both_ways`, for a test that mostly waits: in two threads, with a pool each."""
+    """Like `both_ways`, for a test that mostly waits: it runs in two threads at once, each with a pool."""
 
     @functools.wraps(test)
     def at_once(**fixtures: Any) -> None:
@@ -60,7 +60,7 @@ def both_ways_at_once(test: Callable[..., None]) -> Callable[..., None]:
 
 @contextlib.contextmanager
 def on_way(way: str, start: Callable[..., raykv.KVPool]) -> Iterator[raykv.KVPool]:
-    """A pool whose directory is called on one of the WAYS, until the end and without a fault."""
+    """A pool whose directory is called on one of the WAYS. Checks that no call went another way or failed."""
     pool = start(transport=WAYS[way])
     pool.session.directory.faults.clear()
     yield pool
@@ -70,7 +70,7 @@ def on_way(way: str, start: Callable[..., raykv.KVPool]) -> Iterator[raykv.KVPoo
         assert (stats["socket"], stats["connections"]) == (None, 0)
     else:
         assert stats["socket"].rpartition(":")[0] == ray.util.get_node_ip_address()
-        eventually(lambda: pool.stats()["connections"] >= 3)  # the stores' too, which came before there was a socket
+        eventually(lambda: pool.stats()["connections"] >= 3)  # of this client, and of both stores
     eventually(lambda: settled(pool))
 
 
@@ -86,7 +86,7 @@ def payload(keys: NDArray[np.uint8], block_bytes: int) -> NDArray[np.uint8]:
 def eventually(
     check: Callable[[], T], deadline: float = 90.0, seen: Callable[[], object] = lambda: "", pause: float = 0.05
 ) -> T:
-    """The first true answer of `check`. seen: is said with a failure. pause: seconds until it is asked again."""
+    """The first true result of `check`. seen: text for a failure. pause: seconds between two checks."""
     end = time.monotonic() + deadline
     while True:
         answer = check()
@@ -97,18 +97,18 @@ def eventually(
 
 
 def hurry(pool: raykv.KVPool) -> raykv.KVPool:
-    """From now on this process asks by the deadline that engines have."""
+    """Give this process the short deadline that engines have by default."""
     pool.session.directory.deadline = METADATA_DEADLINE_S
     return pool
 
 
 def tokens(seed: int, blocks: int) -> NDArray[np.int64]:
-    """Of so many blocks of 16 tokens. Equal seeds have equal prefixes."""
+    """Tokens of so many blocks of 16 tokens. Equal seeds give equal prefixes."""
     return np.random.default_rng(seed).integers(0, 50_000, 16 * blocks)
 
 
 class Reading(NamedTuple):
-    """What a match and its read gave: blocks leased, blocks read, of them wrong, and the nodes they were on."""
+    """A match and its read: numbers of blocks leased, read, and read wrong, and the nodes that had them."""
 
     matched: int
     read: int
@@ -133,19 +133,19 @@ def store(cache: raykv.KVCache, keys: Keys, start: int = 0) -> int:
 
 
 def holds(cache: raykv.KVCache, keys: Keys) -> bool:
-    """Whether all of it can be read, and is right. For pools that faults happen to: those answer again some time."""
+    """Whether all blocks can be read. AssertionError if one is wrong."""
     found = read(cache, keys)
     assert not found.wrong
     return found.read == len(keys)
 
 
 def keep(cache: raykv.KVCache, keys: Keys) -> None:
-    """Store it, and see it there."""
+    """Store until all blocks can be read."""
     eventually(lambda: store(cache, keys) >= 0 and holds(cache, keys))
 
 
 def come_back(cache: raykv.KVCache, prompts: list[Keys], workers: Sequence[Any] = ()) -> None:
-    """All of it can be read again some time, by this process and the workers."""
+    """Wait until this process and the workers can read all prompts again."""
     for number, keys in enumerate(prompts):
 
         def seen(keys: Keys = keys, number: int = number) -> str:
@@ -157,7 +157,7 @@ def come_back(cache: raykv.KVCache, prompts: list[Keys], workers: Sequence[Any] 
 
 
 class Worker:
-    """An engine as an actor, to be pinned to a node."""
+    """An engine as an actor, which `worker` pins to a node."""
 
     def __init__(self, pool: str, be_patient: bool = True) -> None:
         self.pool = raykv.attach(pool)
@@ -184,7 +184,7 @@ class Worker:
         return holds(self.cache(), keys)
 
     def lease(self, keys: Keys, **cache: Any) -> int:
-        """Match, and keep it."""
+        """Match, and keep the match. Returns how many blocks it leased."""
         match = self.matches[keys.tobytes()] = self.cache(**cache).match(keys)
         return match.num_blocks
 
@@ -194,9 +194,9 @@ class Worker:
     def churn(
         self, seconds: float, seed: int, prompts: int, blocks: int, while_there: str = "/"
     ) -> tuple[int, int, int]:
-        """Store and read what others do, until something was read: (blocks stored, read, of them wrong).
+        """Store and read the same prompts as other workers. Returns (blocks stored, read, read wrong).
 
-        For so many seconds, or as long as that file is there.
+        Ends after so many seconds, or when the file `while_there` is gone, but not before a block was read.
         """
         cache, random, end = self.cache(), np.random.default_rng(seed), time.monotonic() + seconds
         stored = readings = wrong = 0
@@ -213,7 +213,7 @@ class Worker:
 
 @contextlib.contextmanager
 def load(workers: Sequence[Any], prompts: int, blocks: int) -> Iterator[None]:
-    """They store and read meanwhile: some blocks are stored, each reads some, and none is wrong."""
+    """The workers store and read meanwhile. In the end each must have read blocks, and no block was wrong."""
     ray.get([there.pid.remote() for there in workers])
     with tempfile.NamedTemporaryFile() as going:
         asked = {"prompts": prompts, "blocks": blocks, "while_there": going.name}
@@ -224,7 +224,7 @@ def load(workers: Sequence[Any], prompts: int, blocks: int) -> Iterator[None]:
 
 
 class Attached:
-    """A client as an actor, and what it was warned of."""
+    """A client as an actor, which keeps the messages of its log."""
 
     def __init__(self, pool: str) -> None:
         self.said: list[str] = []
@@ -243,7 +243,7 @@ def worker(pool: raykv.KVPool, node_id: str, kind: type = Worker, **arguments: A
 
 
 def other_node(pool: raykv.KVPool) -> str:
-    """A node that this process is not on."""
+    """The id of a node that this process is not on."""
     return next(str(node["NodeID"]) for node in ray.nodes() if node["Alive"] and node["NodeID"] != pool.node_id)
 
 
@@ -256,14 +256,14 @@ def pid(actor: Any) -> int:
 
 
 def suspend(process: int) -> None:
-    """SIGSTOP, and wait until it stands still: until then it may answer."""
+    """SIGSTOP a process, and wait until all its threads stand still: until then it may still answer."""
     os.kill(process, signal.SIGSTOP)
     eventually(lambda: all(state in "TX" for state in _states(process)))
 
 
 @contextlib.contextmanager
 def stopped(process: int) -> Iterator[None]:
-    """It stands still meanwhile, and goes on afterwards: unless it is a directory, and was replaced and ended."""
+    """A process stands still meanwhile, and then goes on, unless it has been ended: a directory may be replaced."""
     suspend(process)
     try:
         yield
@@ -273,7 +273,7 @@ def stopped(process: int) -> Iterator[None]:
 
 
 def _states(process: int) -> list[str]:
-    """Of its threads, as proc(5) has them."""
+    """The states of a process's threads, by the letters of proc(5)."""
     found = []
     for stat in Path(f"/proc/{process}/task").glob("*/stat"):
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a thread that has just ended
@@ -291,7 +291,7 @@ def part(pool: raykv.KVPool, what: str) -> Any:
 
 
 def kill(pool: raykv.KVPool, *what: str) -> None:
-    """SIGKILL these parts, and wait until they are back, or have been replaced."""
+    """SIGKILL these parts, and wait until new processes have taken their places."""
     pids = {name: pid(part(pool, name)) for name in what}
     for process in pids.values():
         os.kill(process, signal.SIGKILL)
@@ -300,7 +300,7 @@ def kill(pool: raykv.KVPool, *what: str) -> None:
 
 
 def _answers(pool: raykv.KVPool, what: str) -> int:
-    """Its pid, or 0 where it does not answer now."""
+    """The pid of a part; 0 if the part does not answer now."""
     try:
         return int(ray.get(part(pool, what).ping.remote(), timeout=5))
     except (ValueError, ray.exceptions.RayError):
@@ -315,7 +315,7 @@ def totals(pool: raykv.KVPool) -> dict[str, int]:
 
 
 def settled(pool: raykv.KVPool) -> bool:
-    """Nothing is held, being written or in quarantine, and no slot is missing."""
+    """Whether no block is held, being written or in quarantine, and no slot is missing."""
     stats, slots = pool.stats(), totals(pool)
     if not slots or stats["leases"] or stats["reservations"]:
         return False
@@ -323,7 +323,7 @@ def settled(pool: raykv.KVPool) -> bool:
 
 
 def served(pool: raykv.KVPool, nodes: int) -> bool:
-    """Whether so many nodes offer all of their memory, to a client that knows the directory in charge."""
+    """Whether so many nodes offer all of their memory, and this client knows the directory in charge."""
     stats = pool.stats()
     found = stats.get("nodes", {})
     assert pool.session.local
@@ -331,13 +331,13 @@ def served(pool: raykv.KVPool, nodes: int) -> bool:
     if len(whole) != nodes or any(node["state"] != "alive" for node in found.values()):
         return False
     if pool.session.local.index != found[pool.node_id]["index"]:
-        pool.session.refresh()  # a directory that was slow to start was replaced meanwhile
+        pool.session.refresh()  # another directory has taken over since this client attached
         return False
     return bool(pool.session.local.arena.epoch == stats["epoch"])
 
 
 def locations(pool: raykv.KVPool, cache: raykv.KVCache, keys: Keys) -> NDArray[np.void]:
-    """Where the blocks of a match are."""
+    """The locations of the blocks that a match leases."""
     lease, answer = pool.session.directory.match(pool.node_id, keys, 0)
     pool.session.directory.release(lease)
     assert answer

@@ -1,1 +1,1 @@
-"""What engines share: SGLang's cache, a rank, adapters, and what is left of them."""
+"""For tests of engines: SGLang's cache, a rank without vLLM, LoRA adapters, and files that killed engines leave."""

@@ -1,4 +1,4 @@
-"""SGLang's own classes from its sources, without a GPU, or a stand-in for them; and our storage on either."""
+"""SGLang's own classes from its sources, without a GPU, or a stand-in for them, with our storage on either."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from helpers.project.pages import ROOT, codes
 
 VERSION = "0.5.23"
 SOURCES = ROOT / ".venv-compat" / "sources" / f"sglang-{VERSION}"  # `make contract` brings them
-REAL = ("sglang.srt.mem_cache", "sglang.srt.environ")  # the rest wants CUDA kernels, or starts a server
+REAL = ("sglang.srt.mem_cache", "sglang.srt.environ")  # other modules need CUDA kernels, or start a server
 OURS = "raykv.integrations.sglang"
 STORAGE = "sglang.srt.mem_cache.hicache_storage"
 KINDS = ("stand_in", "sources")
 
 
 class Nothing:
-    """What a module that is left out has: false, and of every attribute, call or base class the same."""
+    """Any name of a module that is left out: false, and every attribute and call gives another Nothing."""
 
     def __getattr__(self, name: str) -> Nothing:
         if name.startswith("__"):
@@ -47,7 +47,7 @@ class Nothing:
 
 
 class LeftOut(ModuleType):
-    """A module of SGLang, or of its kernels, that host pools import and do not need on a CPU."""
+    """An empty module, in place of one of SGLang or its kernels that host pools import but do not need on a CPU."""
 
     def __getattr__(self, name: str) -> Nothing:
         if name.startswith("__"):
@@ -56,7 +56,7 @@ class LeftOut(ModuleType):
 
 
 class Door(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Lets in of SGLang's sources what is REAL; of its other modules, and its kernels, only the names."""
+    """Imports SGLang's modules in REAL from its sources, and its other modules and its kernels as LeftOut."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -78,12 +78,12 @@ def _is_theirs(name: str) -> bool:
     return name.split(".")[0] in ("sglang", "sgl_kernel") or name.startswith(OURS)
 
 
-_imported: dict[str, dict[str, ModuleType]] = {}  # by kind: their modules register kernels, which goes once
+_imported: dict[str, dict[str, ModuleType]] = {}  # by kind; kept, as modules can register their kernels only once
 
 
 @contextmanager
 def imported(kind: str) -> Iterator[SimpleNamespace]:
-    """Our storage and what it is made with, of one of KINDS. Afterwards neither is imported."""
+    """Our storage and the classes it is made with, of one of KINDS. Afterwards sys.modules is as before."""
     if kind == "sources":
         sources()
     before = {name: sys.modules.pop(name) for name in list(sys.modules) if _is_theirs(name)}
@@ -106,7 +106,7 @@ def imported(kind: str) -> Iterator[SimpleNamespace]:
 
 
 def _lay_server() -> SimpleNamespace:
-    """What a server that runs is asked for: its version, and its arguments, which are returned."""
+    """Fake a running server's version and arguments. Returns the arguments."""
     context: Any = LeftOut("sglang.srt.runtime_context")
     version: Any = ModuleType("sglang.version")
     context.arguments, version.__version__ = SimpleNamespace(kv_cache_dtype="auto"), VERSION
@@ -156,7 +156,7 @@ def _theirs(module: str) -> Any:
 
 
 def _in_budget(kind: Any, *args: Any, **kwargs: Any) -> Any:
-    """Made without asking how much memory the machine has: SGLang leaves 10 GiB of it alone."""
+    """Make a host pool without SGLang's check of memory, which leaves 10 GiB of the machine free."""
     with _theirs("pool_host.base").host_memory_budget_scope(1 << 30):
         return kind(*args, **kwargs)
 
@@ -219,7 +219,7 @@ def _logical_pool(page_size: int) -> Any:
 
 
 def documented() -> dict[str, Any]:
-    """The configuration of our storage in docs/engines.md."""
+    """The configuration of our storage that docs/engines.md shows."""
     (shell,) = (code.text for code in codes(ROOT / "docs/engines.md") if "sglang.launch_server" in code.text)
     words = shlex.split(shell)
     found: dict[str, Any] = json.loads(words[words.index("--hicache-storage-backend-extra-config") + 1])

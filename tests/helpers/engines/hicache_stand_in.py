@@ -1,6 +1,6 @@
-"""Just enough of SGLang's names for our storage, where its sources are not: what it takes over, and a host pool.
+"""Just enough of SGLang's names for our storage where SGLang's sources are missing: base classes and a host pool.
 
-Whether SGLang's own classes are like this is seen by the same tests with its sources: `make contract`.
+`make contract` runs the same tests with SGLang's own classes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 
 
 class HiCacheStorage:
-    """The base class: what it does by itself."""
+    """The base class of storages, with the methods that it implements itself."""
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
         self.mem_pool_host = mem_pool_host
@@ -58,7 +58,7 @@ class HiCacheStorageExtraInfo(SimpleNamespace):
 
 @dataclass
 class HostPool:
-    """Keys and values of some layers, in one of SGLang's layouts; or one piece a page, without `layers`."""
+    """Keys and values of some layers, in one of SGLang's layouts. Without `layers` a page is one piece."""
 
     layout: str
     page_size: int
@@ -66,7 +66,7 @@ class HostPool:
     pages: int = 16
     storage_format_tag: None = None
     dtype: torch.dtype = torch.bfloat16
-    buffers: list[torch.Tensor] = field(default_factory=list)  # (pages, bytes) each: a page's parts
+    buffers: list[torch.Tensor] = field(default_factory=list)  # for each part of a page, a tensor (pages, bytes)
     token_bytes: int = 256
 
     def __post_init__(self) -> None:

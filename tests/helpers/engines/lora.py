@@ -8,7 +8,7 @@ from safetensors.torch import save_file
 
 
 def save_adapter(folder: Path, seed: int, layers: int = 8, size: int = 512) -> list[Path]:
-    """The files of an adapter, as PEFT writes them. layers, size: of the model, and of what its layers hand on."""
+    """Write an adapter's files, as PEFT does. layers, size: number of the model's layers, and its hidden size."""
     random, rank = torch.Generator().manual_seed(seed), 8
     weights = {
         f"base_model.model.model.layers.{layer}.self_attn.{which}.lora_{side}.weight": torch.randn(

@@ -1,4 +1,4 @@
-"""A rank of an engine as an actor, without vLLM, which takes seconds to import: it stores and reads its part."""
+"""A rank of an engine as an actor, which stores and reads its part. It needs no vLLM, whose import takes seconds."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ CACHE: dict[str, Any] = {"model": "m", "dtype": "uint8", "layout": "rows", "bloc
 
 
 class StoringRank:
-    """Of blocks whose bytes are all the number of its part."""
+    """A rank whose blocks have the number of its part in every byte."""
 
     def __init__(self, pool: str) -> None:
         self.pool = raykv.attach(pool)
@@ -24,7 +24,7 @@ class StoringRank:
         return cache.store(cache.rekey(HASHES[:count]), np.full((count, part_bytes), part, np.uint8), wait=True)
 
     def get(self, leased: list[Leased], part_bytes: int) -> NDArray[np.uint8]:
-        """Blocks, by another process's leases; only those that came."""
+        """Read blocks by another process's leases. Returns those that came."""
         found = []
         for blocks in leased:
             lease = Lease.borrowed(self.pool.session, part_bytes, blocks)

@@ -1,1 +1,1 @@
-"""What a user sees: commands, a terminal, a browser, Prometheus."""
+"""The sides of raykv that users see: commands, a terminal, a browser, Prometheus."""

@@ -1,4 +1,4 @@
-"""A headless Chromium, Debian's, and what a reader of a page sees and does there."""
+"""Debian's Chromium without a display, and what a reader of a page sees and does there."""
 
 import base64
 import contextlib
@@ -16,7 +16,7 @@ HEIGHT = 900
 
 
 class Browser:
-    """One window."""
+    """A window of the browser."""
 
     def __init__(self) -> None:
         options = webdriver.ChromeOptions()
@@ -36,14 +36,14 @@ class Browser:
         self._driver.get(url)
 
     def look(self, width: int, scheme: str) -> None:
-        """From now on as wide, and in "light" or "dark"."""
+        """Set the window's width in pixels, and its color scheme: "light" or "dark"."""
         size = {"width": width, "height": HEIGHT, "deviceScaleFactor": 1, "mobile": False}
         self._driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
         media = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
         self._driver.execute_cdp_cmd("Emulation.setEmulatedMedia", media)
 
     def text(self, selector: str) -> str:
-        """What all that fits a CSS selector says, in lines; "" where nothing fits, or is being replaced."""
+        """The text of all elements that fit a CSS selector, in lines; "" if none fits, or one is being replaced."""
         with contextlib.suppress(StaleElementReferenceException):
             return "\n".join(found.text for found in self._all(selector))
         return ""
@@ -57,16 +57,16 @@ class Browser:
         field.send_keys(text)
 
     def ask(self, script: str) -> Any:
-        """What a script returns."""
+        """Run a script in the page. Returns its result."""
         return self._driver.execute_script(script)
 
     def complaints(self) -> list[str]:
-        """Warnings and errors of the console since the last time."""
+        """Warnings and errors of the console since the last call."""
         said = self._driver.get_log("browser")
         return [entry["message"] for entry in said if entry["level"] in ("WARNING", "SEVERE")]
 
     def picture(self, path: Path) -> None:
-        """The whole page, as PNG."""
+        """Save the whole page as PNG."""
         taken = self._driver.execute_cdp_cmd("Page.captureScreenshot", {"captureBeyondViewport": True})
         path.write_bytes(base64.b64decode(taken["data"]))
 

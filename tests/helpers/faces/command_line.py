@@ -11,7 +11,7 @@ from typing import Any
 def command(
     *args: str, address: str | None = None, folder: Path | None = None, **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    """address: of the Ray cluster. folder: where it runs, which Ray's workers can import from: default: as we do."""
+    """Run `raykv`. address: of the Ray cluster. folder: where to run, by default here; Ray's workers import from it."""
     env = (
         {**os.environ, "RAY_ADDRESS": address}
         if address

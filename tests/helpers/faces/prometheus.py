@@ -1,4 +1,4 @@
-"""A Prometheus of a test's own, which scrapes what Ray exports."""
+"""A Prometheus of a test's own, which scrapes Ray's endpoints."""
 
 import json
 import subprocess
@@ -17,7 +17,7 @@ Series = dict[str, str]
 
 
 class Prometheus:
-    """Debian's. It knows the nodes of the Ray cluster that this process is in, those of now."""
+    """Debian's Prometheus. It scrapes the nodes that this process's Ray cluster has at its start."""
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._port = folder, free_port()
@@ -53,12 +53,12 @@ class Prometheus:
             return found
 
     def query(self, expression: str) -> list[tuple[Series, float]]:
-        """(labels, value) of every series of an expression, now."""
+        """(labels, value) of every series that an expression has now."""
         answer = json.loads(self._get(f"api/v1/query?{urllib.parse.urlencode({'query': expression})}"))
         return [(one["metric"], float(one["value"][1])) for one in answer["data"]["result"]]
 
     def value(self, expression: str) -> float:
-        """Of an expression with one series at most; 0 where there is none."""
+        """The value of an expression with one series; 0 if there is no series."""
         found = self.query(expression)
         assert len(found) <= 1, found
         return found[0][1] if found else 0.0

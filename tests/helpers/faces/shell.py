@@ -1,4 +1,4 @@
-"""Commands as a user types them: with this environment's programs, and without the tests' PYTHONPATH."""
+"""Runs commands as a user types them: with this environment's programs, and without the tests' PYTHONPATH."""
 
 import os
 import subprocess
@@ -14,7 +14,7 @@ from helpers.pools import eventually
 
 
 def typed(command: str, folder: Path, **environment: str) -> str:
-    """Lines of the shell, which have to succeed: what they print."""
+    """Run lines of the shell. Returns their output; all lines must succeed."""
     done = subprocess.run(_bash(command), env=_surroundings(environment), cwd=folder, capture_output=True, text=True)
     assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
     return done.stdout
@@ -22,7 +22,7 @@ def typed(command: str, folder: Path, **environment: str) -> str:
 
 @contextmanager
 def running(command: str, folder: Path, ready: Callable[[], bool], **environment: str) -> Iterator[None]:
-    """A command that goes on until Ctrl-C, once it is ready."""
+    """Start a command that runs until Ctrl-C, and wait until it is ready."""
     with tempfile.TemporaryFile("w+") as said:
         whole: dict[str, Any] = {
             "env": _surroundings(environment),
@@ -30,7 +30,7 @@ def running(command: str, folder: Path, ready: Callable[[], bool], **environment
             "stdout": said,
             "stderr": subprocess.STDOUT,
         }
-        # who runs the tests in the background has them, and what they start, ignore Ctrl-C
+        # In the background of a shell, tests and the commands that they start would ignore Ctrl-C.
         process = subprocess.Popen(_bash(f"exec {command}"), **whole, preexec_fn=lambda: signal(SIGINT, SIG_DFL))
         try:
             eventually(lambda: process.poll() is not None or ready(), deadline=600)

@@ -16,9 +16,9 @@ STYLE = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def in_terminal(columns: int, *args: str, address: str, typed: str = "", code: int = 0) -> str:
-    """What a command writes to a terminal of so many columns, without colours.
+    """The output of a command on a terminal of so many columns, without colours.
 
-    typed: what is entered there. code: that the command exits with.
+    typed: the input that is typed there. code: the exit code that the command must have.
     """
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
@@ -38,12 +38,12 @@ def in_terminal(columns: int, *args: str, address: str, typed: str = "", code: i
 
 
 def _sizeless() -> dict[str, str]:
-    """The environment, without the size of another terminal: libreadline puts that into it."""
+    """The environment without LINES and COLUMNS of another terminal, which libreadline may have set."""
     return {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
 
 
 def _read(terminal: int) -> bytes:
-    """Empty once nobody has the other end any more, which Linux says by an error."""
+    """Read; b"" once nobody has the other end open, which Linux reports as an error."""
     try:
         return os.read(terminal, 65536)
     except OSError:
@@ -51,12 +51,12 @@ def _read(terminal: int) -> bytes:
 
 
 class Tmux:
-    """The command in a terminal of tmux, with a server of its own. Once it has ended, `rc=` and `stty -a` are shown."""
+    """A command in a terminal of a tmux server of its own. When it ends, `rc=` and `stty -a` are shown."""
 
     def __init__(self, columns: int, *args: str, address: str) -> None:
         self._folder = tempfile.TemporaryDirectory()
         command = shlex.join([sys.executable, "-m", "raykv.cli", *args])
-        script = f"trap : INT; echo before; {command}; echo rc=$?; stty -a; exec cat"  # Ctrl-C is the command's
+        script = f"trap : INT; echo before; {command}; echo rc=$?; stty -a; exec cat"  # Ctrl-C must not end the shell
         size = ("-x", str(columns), "-y", "24")
         self._ask("-f", os.devnull, "new-session", "-d", *size, "-e", f"RAY_ADDRESS={address}", "sh", "-c", script)
 
@@ -68,15 +68,15 @@ class Tmux:
         self._folder.cleanup()
 
     def shown(self) -> str:
-        """What is on the screen now."""
+        """The text on the screen now."""
         return self._ask("capture-pane", "-p")
 
     def press(self, key: str) -> None:
-        """key: as tmux calls it: "q", "C-c"."""
+        """key: a name of tmux, as "q" or "C-c"."""
         self._ask("send-keys", key)
 
     def written(self, file: Path) -> None:
-        """Have all that the command writes from now on appended to a file, as it is."""
+        """From now on append all output of the command to a file, unchanged."""
         file.touch()
         self._ask("pipe-pane", f"exec cat >> {shlex.quote(str(file))}")
 

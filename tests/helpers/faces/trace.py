@@ -1,4 +1,4 @@
-"""Lines of requests, as a follower is told them."""
+"""The lines of requests that a follower gets."""
 
 from typing import Any
 
@@ -8,14 +8,14 @@ from raykv.cli.trace import Follower
 
 
 class Lines:
-    """What a follower was told, poll after poll."""
+    """Collects a follower's lines, poll after poll."""
 
     def __init__(self, pool: raykv.KVPool) -> None:
         self.follower, self.seen = Follower(pool.name), list[dict[str, Any]]()
         assert not self.follower.poll()
 
     def of(self, model: str, count: int) -> list[dict[str, Any]]:
-        """The lines of a model, once there are so many."""
+        """The lines of a model, once there are `count` of them."""
 
         def found() -> list[dict[str, Any]]:
             self.seen += self.follower.poll()

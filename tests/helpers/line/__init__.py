@@ -1,1 +1,1 @@
-"""Sockets: servers, certificates, interrupts, and messages that nobody should send."""
+"""Sockets: servers, certificates, interrupts, and wrong messages."""

@@ -1,4 +1,4 @@
-"""A listener that greets its peer, and then does as a test says."""
+"""A listener that greets its peer, and then calls a function of the test."""
 
 import socket
 import threading
@@ -12,7 +12,7 @@ from raykv.protocol.location import Address
 
 
 def greet(connection: socket.socket, token: bytes) -> None:
-    """As a listener does."""
+    """Do a listener's part of the handshake."""
     ours = wire.challenge()
     connection.sendall(ours)
     theirs = wire.receive(connection, wire.CHALLENGE_BYTES + wire.PROOF_BYTES)[: wire.CHALLENGE_BYTES]
@@ -20,7 +20,7 @@ def greet(connection: socket.socket, token: bytes) -> None:
 
 
 def encrypted(connection: socket.socket) -> Any:
-    """Where TLS is used."""
+    """The connection in TLS if TLS is used; else as it is."""
     if not tls.used():
         return connection
     guarded = tls.TlsSocket(connection)
@@ -31,7 +31,7 @@ def encrypted(connection: socket.socket) -> Any:
 
 @contextmanager
 def peer(serve: Callable[[socket.socket], Any]) -> Iterator[Address]:
-    """Whoever connects is served by this function, in a thread; the connection ends with it."""
+    """Serve each connection by this function, in a thread. The connection ends when the function returns."""
     token = b"t" * wire.TOKEN_BYTES
 
     def run() -> None:

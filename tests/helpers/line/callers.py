@@ -1,4 +1,4 @@
-"""Callers of a pipeline: threads and coroutines, and a look for late answers."""
+"""Callers of a pipeline: threads and coroutines, and a wait for late answers."""
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -22,7 +22,7 @@ def send(pipeline: Pipeline, number: int, size: int = 0, seconds: float = 0.0) -
 
 
 def ask(pipeline: Pipeline, number: int, size: int = 0, seconds: float = 0.0) -> None:
-    """Ask, and see that it is answered."""
+    """Ask a question, and check the answer."""
     assert pipeline.wait(send(pipeline, number, size, seconds), PATIENCE_S) == expected(number, size)
 
 
@@ -31,7 +31,7 @@ async def aask(pipeline: Pipeline, number: int, size: int = 0, seconds: float = 
 
 
 def drain(pipeline: Pipeline) -> None:
-    """Wait for the answers that nobody waits for any more."""
+    """Wait until the answers that callers gave up have come."""
 
     looked_until(pipeline, lambda: not pipeline._due)
 

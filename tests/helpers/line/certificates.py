@@ -13,7 +13,7 @@ HOST = "127.0.0.1"
 
 
 def settings(folder: Path, *hosts: str, authority: trustme.CA | None = None) -> dict[str, str]:
-    """Ray's, for a certificate of hosts that is written into the folder. authority: its signer; None: a new one."""
+    """Ray's settings for a certificate of `hosts`, made in the folder. authority: signs it; None: a new one."""
     authority = authority or trustme.CA()
     folder.mkdir(exist_ok=True)
     leaf = authority.issue_cert(*hosts)
@@ -27,7 +27,7 @@ def settings(folder: Path, *hosts: str, authority: trustme.CA | None = None) -> 
 
 @contextmanager
 def used(folder: Path, host: str = HOST, authority: trustme.CA | None = None) -> Iterator[None]:
-    """This process uses TLS as Ray would, with a certificate of a host."""
+    """Have this process use TLS as Ray would, with a certificate of a host."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in settings(folder, host, authority=authority).items():
             patch.setenv(name, value)
@@ -37,7 +37,7 @@ def used(folder: Path, host: str = HOST, authority: trustme.CA | None = None) ->
 
 
 def of_ray(folder: Path) -> dict[str, str]:
-    """Ray's settings, for a certificate that Ray makes, and which is its own authority."""
+    """Ray's settings, for a certificate that Ray makes and that is its own authority."""
     from ray._common.tls_utils import generate_self_signed_tls_certs
 
     certificate, key = generate_self_signed_tls_certs()

@@ -1,4 +1,4 @@
-"""Connections to a listener on whose way somebody alters a piece of what either side says, in clear or in TLS."""
+"""Connections to a listener, in clear or in TLS, on which a relay alters a piece of what a side sends."""
 
 import select
 import socket
@@ -20,14 +20,14 @@ from raykv.line.wire import frame
 from raykv.protocol.calls import CLIENT
 from raykv.protocol.location import Address
 
-HANDSHAKE, TLS = 3, 3  # pieces: both challenges and both proofs; and what TLS says before
-PIECES = HANDSHAKE + 3  # a question and an answer follow; that after the last one is none
-QUIET_S = 0.02  # of both sides, after which whoever waits for more of an altered piece is hung up on
+HANDSHAKE, TLS = 3, 3  # pieces of both challenges and both proofs; pieces of TLS before those
+PIECES = HANDSHAKE + 3  # a question and an answer follow; the last number stands for no piece
+QUIET_S = 0.02  # after an altered piece: the relay hangs up when both sides are silent for so long
 LONGEST = 1 << 20  # bytes of a frame
 
 
 class Piece(NamedTuple):
-    """What a side said at once, and what came to the other."""
+    """A piece that a side sent at once, and the piece that the relay passed on."""
 
     number: int
     said: bytes
@@ -35,14 +35,14 @@ class Piece(NamedTuple):
 
 
 class ConnectionDoor:
-    """A listener that says what it is told, and a friend who asks whether it still does."""
+    """A listener that echoes, and a `friend` whose connection checks that it still does."""
 
     def __init__(self, address: Address, encrypted: bool) -> None:
         self.address, self.encrypted = address, encrypted
         self.friend = Pipeline(address)
 
     def step(self, m: Mutator) -> None:
-        """One connection. Nobody takes an altered proof, nor with TLS an altered answer."""
+        """Make one connection. An altered proof must fail, and so must an altered answer in TLS."""
         number = m.randrange(PIECES + TLS * self.encrypted)
         altered, answer = self._ask_on_a_way(m, number)
         right = text(number)
@@ -50,12 +50,12 @@ class ConnectionDoor:
             assert answer == right, f"{altered}"
         elif self.encrypted:
             assert answer in (None, right), f"{altered}"
-        elif number < HANDSHAKE and not altered.came.startswith(altered.said):  # what follows a proof is a message
+        elif number < HANDSHAKE and not altered.came.startswith(altered.said):  # bytes after a proof are a message
             assert answer is None, f"{altered}"
         assert ask(self.friend, number) == right
 
     def _ask_on_a_way(self, m: Mutator, number: int) -> tuple[Piece | None, bytes | None]:
-        """Ask on a way that alters the piece of this number. Returns that, and the answer; None where none came."""
+        """Ask through a relay that alters piece `number`. Returns (that piece, the answer), None if missing."""
         pieces: list[Piece] = []
         answer = None
         with socket.create_server((self.address.host, 0)) as way:
@@ -78,7 +78,7 @@ def ask(pipeline: Pipeline, number: int) -> bytes:
 
 
 def carry(m: Mutator, way: socket.socket, address: Address, number: int) -> Iterator[Piece]:
-    """Between one who comes on this way, and a listener. number: of the piece to alter."""
+    """Relay a connection at `way` to a listener. number: the piece to alter."""
     count, altered = 0, False
     with way.accept()[0] as client, socket.create_connection(address[:2]) as listener, suppress(OSError):
         to = {client: listener, listener: client}
@@ -95,11 +95,11 @@ def carry(m: Mutator, way: socket.socket, address: Address, number: int) -> Iter
 
 @contextmanager
 def connections(encrypted: bool) -> Iterator[ConnectionDoor]:
-    wire.HANDSHAKE_S = PATIENCE_S  # this process is the door's; a machine may be busy
+    wire.HANDSHAKE_S = PATIENCE_S  # a machine may be busy; this process runs nothing but the door
     with tempfile.TemporaryDirectory() as folder, used(Path(folder)) if encrypted else nullcontext():
         listener = Listener(HOST, "raykv-test", {CLIENT: LONGEST}, lambda _, body: frame(body))
         door = ConnectionDoor(listener.address, encrypted)
         yield door
-        eventually(lambda: len(listener.served) == 1 and not listener.unproven)  # the friend
+        eventually(lambda: len(listener.served) == 1 and not listener.unproven)  # only the friend is left
         door.friend.close()
         end(listener)

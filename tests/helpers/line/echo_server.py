@@ -1,6 +1,6 @@
-"""A listener that answers with what it is asked for, here or in a process of its own, and who floods one.
+"""A listener that answers as the question says, here or in a process of its own; and a process that floods a listener.
 
-python -m helpers.line.echo_server FILES THREADS    prints its port and token; for every line, its threads and files
+python -m helpers.line.echo_server FILES THREADS    prints its port and token; for each line of input its threads, files
 python -m helpers.line.echo_server flood HOST PORT COUNT    opens so many connections, and says nothing on them
 """
 
@@ -26,18 +26,18 @@ from raykv.line.listener import Listener
 from raykv.protocol.calls import CLIENT
 from raykv.protocol.location import Address
 
-QUESTION = struct.Struct("<QIf")  # number, bytes of the answer, seconds until it
-PATIENCE_S = 60.0  # on a busy machine
-GATES: dict[int, threading.Event] = {}  # by number of a question: its answer waits for this, in this process
+QUESTION = struct.Struct("<QIf")  # number, bytes of the answer, seconds until the answer
+PATIENCE_S = 60.0  # a machine may be busy
+GATES: dict[int, threading.Event] = {}  # by number of a question, the event that its answer waits for, in this process
 
 
 def question(number: int, size: int = 0, seconds: float = 0.0) -> bytes:
-    """What `answer` answers. size: of the answer, beside the number."""
+    """A question for `answer`. size: bytes of the answer after the number."""
     return QUESTION.pack(number, size, seconds)
 
 
 def answer(question: bytes) -> bytes:
-    """The number, and bytes that follow from it; what is no question comes back as it is."""
+    """The question's number, and bytes made from it. A body that is no question comes back unchanged."""
     if len(question) < QUESTION.size:
         return question
     number, size, seconds = QUESTION.unpack_from(question)
@@ -64,34 +64,34 @@ def serving(longest: int = 16 << 20) -> Iterator[Listener]:
 
 
 def end(listener: Listener) -> None:
-    """Close it, and wait until it is."""
+    """Close a listener, and wait until it has ended."""
     listener.close()
     listener._thread.join(PATIENCE_S)
     assert not listener._thread.is_alive()
 
 
 def open_files() -> set[tuple[str, str]]:
-    """File descriptors of this process, and what they are. Others' garbage may go meanwhile: compare by `<=`."""
+    """(file descriptor, its file) of this process. Compare by `<=`: garbage of other tests may be closed meanwhile."""
     gc.collect()
     found = set()
     for number in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(FileNotFoundError):  # that of the folder itself
+        with contextlib.suppress(FileNotFoundError):  # the descriptor by which the folder was listed
             found.add((number, os.readlink(f"/proc/self/fd/{number}")))
     return found
 
 
 class Server:
-    """A process that answers. address: its listener's."""
+    """A process with a listener that answers. address: the listener's."""
 
     def __init__(self, files: int = 1024, threads: int = 300) -> None:
-        """files, threads: as many as it may have; threads are limited only where this process is root's."""
+        """files, threads: limits of the process. Threads are limited only if this process is root's."""
         command = [sys.executable, "-m", "helpers.line.echo_server", str(files), str(threads)]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         host, port, token = self._line()
         self.address = Address(host, port, bytes.fromhex(token))
 
     def status(self) -> tuple[int, int]:
-        """Threads and open files that it has."""
+        """(number of the process's threads, number of files that its listener watches)."""
         assert self.process.stdin
         self.process.stdin.write("\n")
         self.process.stdin.flush()
@@ -110,7 +110,7 @@ class Server:
 
 @contextmanager
 def flood(address: Address, count: int) -> Iterator["subprocess.Popen[bytes]"]:
-    """A process without a token that opens so many connections, and then ends."""
+    """A process without a token that opens `count` connections, and then ends."""
     command = [sys.executable, "-m", "helpers.line.echo_server", "flood", address.host, str(address.port), str(count)]
     flooding = subprocess.Popen(command)
     try:
@@ -122,7 +122,7 @@ def flood(address: Address, count: int) -> Iterator["subprocess.Popen[bytes]"]:
 
 
 def _flood(host: str, port: int, count: int) -> None:
-    """Keeps as many open as it may."""
+    """Open connections, and keep as many open as the process may."""
     kept: deque[socket.socket] = deque(maxlen=resource.getrlimit(resource.RLIMIT_NOFILE)[0] - 64)
     for _ in range(count):
         if len(kept) == kept.maxlen:
@@ -135,7 +135,7 @@ def _flood(host: str, port: int, count: int) -> None:
 
 
 def _serve(files: int, threads: int) -> None:
-    with serving() as listener, closing(socket.create_connection(listener.address[:2])):  # all is imported that may be
+    with serving() as listener, closing(socket.create_connection(listener.address[:2])):  # so all imports are done
         pass
     if os.getuid() == 0:  # root's threads are never limited
         os.setuid(1 << 20 | random.SystemRandom().getrandbits(20))

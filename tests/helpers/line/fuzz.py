@@ -1,4 +1,4 @@
-"""Valid messages made wrong, again and again, from a seed; and where to begin again after a failure."""
+"""Makes valid messages wrong, again and again, from a seed. A failure names the seed that finds it again."""
 
 import mmap
 import os
@@ -25,17 +25,17 @@ M = TypeVar("M", bound=tuple[Any, ...])
 
 
 class Mutator(random.Random):
-    """Chooses what is wrong with one message."""
+    """Makes one message wrong, at random."""
 
     def number(self) -> int:
-        """At an edge of what some integer can hold, or small."""
+        """A number at an edge of some integer type's range, or a small number."""
         return self.choice([0, -1, self.choice(BOUNDARIES), -self.choice(BOUNDARIES), self.randrange(64)])
 
     def maybe(self, wrong: Callable[[T], T], right: T, share: float = 0.5) -> T:
         return wrong(right) if self.random() < share else right
 
     def bytes_of(self, data: bytes) -> bytes:
-        """Flipped, cut, longer, repeated, or with an integer at an edge somewhere."""
+        """The data cut, longer, repeated, with bits flipped, or with an integer at an edge somewhere."""
         changed = bytearray(data)
         kind = self.randrange(7)
         if kind == 0:
@@ -57,12 +57,12 @@ class Mutator(random.Random):
         return bytes(changed[: len(data)])
 
     def records(self, given: NDArray[np.void]) -> NDArray[np.void]:
-        """Some fields of some records at an edge, swapped, flipped, or those of another record."""
+        """The records with some fields at an edge, swapped, flipped, or copied from another record."""
         changed, names = given.copy(), given.dtype.names or ()
         for _ in range(self.randint(1, 4)):
             i, name, kind = self.randrange(len(given)), self.choice(names), self.randrange(5)
             bits = 8 * given.dtype[name].itemsize
-            if kind == 4:  # what overflows only together
+            if kind == 4:  # several large numbers: some sums overflow only with all of them
                 for each in self.sample(names, self.randint(2, len(names))):
                     changed[each][i] = (1 << 8 * given.dtype[each].itemsize - self.randrange(2)) - 1
             elif kind == 0:
@@ -76,7 +76,7 @@ class Mutator(random.Random):
         return changed
 
     def message(self, given: M, *texts: str) -> M:
-        """A NamedTuple with some fields wrong. texts: instead of a str."""
+        """A NamedTuple with some fields wrong. texts: wrong values for a str."""
         fields = list(given)
         for i in range(len(fields)):
             if self.random() < 0.3:
@@ -97,13 +97,13 @@ Door = Callable[[], AbstractContextManager[Callable[[Mutator], None]]]
 
 
 def fuzz(door: Door, seconds: float) -> int:
-    """Take steps through a door, in a process of its own, until the time is up. Returns how many.
+    """Take steps through a door, in a process of its own, for so many seconds. Returns how many steps.
 
-    door: opens it, and gives what takes a step. AssertionError, which says the seed and the number of the step, where
-    a step raises, the process dies, or a step takes a minute.
+    door: a context manager that yields the function of a step. AssertionError, with the seed and the step's number, if
+    a step raises, kills the process or takes a minute.
     """
     for package in ("raykv.arena", "raykv.directory"):
-        compile_all(package)  # once: the child has them too
+        compile_all(package)  # before the fork: the child has the kernels too
     progress = mmap.mmap(-1, 8)
     try:
         return int(apart(_steps, door, seconds, progress, deadline=seconds + 60.0))

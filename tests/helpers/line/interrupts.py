@@ -1,4 +1,4 @@
-"""What a signal's handler raises, at any moment that it can."""
+"""Raises an error in a module, as a signal's handler would, at each moment at which a handler can run."""
 
 import dis
 import functools
@@ -9,11 +9,11 @@ from contextlib import contextmanager
 from types import CodeType, FrameType, ModuleType
 from typing import Any
 
-CHECKED = ("CALL", "CALL_KW", "CALL_FUNCTION_EX", "RESUME", "JUMP_BACKWARD")  # instructions that see to signals
+CHECKED = ("CALL", "CALL_KW", "CALL_FUNCTION_EX", "RESUME", "JUMP_BACKWARD")  # Python runs handlers after these
 
 
 class Interrupted(BaseException):
-    """What a signal's handler raises."""
+    """The error of a signal's handler."""
 
 
 def interrupt(*_: Any) -> None:
@@ -23,9 +23,9 @@ def interrupt(*_: Any) -> None:
 
 @contextmanager
 def interrupted_at(number: int, module: ModuleType) -> Iterator[list[str]]:
-    """Raise Interrupted in a module's code, where a signal's handler may raise there for the number-th time from now.
+    """Raise Interrupted in a module's code, at the number-th place from now where a signal's handler could raise.
 
-    That is behind a call, at the begin of a function, and where a loop begins again. Yields where it was.
+    Such places are after a call, at the start of a function, and where a loop repeats. Yields a list of the place.
     """
     at: list[str] = []
     seen = itertools.count()
@@ -34,11 +34,11 @@ def interrupted_at(number: int, module: ModuleType) -> Iterator[list[str]]:
         if frame.f_code.co_filename != module.__file__:
             return None
         frame.f_trace_opcodes = True
-        before = ""  # the instruction that was executed in this frame
+        before = ""  # the last instruction that was executed in this frame
 
         def step(frame: FrameType, event: str, _: Any) -> Any:
             nonlocal before
-            frame.f_trace_opcodes = True  # Python 3.13 takes no notice before a frame is traced
+            frame.f_trace_opcodes = True  # Python 3.13 needs this set again once the frame is traced
             if event == "opcode":
                 if before in CHECKED and next(seen) == number:
                     at.append(f"{frame.f_code.co_qualname}, line {frame.f_lineno}")
@@ -48,7 +48,7 @@ def interrupted_at(number: int, module: ModuleType) -> Iterator[list[str]]:
 
         return step
 
-    sys._getframe().f_trace_opcodes = True  # Python 3.12 looks here whether anybody wants them
+    sys._getframe().f_trace_opcodes = True  # Python 3.12 looks at this frame for whether opcodes are traced
     before = sys.gettrace()
     sys.settrace(trace)
     try:
@@ -61,5 +61,5 @@ def interrupted_at(number: int, module: ModuleType) -> Iterator[list[str]]:
 
 @functools.cache
 def names(code: CodeType) -> dict[int, str]:
-    """Of its instructions, by offset."""
+    """Names of a code's instructions, by offset."""
     return {instruction.offset: instruction.opname for instruction in dis.get_instructions(code)}

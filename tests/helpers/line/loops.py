@@ -13,6 +13,6 @@ with suppress(ImportError):
 
 
 def run(new_loop: Callable[[], asyncio.AbstractEventLoop], coroutine: Any) -> Any:
-    """In a loop of its own, which watches no socket when it is done."""
+    """Run a coroutine in a loop of its own. At the end the loop must watch no socket."""
     with closing(new_loop()) as loop:
         return loop.run_until_complete(coroutine)

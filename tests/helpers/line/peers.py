@@ -1,4 +1,4 @@
-"""Peers of a listener: strangers, and friends who have proved the token."""
+"""Peers of a listener: strangers, and friends, who have proved the token."""
 
 import socket
 import time
@@ -12,12 +12,12 @@ from raykv.line.wire import frame
 from raykv.protocol.calls import CLIENT
 from raykv.protocol.location import Address
 
-RESET = b"\1\0\0\0\0\0\0\0"  # of SO_LINGER: to close is to reset
+RESET = b"\1\0\0\0\0\0\0\0"  # a value of SO_LINGER: a close resets the connection
 
 
 @contextmanager
 def stranger(address: Address) -> Iterator[Any]:
-    """A connection that has not proved the token. Where TLS is used it has a certificate."""
+    """A connection that has not proved the token. If TLS is used, the peer has a certificate."""
     peer: Any = socket.create_connection(address[:2], PATIENCE_S)
     if tls.used():
         peer = tls.TlsSocket(peer, address.host)
@@ -28,7 +28,7 @@ def stranger(address: Address) -> Iterator[Any]:
 
 
 def answer_to(peer: socket.socket, token: bytes) -> bytes:
-    """What a client answers to the challenge of a listener: a challenge of its own, and its proof."""
+    """A client's answer to a listener's challenge: a challenge of its own, and its proof."""
     both = wire.receive(peer, wire.CHALLENGE_BYTES) + wire.challenge()
     return both[wire.CHALLENGE_BYTES :] + wire.proof(token, CLIENT, both)
 
@@ -55,7 +55,7 @@ def receive_frame(peer: socket.socket) -> bytes:
 
 
 def asked(peer: socket.socket, number: int = 7) -> bool:
-    """Whether the right answer comes."""
+    """Ask. Returns whether the right answer comes."""
     peer.sendall(frame(question(number, 100)))
     return receive_frame(peer) == expected(number, 100)
 
@@ -66,7 +66,7 @@ def served(address: Address) -> bool:
 
 
 def closed(peer: socket.socket) -> bool:
-    """Whether the other side closes it; what comes before is left out."""
+    """Whether the other side closes the connection. Bytes before that are dropped."""
     with suppress(ConnectionError):
         while peer.recv(1 << 16):
             pass

@@ -1,4 +1,4 @@
-"""A pool on a Ray cluster of this process, with the certificates that the environment names; it prints what it did."""
+"""Runs a pool on a Ray cluster of its own, with the certificates that the environment names, and prints the results."""
 
 import json
 

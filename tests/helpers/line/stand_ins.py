@@ -1,4 +1,4 @@
-"""In place of what a node has and a fuzzer need not: other nodes, NIXL, a redis server."""
+"""Stand-ins for parts of a node that a fuzzer does without: other nodes, NIXL, a redis server."""
 
 import contextlib
 import threading
@@ -13,7 +13,7 @@ from raykv.transports.nixl import Nixl, RemoteAgent
 
 
 class Selector:
-    """In place of a memory's transports."""
+    """In place of the selector of a memory's transports."""
 
     def __init__(self, nixl: Nixl) -> None:
         self._nixl = nixl
@@ -26,7 +26,7 @@ class Selector:
 
 
 class Agent:
-    """In place of NIXL's: what it is given to register must be in the arena."""
+    """In place of NIXL's agent. Memory that it is to register must be in the arena."""
 
     name = "agent"
 
@@ -49,7 +49,7 @@ class Agent:
 
 
 def nixl_of(arena: Arena) -> Nixl:
-    """Without NIXL. Nothing is transferred."""
+    """raykv's transport Nixl with the stand-in for NIXL, which transfers nothing."""
     nixl: Any = object.__new__(Nixl)
     nixl._agent, nixl._arena, nixl._registered, nixl._version = Agent(arena), arena, {}, 0
     nixl._remote, nixl._mutex, nixl._transfer = defaultdict(RemoteAgent), threading.Lock(), lambda *_: None
@@ -57,7 +57,7 @@ def nixl_of(arena: Arena) -> Nixl:
 
 
 class Values:
-    """In place of redis-py's client, and its pipeline: strings by name."""
+    """In place of redis-py's client and pipeline: strings by name."""
 
     def __init__(self) -> None:
         self.values: dict[bytes, Any] = {}
@@ -89,7 +89,7 @@ class Values:
 
 
 class OwnRedisTier(RedisTier):
-    """Without a server."""
+    """A redis tier on Values, without a server."""
 
     def __init__(self) -> None:
         self.shared, self._prefix = False, b"raykv:fuzz:"

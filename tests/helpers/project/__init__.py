@@ -1,1 +1,1 @@
-"""This repository: its pages, examples, versions, and how long its tests take."""
+"""For tests of this repository: its pages, examples, versions, and the times of its tests."""

@@ -1,4 +1,4 @@
-"""What each file of tests took when all ran, in `tests/durations`: lines of seconds and a file, the slowest first."""
+"""`tests/durations`: the seconds of each file of tests in a full run, a line each, the slowest first."""
 
 from collections import defaultdict
 from collections.abc import Iterable
@@ -20,20 +20,20 @@ def read() -> dict[str, float]:
 
 
 def part(files: Iterable[str], which: int, parts: int) -> set[str]:
-    """The files of one of so many parts, 1 to `parts`, that take about as long as each other."""
+    """The files of part `which`, from 1 to `parts`. All parts take about the same time."""
     seconds = read()
     loads = [0.0] * parts
     found = set()
     for file in sorted(set(files), key=lambda file: (-seconds.get(file, 0.0), file)):
         lightest = loads.index(min(loads))
-        loads[lightest] += seconds.get(file, 0.0) + 1.0  # of a file that is not known
+        loads[lightest] += seconds.get(file, 0.0) + 1.0  # so that unknown files spread too
         if lightest == which - 1:
             found.add(file)
     return found
 
 
 class Durations:
-    """A plugin that writes what a run took. Files of which it ran nothing keep their lines."""
+    """A plugin that writes the times of a run. Files that the run left out keep their lines."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._seconds = path, defaultdict[str, float](float)

@@ -1,4 +1,4 @@
-"""Files of examples/, and what their docstrings say to type."""
+"""The files of examples/, and the commands in their docstrings."""
 
 import ast
 import re
@@ -11,7 +11,7 @@ NAMES = sorted(path.stem for path in (ROOT / "examples").glob("*.py"))
 
 
 def commands(example: str) -> list[str]:
-    """Those of its docstring."""
+    """The commands in an example's docstring."""
     return COMMAND.findall(ast.get_docstring(ast.parse(source(example).read_text()), clean=False) or "")
 
 

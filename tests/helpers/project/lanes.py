@@ -1,13 +1,13 @@
-"""How `make test` and `make full` spread tests over processes: those of a file, with its fixtures, run in one."""
+"""How `make test` and `make full` spread tests over processes. All tests of a file run in one process."""
 
 from xdist.scheduler import LoadFileScheduling
 
 from helpers.project.durations import file_of
 
-# Serve's, which is documented
+# These tests start Serve, which listens at port 8000: they run one after the other.
 PORT_8000 = {f"tests/documented/test_{what}.py" for what in ("examples", "served_examples", "serve_yaml")}
 
-# of `make test`: engines of one lane take over processes that have imported vLLM
+# These tests of `make test` share a lane, so that engines take over processes that have imported vLLM.
 VLLM = {f"tests/engines/test_vllm_{what}.py" for what in ("models", "pd", "sizes")}
 GROUPS = {**dict.fromkeys(PORT_8000, "port 8000"), **dict.fromkeys(VLLM, "vLLM")}
 

@@ -13,7 +13,7 @@ PROJECT = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text
 
 
 def lowest(*extras: str) -> list[str]:
-    """Of raykv itself, and of these extras. ValueError for a requirement that names none."""
+    """Constraints for raykv itself and these extras. ValueError for a requirement without a lowest version."""
     optional = PROJECT["optional-dependencies"]
     found = []
     for requirement in chain(PROJECT["dependencies"], *(optional[extra] for extra in extras)):
@@ -21,7 +21,7 @@ def lowest(*extras: str) -> list[str]:
             raise ValueError(f"{requirement!r} names no lowest version: find it by `make pythons`")
         found.append(f"{bound[1]}=={bound[2]}")
         if bound[1] == "fsspec":
-            found.append(f"s3fs=={bound[2]}")  # which asks for just that fsspec: else pip tries them all
+            found.append(f"s3fs=={bound[2]}")  # this s3fs needs just that fsspec; without it pip tries every s3fs
     return found
 
 

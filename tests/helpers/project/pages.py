@@ -12,7 +12,7 @@ FENCE = re.compile(r"(?ms)^(?:<!-- not run: (?P<reason>[^\n]+) -->\n)?^```(?P<la
 
 
 class Code(NamedTuple):
-    """A fenced block. reason: why it is not run; "" if it is."""
+    """A fenced block. reason: why the block is not run; "" if it is run."""
 
     page: Path
     line: int
@@ -31,9 +31,9 @@ def codes(page: Path) -> list[Code]:
 
 
 def run(page: Path, replaced: dict[str, str], environment: dict[str, str], folder: Path) -> dict[str, Any]:
-    """Run a page from top to bottom, its Python blocks in one namespace, which is returned.
+    """Run a page from top to bottom. Its Python blocks share a namespace, which is returned.
 
-    replaced: what of the text is written differently where it runs. environment, folder: of the shell blocks.
+    replaced: texts in the blocks to replace, and by what. environment, folder: of the shell blocks.
     """
     namespace: dict[str, Any] = {"__name__": "page"}
     for code in codes(page):
@@ -42,7 +42,7 @@ def run(page: Path, replaced: dict[str, str], environment: dict[str, str], folde
             text = text.replace(written, meant)
         if code.reason:
             continue
-        if code.language == "python":  # at its own line, for tracebacks
+        if code.language == "python":  # blank lines put it at its line of the page, for tracebacks
             exec(compile("\n" * code.line + text, str(page), "exec"), namespace)
         elif code.language == "sh":
             typed(text, folder, **environment)

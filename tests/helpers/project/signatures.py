@@ -1,4 +1,4 @@
-"""What classes of a Python package take and have, read from its sources: the package need not be importable."""
+"""Signatures and members of a Python package's classes, read from its sources without an import."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 @dataclass(frozen=True)
 class Signature:
-    """Of a function, without `self`. required: how many of `positional` have no default."""
+    """The parameters of a function without `self`. required: how many of `positional` have no default."""
 
     positional: tuple[str, ...]
     required: int
@@ -22,7 +22,7 @@ class Signature:
     kwargs: bool = False
 
     def lacks(self, theirs: Signature) -> list[str]:
-        """What a caller of `theirs` may give, and this does not take: in words."""
+        """Arguments that a caller of `theirs` may give, and that this signature does not take, in words."""
         wrong = []
         for i, name in enumerate(theirs.positional):
             if i >= len(self.positional):
@@ -38,7 +38,7 @@ class Signature:
         return wrong
 
     def refuses(self, call: ast.Call) -> bool:
-        """Whether these arguments don't fit."""
+        """Whether the arguments of a call don't fit."""
         if any(isinstance(one, ast.Starred) for one in call.args) or any(one.arg is None for one in call.keywords):
             return False
         named = {str(one.arg) for one in call.keywords}
@@ -52,7 +52,7 @@ class Package:
     """The sources of a package."""
 
     def __init__(self, folder: Path) -> None:
-        """folder: that has the package's own folder in it."""
+        """folder: the folder that contains the package's folder."""
         self.folder = folder
 
     def __str__(self) -> str:
@@ -60,20 +60,20 @@ class Package:
 
     @functools.cache  # noqa: B019 - lives as long as the tests
     def module(self, name: str) -> ast.Module:
-        """FileNotFoundError if there is none."""
+        """The syntax tree of a module; FileNotFoundError if there is no such module."""
         path = self.folder / name.replace(".", "/")
         file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
         return ast.parse(file.read_text())
 
     def defines(self, module: str, name: str) -> bool:
-        """Whether `from module import name` works, as far as one can see."""
+        """Whether `from module import name` works, as far as the source shows."""
         path = self.folder / module.replace(".", "/") / name
         if path.is_dir() or path.with_suffix(".py").exists():
             return True
         return name in set(_names(self.module(module)))
 
     def mro(self, module: str, name: str) -> list[ast.ClassDef]:
-        """A class and all bases of the same package, depth first."""
+        """A class and all its bases in the same package, depth first."""
         tree = self.module(module)
         for node in ast.walk(tree):
             if isinstance(node, ast.ClassDef) and node.name == name:
@@ -86,7 +86,7 @@ class Package:
         return []
 
     def methods(self, module: str, name: str) -> dict[str, Function]:
-        """All methods of a class, by name: of the nearest base that has it."""
+        """All methods of a class, by name. An inherited method is that of the nearest base."""
         found: dict[str, Function] = {}
         for node in self.mro(module, name):
             for one in node.body:
@@ -95,7 +95,7 @@ class Package:
         return found
 
     def made(self, module: str, name: str) -> Signature:
-        """What a class is called with."""
+        """The signature by which a class is called."""
         if function := self.methods(module, name).get("__init__"):
             return signature(function)
         fields = [one for node in reversed(self.mro(module, name)) for one in node.body]
@@ -105,7 +105,7 @@ class Package:
         return Signature(names, sum(one.value is None for one in own))
 
     def has(self, module: str, name: str, attribute: str) -> bool:
-        """Whether a class or its objects have an attribute, as far as one can see."""
+        """Whether a class or its objects have an attribute, as far as the source shows."""
         for node in self.mro(module, name):
             for one in ast.walk(node):
                 if isinstance(one, Function) and one.name == attribute:
@@ -120,7 +120,7 @@ class Package:
 
 
 def signature(function: Function, method: bool = True) -> Signature:
-    """Of a method, or of a function of a module."""
+    """The signature of a method, or with method=False of a module's function."""
     of = function.args
     static = not method or any(ast.unparse(one) == "staticmethod" for one in function.decorator_list)
     positional = [one.arg for one in (*of.posonlyargs, *of.args)][0 if static else 1 :]
@@ -130,12 +130,12 @@ def signature(function: Function, method: bool = True) -> Signature:
 
 
 def is_abstract(function: Function) -> bool:
-    """Whether a class with this method can't be made."""
+    """Whether the method is abstract: a class that has it can't be made."""
     return any("abstract" in ast.unparse(one) for one in function.decorator_list)
 
 
 def _names(tree: ast.Module) -> Iterator[str]:
-    """Names that a module has, wherever it gets them."""
+    """All names of a module, defined there or imported."""
     for node in ast.walk(tree):
         if isinstance(node, ast.ClassDef | Function):
             yield node.name

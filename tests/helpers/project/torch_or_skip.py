@@ -1,4 +1,4 @@
-"""torch, for the tests of it in files that `make pythons` runs without it."""
+"""torch, for tests that need it in files that `make pythons` runs without torch."""
 
 from typing import Any
 
@@ -6,5 +6,5 @@ import pytest
 
 
 def torch_or_skip() -> Any:
-    """The module. Where it is not installed, the test, or the file that calls this, is skipped."""
+    """The module torch. Skips the test or file that calls this if torch is not installed."""
     return pytest.importorskip("torch", reason="torch is not installed: pip install 'raykv[transformers]'")

@@ -1,4 +1,4 @@
-"""A `sitecustomize.py` of a Python that has no raykv."""
+"""A `sitecustomize.py` that makes Python behave as if raykv were not installed."""
 
 WITHOUT_RAYKV = """
 import sys

@@ -1,1 +1,1 @@
-"""External tiers as users write them, blocks for them, and a pool that has one."""
+"""External tiers as users write them, blocks for tiers, and a pool that has a tier."""

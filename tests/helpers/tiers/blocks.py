@@ -1,4 +1,4 @@
-"""Blocks of random bytes for tiers, and what a tier has of them."""
+"""Blocks of random bytes for tiers, and which of them a tier has."""
 
 import mmap
 import random
@@ -13,7 +13,7 @@ def key_at(number: int) -> bytes:
 
 
 def memory(length: int, offset: int = 0) -> memoryview:
-    """So many bytes, so far from the start of a page."""
+    """Memory of `length` bytes that begins `offset` bytes after the start of a page."""
     return memoryview(mmap.mmap(-1, max(1, offset + length)))[offset : offset + length]
 
 
@@ -24,7 +24,7 @@ def block(key: bytes, length: int, offset: int = 0) -> Block:
 
 
 def there(tier: Tier, blocks: Sequence[Block], offset: int = 0) -> list[bool]:
-    """Which of the blocks come back as they were."""
+    """Load blocks. Returns which of them came back unchanged."""
     out = [memory(len(block.body), offset) for block in blocks]
     heads = tier.get_many([block.key for block in blocks], out)
     assert all(head is None or type(head) is bytes for head in heads)

@@ -8,7 +8,7 @@ dict_stores: dict[str, dict[bytes, tuple[bytes, bytes]]] = {}
 
 
 class DictTier:
-    """What a user may write."""
+    """A user's tier."""
 
     shared = False
 
@@ -37,4 +37,4 @@ class DictTier:
         yield [(key, len(body)) for key, (_, body) in list(self._blocks.items()) if key != MARKER]
 
     def close(self) -> None:
-        """Nothing to do."""
+        """There is nothing to close."""

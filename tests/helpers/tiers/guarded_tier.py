@@ -14,7 +14,7 @@ from raykv.tiers.guarded import GuardedTier
 SIZE = 64 << 10
 OURS, OTHERS = b"fingerprint-ours", b"fingerprint-else"
 SEED, NEXT = b"the seed", b"cleared."
-DEADLINE_S = 0.3  # of every call, where `hasty`
+DEADLINE_S = 0.3  # of every call in tests with `hasty`
 Keys = NDArray[np.uint8]
 
 
@@ -34,7 +34,7 @@ def store(tier: GuardedTier, keys: Keys, bodies: NDArray[np.uint8] | None = None
 
 
 def load(tier: GuardedTier, keys: Keys, size: int = SIZE) -> list[bool]:
-    """Which of the blocks are there; what is said to be there is right."""
+    """Which of the blocks the tier has. AssertionError if a block that it gives is wrong."""
     found: list[bool] = []
     for piece, rows, sums, positions, there in tier.load(keys, size):
         assert piece.start == len(found)

@@ -1,4 +1,4 @@
-"""A tier that a test has registered: files, and calls that wait as long as the test says."""
+"""A tier of files that a test registers, whose calls wait while the test says so."""
 
 import threading
 import time
@@ -12,7 +12,7 @@ WAIT_S = 10.0
 
 
 class MoodyTier(FileTier):
-    """`moody:///folder?moods=/other`: while there is a file /other/get or /other/put, calls with blocks wait: 10 s."""
+    """`moody:///folder?moods=/other`: while /other/get or /other/put exists, these calls wait for up to 10 s."""
 
     def __init__(self, url: TierUrl) -> None:
         super().__init__(url)
@@ -27,7 +27,7 @@ class MoodyTier(FileTier):
         return super().get_many(keys, out)
 
     def _wait(self, call: str, keys: Sequence[bytes]) -> None:
-        """Not with the marker: this tier is taken to be in order again and again."""
+        """Calls with the marker do not wait: so probes find the tier in order again and again."""
         mood, end = self._moods / call, time.monotonic() + WAIT_S
         if MARKER not in keys and mood.exists():
             (self._moods / f"{call}-waits-{threading.get_ident()}").touch()
@@ -36,7 +36,7 @@ class MoodyTier(FileTier):
 
 
 class Moods:
-    """Of the test's process."""
+    """The test's side of a MoodyTier."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

@@ -1,4 +1,4 @@
-"""A tier in a dictionary, which waits, fails and answers nonsense as a test says."""
+"""A tier in a dictionary, which waits, fails or answers nonsense as a test says."""
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -10,17 +10,17 @@ from raykv.tiers import MARKER, Block
 
 
 class Moody:
-    """Blocks in a dict, and what a tier of somebody else's might do."""
+    """Blocks in a dict, and the faults that a user's tier might have."""
 
     def __init__(self) -> None:
         self.shared = True
         self.blocks: dict[bytes, tuple[bytes, bytes]] = {}
         self.calls: list[str] = []
         self.error: Exception | None = None
-        self.open = threading.Event()  # calls wait for it
+        self.open = threading.Event()  # calls that are to wait, wait for this
         self.open.set()
         self.answer: Callable[[list[Any]], Any] = lambda answers: answers
-        self.refuses: Exception | None = None  # to be written
+        self.refuses: Exception | None = None  # the error of every write
         self.before_read: Callable[[], object] = lambda: None
         self.after_read: Callable[[], object] = lambda: None
         self.buffers: list[int] = []
@@ -67,7 +67,7 @@ class Moody:
 
 
 class Timid(Moody):
-    """Has room for so many blocks, the marker among them."""
+    """A tier with room for a number of blocks, the marker among them."""
 
     room = 3
 

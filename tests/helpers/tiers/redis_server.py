@@ -16,7 +16,7 @@ START_S = 10.0
 
 
 class RedisServer:
-    """Keeps nothing on disk. `options` are redis-server's own, `_` for `-`, with their words as one string."""
+    """A server that keeps nothing on disk. options: redis-server's own, with `_` for `-`, each value as one string."""
 
     def __init__(self, folder: Path, scheme: str = "redis", **options: str) -> None:
         self.port = _free_port()
@@ -29,7 +29,7 @@ class RedisServer:
         self.start()
 
     def start(self) -> None:
-        """Also after `kill`, on the same port."""
+        """Start the server; after `kill`, start it again on the same port."""
         options = [word for name, value in self._options for word in (f"--{name}", *value)]
         with open(self._folder / "redis.log", "ab") as log:
             self._process = subprocess.Popen(["redis-server", *options], stdout=log)
@@ -62,7 +62,7 @@ class RedisServer:
 
 @contextmanager
 def redis_server(folder: Path, scheme: str = "redis", **options: str) -> Iterator[RedisServer]:
-    """Runs until the end of the block. Skips the test where there is no redis-server, unless CI is set."""
+    """A server that runs in the `with` block. Skips the test if redis-server is missing, except under CI."""
     if not shutil.which("redis-server") and not os.environ.get("CI"):
         pytest.skip("redis-server is not installed")
     server = RedisServer(folder, scheme, **options)

@@ -1,4 +1,4 @@
-"""What opening a tier that can't be used says."""
+"""The error of opening a tier that can't be used."""
 
 import traceback
 
@@ -8,7 +8,7 @@ from raykv.tiers import open_tier, parse
 
 
 def refusal(url: str) -> str:
-    """What tier_for or the tier itself says, with all that led to it."""
+    """The messages of the error that opening this URL raises, and of its causes."""
     with pytest.raises((ValueError, OSError, ImportError)) as raised:
         open_tier(parse(url))
     assert str(raised.value).startswith("external=") or "] external=" in str(raised.value)

@@ -18,22 +18,22 @@ import raykv
 from helpers.pools import MIB, Worker, eventually, holds, locations, other_node, payload, store, tokens, worker
 from helpers.tiers.moody import WAIT_S
 
-CPU = 8 * MIB  # of a node: two slabs, and a staging window of 1 MiB
+CPU = 8 * MIB  # memory of a node: two slabs, with a staging window of 1 MiB
 SIZE = 32 << 10
 BLOCKS = 16  # of a prompt: half a MiB
-MEMORY = 2 * CPU // (BLOCKS * SIZE)  # prompts that it holds
-IN_TIME_S = WAIT_S / 2  # far more than any deadline, far less than a tier that waits
+MEMORY = 2 * CPU // (BLOCKS * SIZE)  # prompts that both nodes' memory holds
+IN_TIME_S = WAIT_S / 2  # far more than any deadline, and less than a tier waits
 Keys = raykv.Keys
-_seeds = itertools.count(os.getpid() << 20)  # workers have their own
+_seeds = itertools.count(os.getpid() << 20)  # so that no two processes use the same seeds
 
 
 def written_through(start: Callable[..., raykv.KVPool], external: str) -> raykv.KVPool:
-    """A pool that writes all blocks to this tier at once."""
+    """A pool that writes each block to this tier as soon as it is stored."""
     return start(cpu_memory=CPU, external=external, secret=b"s", write="through")
 
 
 def a_cache(pool: raykv.KVPool, model: str = "m", tokens_per_s: float = 20.0) -> raykv.KVCache:
-    """Patient: so slow a model waits long for a tier."""
+    """A cache that waits long for a tier, because its model computes slowly."""
     return pool.cache(
         model=model,
         dtype="uint8",
@@ -45,7 +45,7 @@ def a_cache(pool: raykv.KVPool, model: str = "m", tokens_per_s: float = 20.0) ->
 
 
 class Engine(Worker):
-    """Patient with tiers."""
+    """An engine that waits long for tiers."""
 
     def cache(self, model: str = "m", block_bytes: int = SIZE) -> raykv.KVCache:
         return a_cache(self.pool, model)
@@ -64,7 +64,7 @@ class Totals(NamedTuple):
 
 
 class Load(Worker):
-    """An engine that stores and reads without end, by the deadlines that engines have, until it is told to stop."""
+    """An engine that stores and reads, with the deadline that engines have, until `end` is called."""
 
     def __init__(self, pool: str) -> None:
         super().__init__(pool, be_patient=False)
@@ -87,7 +87,7 @@ class Load(Worker):
 
     def _go(self) -> None:
         cache = a_cache(self.pool, "load", 10_000.0)
-        mine = [next(_seeds) for _ in range(20)]  # no other load stores these first
+        mine = [next(_seeds) for _ in range(20)]  # prompts that no other load stores
         random = np.random.default_rng(mine[0])
         while not self._stopped.is_set():
             try:
@@ -112,7 +112,7 @@ class Load(Worker):
 
 
 class Under:
-    """Load on both nodes while a `with` block lasts; nothing of it went wrong, or took long."""
+    """Load on both nodes during a `with` block. In the end no call may have failed or taken long."""
 
     def __init__(self, pool: raykv.KVPool) -> None:
         self._loads = [worker(pool, node_id, Load) for node_id in (pool.node_id, other_node(pool))]
@@ -124,7 +124,7 @@ class Under:
         return self
 
     def goes_on(self, calls: int) -> None:
-        """So many calls more on each node."""
+        """Wait until each node has made `calls` more calls."""
         before = self._totals()
         eventually(lambda: all(now.calls >= old.calls + calls for now, old in zip(self._totals(), before, strict=True)))
 
@@ -158,23 +158,23 @@ def in_tier_only(pool: raykv.KVPool, cache: raykv.KVCache, keys: Keys) -> int:
 
 
 def prompts(cache: raykv.KVCache, count: int, blocks: int = BLOCKS) -> list[Keys]:
-    """That nobody has stored before."""
+    """Prompts that nobody has stored before."""
     return [cache.keys(tokens(next(_seeds), blocks)) for _ in range(count)]
 
 
 def store_slowly(pool: raykv.KVPool, cache: raykv.KVCache, kept: list[Keys]) -> None:
-    """Store a quarter of the memory at a time, and wait until as much is demoted."""
+    """Store a quarter of the memory at a time, each time waiting until as many blocks are demoted."""
     for at in range(0, len(kept), MEMORY // 4):
         before, end = total(pool, "demoted"), time.monotonic() + 20.0
         stored = sum(store(cache, keys) for keys in kept[at : at + MEMORY // 4])
         for keys in kept[at : at + MEMORY // 4]:
-            holds(cache, keys)  # some pools want that
+            holds(cache, keys)  # a read: with min_hits=1 only blocks that were hit are demoted
         while total(pool, "demoted") < before + stored and time.monotonic() < end:
             time.sleep(0.02)
 
 
 def keep_all(cache: raykv.KVCache, kept: list[Keys]) -> None:
-    """Store what is missing until nothing is: some blocks may be evicted before they are demoted."""
+    """Store missing blocks until none is missing: some may be evicted before they are demoted."""
 
     def missing() -> list[Keys]:
         return [keys for keys in kept if not holds(cache, keys)]
@@ -188,13 +188,13 @@ def keep_all(cache: raykv.KVCache, kept: list[Keys]) -> None:
 
 
 def push_out(pool: raykv.KVPool, cache: raykv.KVCache, *pushed: Keys) -> None:
-    """Have the blocks in the tier, and no longer in memory."""
+    """Store until the blocks are in the tier, and no longer in memory."""
 
     def out() -> bool:
         store_slowly(pool, cache, list(pushed))
-        for filler in prompts(cache, 5 * MEMORY // 4):  # more than there is room for
+        for filler in prompts(cache, 5 * MEMORY // 4):  # more than memory holds
             store(cache, filler)
-        in_tier = [in_tier_only(pool, cache, keys) for keys in pushed]  # that look is a use of them
+        in_tier = [in_tier_only(pool, cache, keys) for keys in pushed]  # this match is a use of the blocks
         return in_tier == list(map(len, pushed))
 
     eventually(out)
@@ -202,7 +202,7 @@ def push_out(pool: raykv.KVPool, cache: raykv.KVCache, *pushed: Keys) -> None:
 
 @contextmanager
 def small_disk(folder: Path, size: str) -> Iterator[Path]:
-    """A disk of that size is there. Skips where this user can't mount one."""
+    """Mount a disk of that size in a folder. Skips the test if this user can't mount, except under CI."""
     if os.geteuid() and not os.environ.get("CI"):
         pytest.skip("it takes root to mount a disk")
     subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "none", str(folder)], check=True)

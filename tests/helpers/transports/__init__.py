@@ -1,1 +1,1 @@
-"""Peers that are read from, and a relay before them."""
+"""Peers to read from, and a relay in front of them."""

@@ -1,4 +1,4 @@
-"""Nodes that read from each other by NCCL, on the stand-in: in this process, on a GPU each. A plugin of their tests."""
+"""A plugin of NCCL tests: nodes in this process, each on a GPU of the stand-in, that read from each other."""
 
 import importlib
 import os
@@ -33,7 +33,7 @@ Verdicts = NDArray[np.uint8]
 
 
 class Actor:
-    """As Ray's handle of a node store: what is asked runs in threads there."""
+    """In place of Ray's handle of a node store. Its calls run in threads."""
 
     def __init__(self, serve: Callable[..., Any], offers: Callable[[], Any] = dict) -> None:
         threads = ThreadPoolExecutor(8)
@@ -46,7 +46,7 @@ def peer(serve: Callable[..., Any], offers: Callable[[], Any] = dict) -> Peer:
 
 
 def get(answer: "Future[Any]", timeout: float) -> Any:
-    """As ray.get."""
+    """In place of ray.get."""
     try:
         return answer.result(timeout)
     except TimeoutError as error:
@@ -58,7 +58,7 @@ def get(answer: "Future[Any]", timeout: float) -> Any:
 
 
 class Node:
-    """Its arena is in host memory, which the stand-in's GPUs reach."""
+    """A node whose arena is in host memory, which the stand-in's GPUs reach."""
 
     count = 0
 
@@ -73,7 +73,7 @@ class Node:
         self.start()
 
     def start(self) -> None:
-        """As a process that takes up what the one before it left."""
+        """Start NCCL, as a new process does that takes up its predecessor's arena."""
         self.nccl = Nccl(self.arena, self.gpu)
         self.peer = peer(self.nccl.serve, lambda: {"nccl": self.nccl.offer()})
 
@@ -85,7 +85,7 @@ class Node:
     def pull(
         self, peer: Any, offer: Any, slots: Sequence[int] = TO, seconds: float = PATIENCE_S, step: int = 1
     ) -> list[int]:
-        """What was put there, into slots here; in another order by step -1."""
+        """Pull the blocks that `put` wrote at a peer into slots here; with step=-1 in reverse order."""
         eventually(lambda: not self.nccl.connecting(peer, offer))
         source, names, target = locations(FROM)[::step], keys()[::step], locations(slots)[::step]
         verdicts = self.nccl.pull(
@@ -158,7 +158,7 @@ def reader(node: Callable[[int], Node]) -> Node:
 
 
 def stalls(rank: int, at: int) -> Callable[[Any, int], None]:
-    """A GPU that goes no further, until it is aborted."""
+    """A `before_move` in which one rank's GPU stalls at block `at` until its communicator is aborted."""
 
     def before_move(communicator: Any, number: int) -> None:
         if communicator.rank == rank and number == at:
@@ -168,7 +168,7 @@ def stalls(rank: int, at: int) -> Callable[[Any, int], None]:
 
 
 class ByHand:
-    """A reader of which a test does each step."""
+    """A reader whose steps a test takes one by one."""
 
     def __init__(self, nccl: Any, sender: Node) -> None:
         self.sender, self.unique, self._nccl = sender, nccl.get_unique_id(), nccl
@@ -178,13 +178,13 @@ class ByHand:
     def connect(self) -> "ByHand":
         self.communicator, memory = self._nccl.NcclCommunicator(2, self.unique, READER), cuda.cupy().cuda
         self._stream, self._room = memory.Stream(), memory.Memory(SIZE)
-        self.communicator.room = self._room  # what is posted may come when the test is over
+        self.communicator.room = self._room  # keeps the memory: posted blocks may come after the test
         self.post(1, 1)
         return self
 
     @property
     def of_sender(self) -> Any:
-        """Its communicator."""
+        """The sender's communicator."""
         return next(each for each in self._nccl.communicators if each.unique == self.unique and each.rank == SENDER)
 
     def serve(self, *args: Any) -> None:

@@ -1,4 +1,4 @@
-"""A process whose arena is read by NIXL, without Ray: what it serves is asked for through a pipe."""
+"""A process whose arena others read by NIXL. In place of Ray's calls, requests come through a pipe."""
 
 import os
 from multiprocessing import get_context
@@ -11,10 +11,10 @@ from raykv.transports.nixl import Nixl
 
 
 class Peer:
-    """The process, as the one that started it sees it."""
+    """The side of the process that started the peer."""
 
     def __init__(self, arena: Arena) -> None:
-        context = get_context("forkserver")  # which imports NIXL, and so torch, once for all peers
+        context = get_context("forkserver")  # imports NIXL, and so torch, once for all peers
         context.set_forkserver_preload(["helpers.transports.nixl_peer", "nixl._api"])
         self.pipe, theirs = context.Pipe()
         ucx = {name: value for name, value in os.environ.items() if name.startswith("UCX_")}

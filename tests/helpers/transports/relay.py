@@ -1,4 +1,4 @@
-"""A relay before a server: it counts connections, and holds up or cuts those that a test names."""
+"""A relay in front of a server. It counts connections, and holds or cuts those that a test names."""
 
 import contextlib
 import socket
@@ -11,9 +11,9 @@ FORWARD = 1 << 62  # bytes
 
 
 class Relay:
-    """limit(n): how many of the server's bytes connection n forwards. Then it is cut, or held until `go_on`.
+    """limit(n): how many of the server's bytes connection n forwards before it is cut, or held until `go_on`.
 
-    address: to connect to instead of the server's. connections: that were made.
+    address: to connect to in place of the server's. connections: how many were made.
     """
 
     def __init__(self, server: Address, limit: Callable[[int], int] = lambda n: FORWARD, cut: bool = True) -> None:
@@ -25,7 +25,7 @@ class Relay:
         threading.Thread(target=self._accept, daemon=True).start()
 
     def _accept(self) -> None:
-        with contextlib.suppress(OSError):  # closed
+        with contextlib.suppress(OSError):  # the socket is closed already
             while True:
                 reader, _ = self._listener.accept()
                 server = socket.create_connection((self._server.host, self._server.port))

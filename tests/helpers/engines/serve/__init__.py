@@ -1,1 +1,1 @@
-"""Applications of Ray Serve, and who asks them."""
+"""Applications of Ray Serve, and clients of them."""

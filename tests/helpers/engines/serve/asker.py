@@ -1,4 +1,4 @@
-"""Ask examples/serve_transformers.py one prompt so often at once: `python asker.py HOST TIMES`, without raykv."""
+"""Asks examples/serve_transformers.py a prompt many times at once: `python asker.py HOST TIMES`. Needs no raykv."""
 
 import json
 import sys

@@ -27,26 +27,26 @@ class GatedEngine(Engine):  # type: ignore[misc]
 
 
 class Gate:
-    """An actor that every request passes. Closed, it holds them all until some wait on so many nodes."""
+    """An actor that every request passes. A closed gate holds all requests until enough nodes have one waiting."""
 
     def __init__(self) -> None:
         self.enough = 0
-        self.reached: set[str] = set()  # nodes that requests came to since it was closed
+        self.reached: set[str] = set()  # nodes where requests have come since the gate was closed
         self.opened = asyncio.Event()
 
     async def close(self, enough: int) -> None:
-        """enough: on how many nodes."""
+        """enough: on how many nodes requests must wait."""
         self.enough, self.reached, self.opened = enough, set(), asyncio.Event()
 
     async def wait(self, node: str) -> None:
-        """For requests: returns once they may go on. node: where this one is."""
+        """A request calls this, and goes on when it returns. node: the request's node."""
         self.reached.add(node)
         if len(self.reached) < self.enough:
-            with contextlib.suppress(TimeoutError):  # the test is to fail, not to hang
+            with contextlib.suppress(TimeoutError):  # so that the test fails and does not hang
                 await asyncio.wait_for(self.opened.wait(), HELD_S)
         self.opened.set()
 
 
 def start_gate() -> Any:
-    """A handle of the gate. Engines look for it when they start."""
+    """Start the gate. Returns its handle. Engines look the gate up when they start."""
     return ray.remote(Gate).options(name=GATE, namespace=NAMESPACE, num_cpus=0).remote()

@@ -1,4 +1,4 @@
-"""An application of ray.serve.llm: models, LoRA adapters in a bucket, and who its replicas are."""
+"""An application of ray.serve.llm: models, LoRA adapters in a bucket, and its replicas."""
 
 import json
 import os
@@ -23,15 +23,15 @@ from helpers.pools import MIB
 from raykv.integrations.vllm.router import VLLMPrefixRouter, routed_config
 
 CHUNK = 64  # tokens
-PARTS = 8  # of a chunk: one a KV head
+PARTS = 8  # of a chunk: one for each KV head
 LORA_FOLDER = Path("/tmp/ray/llm/lora/cache")  # where ray.serve.llm keeps adapters
 BUCKET = "adapters"
 
 
 def engine_options(pool: str) -> dict[str, Any]:
-    """In float32, so that what is read gives the same tokens as what is computed."""
+    """Options of engines in float32: so KV that was read gives the same tokens as KV that was computed."""
     transfer = routed_config(pool)
-    # engines of any tensor-parallel size share then, and only the model keeps them apart
+    # Then engines of any tensor-parallel size share, and only the model's name keeps engines apart.
     transfer["kv_connector_extra_config"] |= {"canonical_layout": True, "blocks_per_chunk": CHUNK // 32}
     return {
         "kv_transfer_config": transfer,
@@ -45,7 +45,7 @@ def engine_options(pool: str) -> dict[str, Any]:
 
 
 def over_two_nodes(name: str, model: str, pool: str) -> LLMConfig:
-    """Tensor parallel 2 by the Ray executor, a rank a node."""
+    """Tensor parallel 2 by the Ray executor, with a rank on each node."""
     environment = serve_vllm.ENVIRONMENT | with_platform()
     return LLMConfig(
         model_loading_config={"model_id": name, "model_source": model},
@@ -57,7 +57,7 @@ def over_two_nodes(name: str, model: str, pool: str) -> LLMConfig:
 
 
 def data_parallel(name: str, model: str, pool: str, ranks: int) -> LLMConfig:
-    """For `build_dp_openai_app`: a replica a rank, and a rank a node, by the Ray executor."""
+    """For `build_dp_openai_app`: each rank is a replica, on a node of its own, by the Ray executor."""
     environment = serve_vllm.ENVIRONMENT | with_platform()
     return LLMConfig(
         model_loading_config={"model_id": name, "model_source": model},
@@ -75,7 +75,7 @@ def by_prefix(name: str, pool: str) -> RequestRouterConfig:
 
 
 def autoscaled(name: str, model: str, pool: str, environment: dict[str, str]) -> LLMConfig:
-    """One or two replicas, with LoRA adapters. environment: where their bucket is."""
+    """One or two replicas, with LoRA adapters. environment: variables that name the adapters' bucket."""
     scaling = {
         "min_replicas": 1,
         "max_replicas": 2,
@@ -94,13 +94,13 @@ def autoscaled(name: str, model: str, pool: str, environment: dict[str, str]) ->
             "request_router_config": by_prefix(name, pool),
         },
         accelerator_config={"kind": "cpu"},
-        placement_group_config={"bundles": [{"CPU": 1}]},  # with the replica's own, two CPUs: one replica a node
+        placement_group_config={"bundles": [{"CPU": 1}]},  # a replica takes two CPUs, all of a node
         runtime_env={"env_vars": serve_vllm.ENVIRONMENT | environment},
     )
 
 
 class Answer(NamedTuple):
-    """text: what was generated. cached: tokens of the prompt that were not computed."""
+    """text: the generated text. cached: how many tokens of the prompt were not computed."""
 
     text: str
     cached: int
@@ -122,14 +122,14 @@ class Replica(NamedTuple):
 
 
 def replicas(model: str, server: str = "LLMServer") -> list[Replica]:
-    """Those of a model that run. server: the class of Ray's that they are of."""
+    """A model's running replicas. server: name of their class in Ray."""
     (app,) = _get_global_client().get_serve_details()["applications"].values()
     found = app["deployments"][f"{server}:{model}"]["replicas"]
     return [Replica(one["pid"], one["node_id"]) for one in found if one["state"] == "RUNNING"]
 
 
 def logs() -> str:
-    """What all workers of this cluster have logged. Serve's own files come late."""
+    """The logs of all workers of this cluster. Serve writes its own files late."""
     node: Any = ray._private.worker._global_node
     session = Path(node.get_session_dir_path())
     return "".join(log.read_text() for log in session.glob("logs/worker-*.err"))
@@ -137,7 +137,7 @@ def logs() -> str:
 
 @contextmanager
 def bucket() -> Iterator[dict[str, str]]:
-    """A server of S3 with an empty bucket: yields the environment in which it is found."""
+    """An S3 server with an empty bucket. Yields the environment variables that name it."""
     server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
     server.start()
     environment = {
@@ -155,14 +155,14 @@ def bucket() -> Iterator[dict[str, str]]:
 
 
 def put(what: str, content: bytes | None = None) -> None:
-    """A bucket, or an object in one."""
+    """Make a bucket, or with `content` an object in a bucket."""
     url, kind = f"{os.environ['AWS_ENDPOINT_URL']}/{what}", {"Content-Type": "application/octet-stream"}
     urllib.request.urlopen(urllib.request.Request(url, content, kind, method="PUT"), timeout=60).close()
 
 
 @contextmanager
 def adapters(folder: Path, *names: str) -> Iterator[None]:
-    """LoRA adapters of random weights for the model of `make_model`, in the bucket. Each differs from the others."""
+    """Put LoRA adapters for the model of `make_model` into the bucket, each with other random weights."""
     for seed, name in enumerate(names):
         for file in save_adapter(folder / name, seed):
             put(f"{BUCKET}/{name}/{file.name}", file.read_bytes())

@@ -1,1 +1,1 @@
-"""vLLM engines as actors, what they are given, and what they announce."""
+"""vLLM engines as actors, their models and requests, and the events that they publish."""

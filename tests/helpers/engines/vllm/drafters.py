@@ -1,4 +1,4 @@
-"""Small models of random weights, and drafters that guess some of their tokens and miss others."""
+"""Small models of random weights, and drafters that guess some of their tokens right and others wrong."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ EXPERTS |= {"n_shared_experts": 1, "first_k_dense_replace": LAYERS - 1, "n_group
 
 
 def save(method: str, folder: Path) -> tuple[Path, dict[str, Any]]:
-    """Save a target, and a drafter of it. Returns the target's folder, and vLLM's `speculative_config`."""
+    """Save a target and its drafter. Returns the target's folder, and vLLM's `speculative_config`."""
     torch.manual_seed(0)
     return SAVES[method](folder)
 
@@ -36,7 +36,7 @@ def _draft_model(folder: Path) -> tuple[Path, dict[str, Any]]:
 
 
 def _eagle(folder: Path) -> tuple[Path, dict[str, Any]]:
-    """The same layer, of a token's embedding and a tenth of what the target made of the token before."""
+    """The target's first layer, on a token's embedding plus a tenth of the target's output for the token before."""
     target, speculative = _draft_model(folder)
     drafter = Path(speculative["model"]) / "model.safetensors"
     weights = {
@@ -50,7 +50,7 @@ def _eagle(folder: Path) -> tuple[Path, dict[str, Any]]:
 
 
 def _eagle3(folder: Path) -> tuple[Path, dict[str, Any]]:
-    """One layer, whose attention is mostly a token's own: queries and keys of equal tokens are alike."""
+    """One layer, in which a token mostly attends to equal tokens: their queries and keys are alike."""
     target, speculative = _draft_model(folder)
     drafter = Path(speculative["model"])
     saved, nothing = load_file(drafter / "model.safetensors"), torch.zeros(HIDDEN, HIDDEN)
@@ -73,7 +73,7 @@ def _eagle3(folder: Path) -> tuple[Path, dict[str, Any]]:
 
 
 def _mtp(folder: Path) -> tuple[Path, dict[str, Any]]:
-    """The layer after the last is the drafter's. It has the weights of the last."""
+    """The drafter is a further layer with the weights of the target's last layer."""
     model = Glm4MoeForCausalLM(Glm4MoeConfig(**SIZES, **HEADS, **EXPERTS, pad_token_id=0, eos_token_id=None))
     _make_predictable(model, deciding=LAYERS - 1)
     model.save_pretrained(folder)
@@ -92,7 +92,7 @@ def _mtp(folder: Path) -> tuple[Path, dict[str, Any]]:
 
 
 def _make_predictable(model: Any, deciding: int) -> None:
-    """Have a token say which token is next, but for what the attention of one layer says of the tokens before."""
+    """Have each token decide the next one, except for what one layer's attention adds from earlier tokens."""
     with torch.no_grad():
         embeddings = torch.randn(VOCABULARY, HIDDEN)
         model.model.embed_tokens.weight.copy_(embeddings)

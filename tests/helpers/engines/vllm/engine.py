@@ -1,4 +1,4 @@
-"""A vLLM engine as an actor, for the tests that share a pool between several."""
+"""A vLLM engine as an actor, for tests in which several engines share a pool."""
 
 import contextlib
 import os
@@ -33,25 +33,25 @@ from raykv.integrations.vllm.connector import RayKVConnector, kv_transfer_config
 
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
-    "OMP_NUM_THREADS": "1",  # several engines at a time: threads that wait for each other would take the cores
+    "OMP_NUM_THREADS": "1",  # with several engines, threads that spin would take the cores
     "TOKENIZERS_PARALLELISM": "false",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_NO_USAGE_STATS": "1",
 }
 
-# processes whose engine was closed, by Ray job, with which they end, and node
+# Processes whose engine was closed, by (Ray job, node). A process ends with its job.
 _idle: defaultdict[tuple[str, str], list[Any]] = defaultdict(list)
 
 
 def engine_on(node: str, *arguments: Any, apart: bool = False, **options: Any) -> Any:
-    """An Engine as an actor. node: of Ray. arguments, options: of Engine.
+    """An Engine as an actor. node: Ray node id. arguments, options: those of Engine.
 
-    It takes the process of one that was closed, where there is any: to import vLLM takes 6 s, to start it again 0.3.
+    The engine takes the process of a closed engine if there is one: to import vLLM takes 6 s, to start it again 0.3.
 
-    apart: with scheduler and worker in processes of their own, as is vLLM's default. test_vllm tests that default, and
-    where ranks are several or processes are killed there is no other way, unless Ray starts the workers; the rest ask
-    for what is the same in one, which starts in 8 s instead of 20.
+    apart: run scheduler and worker in processes of their own, which is vLLM's default, and starts in 20 s instead of 8.
+    test_vllm tests the default. Engines with several ranks need it, unless Ray starts their workers, and so do tests
+    that kill processes.
     """
     if not apart and (idle := _idle[ray.get_runtime_context().get_job_id(), node]):
         actor = idle.pop()
@@ -66,8 +66,8 @@ def engine_on(node: str, *arguments: Any, apart: bool = False, **options: Any) -
 
 
 def close_engines(*engines: Any, killed: Sequence[Any] = ()) -> None:
-    """End them. killed: others, which a test may have killed along with their node."""
-    closing = [engine.close.remote() for engine in (*engines, *killed)]  # each takes seconds
+    """End engines. killed: further engines, which a test may have killed along with their node."""
+    closing = [engine.close.remote() for engine in (*engines, *killed)]  # all at once: each takes seconds
     for engine, closed in zip(engines, closing[: len(engines)], strict=True):
         if (node := ray.get(closed)) is None:
             ray.kill(engine)
@@ -80,18 +80,18 @@ def close_engines(*engines: Any, killed: Sequence[Any] = ()) -> None:
 
 
 def processes() -> list[psutil.Process]:
-    """Those that an engine of this process has started: not who removes files that they leave."""
+    """Processes that an engine of this process has started, except multiprocessing's resource tracker."""
     children = psutil.Process().children(recursive=True)
     return [process for process in children if "resource_tracker" not in " ".join(process.cmdline())]
 
 
 def prompt(seed: int, tokens: int) -> list[int]:
-    """Tokens of the small models' vocabulary."""
+    """Random tokens of the small models' vocabulary."""
     return np.random.default_rng(seed).integers(3, 500, tokens).tolist()  # type: ignore[no-any-return]
 
 
 def save_model(folder: Path) -> None:
-    """A small Llama of random weights."""
+    """Save a small Llama of random weights."""
     torch.manual_seed(0)
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "vocab_size": 500}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 64, "initializer_range": 0.2}
@@ -99,7 +99,7 @@ def save_model(folder: Path) -> None:
 
 
 def save_mla_model(folder: Path) -> None:
-    """A small DeepSeek of random weights, whose ranks have the same latent."""
+    """Save a small DeepSeek of random weights. All its ranks have the same latent."""
     torch.manual_seed(0)
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "vocab_size": 500}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "q_lora_rank": None, "initializer_range": 0.1}
@@ -109,7 +109,7 @@ def save_mla_model(folder: Path) -> None:
 
 
 def save_model_of_experts(folder: Path, vocabulary: int = 500) -> None:
-    """A small Qwen3 of random weights, whose ranks in data parallel exchange tokens in every layer."""
+    """Save a small Qwen3 of random weights. Its data-parallel ranks exchange tokens in every layer."""
     torch.manual_seed(0)
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "vocab_size": vocabulary}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 64, "initializer_range": 0.2}
@@ -118,14 +118,14 @@ def save_model_of_experts(folder: Path, vocabulary: int = 500) -> None:
     Qwen3MoeForCausalLM(config).save_pretrained(folder)
 
 
-Answer = tuple[list[int], int]  # greedy tokens, and how many of the prompt's were cached
+Answer = tuple[list[int], int]  # (greedy tokens, how many of the prompt's tokens were cached)
 
 
 class FaultyConnector(RayKVConnector):
-    """Gives tiers time. Loads nothing but garbage while the file `fault` of its configuration is there."""
+    """Waits long for tiers. While the file `fault` of its configuration exists, all loads fail and leave garbage."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
-        raykv.client.leases.stream.WAIT_BUDGET_S = PATIENCE_S  # so small a model computes faster than a disk reads
+        raykv.client.leases.stream.WAIT_BUDGET_S = PATIENCE_S  # a small model computes faster than a disk reads
         super().__init__(vllm_config, role, kv_cache_config)
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
@@ -145,7 +145,7 @@ class FaultyConnector(RayKVConnector):
 
 
 class Engine:
-    """A random model in float32, so that whatever was computed together gives the same tokens."""
+    """An engine in float32: so a prompt gives the same tokens whatever it is computed together with."""
 
     def __init__(
         self,
@@ -161,11 +161,11 @@ class Engine:
         policy: str = "recompute",
         **options: Any,
     ) -> None:
-        """extra, role: of the connector's configuration. connector: its module, and name. options: of vLLM.
+        """extra, role: for the connector's configuration. connector: its module and name. options: vLLM's.
 
-        Chunks are verified (`verify_tokens`), unless `extra` says otherwise.
-        beside: configurations of other connectors in one MultiConnector, before and after. policy: of that, for failed
-        loads.
+        Chunks are verified (`verify_tokens`) by default.
+        beside: configurations of connectors before and after it in a MultiConnector. policy: the MultiConnector's, for
+        failed loads.
         """
         one_process.prepare()
         transfer = kv_transfer_config(pool, role)
@@ -199,7 +199,7 @@ class Engine:
         return outputs
 
     def go_on(self) -> None:
-        """Step once more after what was asked, and again before what is asked next: a process of its own would."""
+        """Step while requests are left, between calls of this actor: an engine in a process of its own would."""
         core = self.llm.llm_engine.engine_core
         if isinstance(core, InprocClient) and self.open and core.engine_core.scheduler.has_requests():
             self.llm.llm_engine.step()
@@ -213,7 +213,7 @@ class Engine:
         lora: LoRARequest | None = None,
         params: dict[str, Any] | None = None,
     ) -> list[Answer]:
-        """What follows each of these prompts; asked together. cold: computed, whatever is cached.
+        """The answers to prompts that are asked together. cold: compute the prompts, even if they are cached.
 
         params: the requests' kv_transfer_params.
         """
@@ -229,7 +229,7 @@ class Engine:
     def spell(
         self, prompt: list[int], tokens: int = 8, cold: bool = False, salt: str | None = None
     ) -> tuple[list[int], list[float], int]:
-        """What follows it; the logprob of each token; and how many of the prompt's were cached. cold: see `answer`."""
+        """(tokens that follow, logprob of each, how many of the prompt's tokens were cached). cold: see `answer`."""
         sampling = SamplingParams(
             max_tokens=tokens,
             temperature=0,
@@ -245,7 +245,7 @@ class Engine:
         return list(said.token_ids), logprobs, output.num_cached_tokens or 0
 
     def mix(self, *prompts: list[int], tokens: int) -> dict[int, list[int]]:
-        """Tokens by prompt, all asked at once. Every sixth is aborted after some more steps of the engine."""
+        """Ask all prompts at once, and abort every sixth after some steps. Returns tokens by the prompt's number."""
         engine = self.llm.llm_engine
         sampling = SamplingParams(max_tokens=tokens, temperature=0, detokenize=False, ignore_eos=True)
         for i, prompt in enumerate(prompts):
@@ -259,7 +259,7 @@ class Engine:
         return {i: said for i, said in done.items() if i % 6}
 
     def abort(self, prompt: list[int], steps: int) -> None:
-        """Ask, and lose interest after a few steps."""
+        """Ask a prompt, and abort the request after a few steps."""
         engine, sampling = self.llm.llm_engine, SamplingParams(max_tokens=100, detokenize=False, ignore_eos=True)
         engine.add_request("aborted", {"prompt_token_ids": prompt}, sampling)
         for _ in range(steps):
@@ -268,11 +268,11 @@ class Engine:
         self.go_on()
 
     def processes(self) -> list[int]:
-        """Ids of the engine's own, which compute: this one is not among them, nor who removes files that they leave."""
+        """Ids of the processes that this engine has started. The actor's own process is not among them."""
         return [process.pid for process in processes()]
 
     def begin(self, prompt: list[int]) -> None:
-        """Have a prompt computed that nobody waits for: vLLM's client of an engine that is killed would, for ever."""
+        """Begin a prompt, and do not wait: if the engine is killed, vLLM's client would wait for ever."""
         sampling = SamplingParams(max_tokens=8, detokenize=False, ignore_eos=True)
         self.llm.llm_engine.add_request("begun", {"prompt_token_ids": prompt}, sampling)
 
@@ -280,10 +280,10 @@ class Engine:
         return bool(self.llm.reset_prefix_cache(reset_connector=connector))
 
     def reset_while_it_runs(self, prompt: list[int]) -> bool:
-        """Say that the weights are others while a request runs that began before. Returns whether it ended after."""
+        """Reset, as after a change of weights, while a request runs. Returns whether the request ended afterwards."""
         engine, sampling = self.llm.llm_engine, SamplingParams(max_tokens=40, detokenize=False, ignore_eos=True)
         engine.add_request("running", {"prompt_token_ids": prompt}, sampling)
-        while not (outputs := engine.step()):  # its prompt is computed
+        while not (outputs := engine.step()):  # until the prompt is computed
             pass
         self.llm.reset_prefix_cache(reset_connector=True)
         began = not outputs[0].finished
@@ -296,14 +296,14 @@ class Engine:
         return bool(self.llm.llm_engine.add_lora(lora))
 
     def close(self) -> str | None:
-        """End the engine, and its processes in order: else files of theirs stay in /dev/shm.
+        """End the engine and its processes in order, or they leave files in /dev/shm.
 
-        Returns the Ray node on which this process can run another one; None if it can't.
+        Returns this process's Ray node if the process can run another engine; else None.
         """
         core = self.llm.llm_engine.engine_core
         self.open = False
         core.shutdown()
-        # vLLM kills who does not end in time; what those left is removed by a process that Ray kills along with us
+        # The resource tracker removes files of processes that vLLM killed. Have it do so before Ray kills it with us.
         resource_tracker._resource_tracker._stop()  # type: ignore[attr-defined]
         return ray.get_runtime_context().get_node_id() if isinstance(core, InprocClient) else None
 

@@ -1,7 +1,7 @@
 """An engine without a model: vLLM's scheduler, and raykv's connector on each of its ranks, in one process.
 
-In place of attention a rank writes, for each of its tokens, a digest of all tokens up to it. Before that it looks
-whether the tokens that need no compute have theirs.
+In place of attention a rank writes, for each token, a digest of all tokens up to it. First the rank checks the digests
+of the tokens that were cached.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from raykv.integrations.vllm.connector import RayKVConnector, kv_transfer_config
 
-LAYERS = 4  # of the model
+LAYERS = 4  # layers of the model
 HASH = get_hash_fn_by_name("sha256")
 _numbers = itertools.count()
 
 
 class Shape(NamedTuple):
-    """spec: of a layer on a rank. tensor, stages: tensor and pipeline parallel sizes. strides: of tokens, over ranks.
+    """spec: KV spec of a layer on a rank. tensor, stages: tensor and pipeline parallel sizes.
 
-    latent: ranks of a stage have the same bytes of a token.
+    strides: over how many ranks tokens are dealt, `interleave` at a time. latent: all ranks of a stage have equal KV.
     """
 
     spec: Any
@@ -57,26 +57,26 @@ class Shape(NamedTuple):
 
 
 class FakeRank:
-    """A rank's connector and pages. number: of the rank."""
+    """A rank's connector and pages. number: the rank's."""
 
     def __init__(self, number: int, config: Any, caches: Any, shape: Shape) -> None:
         self.shape, self.stride = shape, number % shape.strides
         self.head = 0 if shape.latent else number % shape.tensor // shape.strides
         config = copy.deepcopy(config)
         config.parallel_config.rank = number
-        config.adjust_dcp_kv_cache_interleave_size(caches)  # as `ensure_kv_transfer_initialized` does
+        config.adjust_dcp_kv_cache_interleave_size(caches)  # vLLM's `ensure_kv_transfer_initialized` does this
         self.interleave = config.parallel_config.cp_kv_cache_interleave_size
         self.connector: Any = RayKVConnector(config, KVConnectorRole.WORKER, caches)
         layers = [name for group in caches.kv_cache_groups for name in group.layer_names]
-        self.bytes: int = shape.spec.page_size_bytes // shape.spec.block_size  # of a token in a layer
+        self.bytes: int = shape.spec.page_size_bytes // shape.spec.block_size  # bytes of a token in a layer
         size = (caches.num_blocks, shape.spec.block_size, self.bytes)
         self.pages = {name: torch.zeros(size, dtype=torch.int8) for name in layers}
         self.connector.register_kv_caches(self.pages)
 
     def slot(self, blocks: list[int], position: int) -> tuple[int, int] | None:
-        """(page, row) of a token; None for a token of another rank.
+        """(page, row) of a token; None for a token that another rank has.
 
-        As `ComputeSlotMappingKernel` in vllm/v1/worker/block_table.py.
+        The rule is that of `ComputeSlotMappingKernel` in vllm/v1/worker/block_table.py.
         """
         shape = self.shape
         block, offset = divmod(position, shape.spec.block_size * shape.strides)
@@ -133,12 +133,12 @@ class Computed(NamedTuple):
 
 
 class FakeEngine:
-    """Attached to a pool. model: a folder with its configuration. It has no cache of its own between requests."""
+    """An engine that forgets its own cache after each request. model: a folder with the model's configuration."""
 
     def __init__(
         self, pool: str, model: Path, shape: Shape, layers: int = LAYERS, blocks: int = 64, **options: Any
     ) -> None:
-        """options: of vLLM."""
+        """options: vLLM's."""
         transfer = kv_transfer_config(pool)
         transfer["kv_connector_extra_config"] |= {"blocks_per_chunk": 2}
         config = EngineArgs(
@@ -157,7 +157,7 @@ class FakeEngine:
             **options,
         ).create_engine_config()
         config.cache_config.kv_cache_layout = "LBHNC"
-        # a latent on CPUs has neither, and without AMX blocks of 16 tokens
+        # On CPUs vLLM turns both off for a latent, and without AMX sets another block size.
         config.cache_config.enable_prefix_caching = config.scheduler_config.enable_chunked_prefill = True
         config.cache_config.block_size = shape.spec.block_size
         each = layers // shape.stages
@@ -174,7 +174,7 @@ class FakeEngine:
         self.scheduler = Scheduler(
             config, of_scheduler, outputs, block_size=block, hash_block_size=self._hashed, log_stats=False
         )
-        self._cached = dict[str, int]()  # by request, tokens that needed no compute
+        self._cached = dict[str, int]()  # by request, how many tokens were not computed
         self._outputs = KVOutputAggregator.from_connector(self.scheduler.connector, shape.ranks)
 
     def ask(self, prompt: list[int]) -> int:
@@ -200,7 +200,7 @@ class FakeEngine:
     def _computed(self, name: str, tokens: int) -> Computed:
         request = self.scheduler.requests[name]
         (blocks,) = self.scheduler.kv_cache_manager.get_block_ids(name)
-        stop = request.num_computed_tokens  # of vLLM's scheduler, which is ahead of the step
+        stop = request.num_computed_tokens  # vLLM's scheduler counts the step's tokens already
         self._cached.setdefault(name, stop - tokens)
         done = stop >= request.num_prompt_tokens
         return Computed(request.prompt_token_ids, list(blocks), stop - tokens, stop, [7] if done else [])

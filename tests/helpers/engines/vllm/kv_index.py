@@ -1,4 +1,4 @@
-"""What a router's index knows of one engine, from the KV events on the wire alone: as Dynamo's and llm-d's do it."""
+"""A router's index of one engine, made from KV events on the wire alone, as Dynamo and llm-d make theirs."""
 
 from collections import Counter
 from typing import Any
@@ -6,16 +6,16 @@ from typing import Any
 import msgspec
 import zmq
 
-END = (-1).to_bytes(8, "big", signed=True)  # of a replay
-Place = tuple[str, Any]  # medium, and vLLM's hash of a block
+END = (-1).to_bytes(8, "big", signed=True)  # ends a replay
+Place = tuple[str, Any]  # (medium, vLLM's hash of a block)
 
 
 class KVIndex:
-    """Subscribes to an engine. It counts: a block is gone when it was removed as often as it was stored.
+    """Subscribes to an engine. A block is gone when it was removed as often as it was stored.
 
-    counts: of blocks that are there. plain: of an index that does not count, what is there. removed: blocks that events
-    told of, by medium. gone: those that were there before a batch, and not after it. ranks: in data
-    parallel.
+    counts: how often each present block was stored. plain: the blocks of an index that does not count. removed: number
+    of removals, by medium. gone: number of blocks of `plain` that batches removed, by medium. ranks: the data-parallel
+    ranks that sent events.
     """
 
     def __init__(self, endpoint: str, topic: str = "") -> None:
@@ -24,8 +24,8 @@ class KVIndex:
         self.removed: Counter[str] = Counter()
         self.gone: Counter[str] = Counter()
         self.ranks = set[int]()
-        self.next: int | None = None  # number of the next batch
-        self._blocks: dict[tuple[Any, tuple[int, ...]], Any] = {}  # by parent's hash and tokens, that of a block
+        self.next: int | None = None  # the expected number of the next batch
+        self._blocks: dict[tuple[Any, tuple[int, ...]], Any] = {}  # a block's hash by its parent's hash and its tokens
         self._socket: Any = zmq.Context.instance().socket(zmq.SUB)
         self._socket.setsockopt_string(zmq.SUBSCRIBE, topic)
         self._socket.connect(endpoint)
@@ -34,14 +34,14 @@ class KVIndex:
         self._socket.close(linger=0)
 
     def catch_up(self) -> "KVIndex":
-        """Read what has come. AssertionError if something did not."""
+        """Read all batches that have come. AssertionError if a batch is missing."""
         while self._socket.poll(50):
             _, number, payload = self._socket.recv_multipart()
             self._apply(number, payload)
         return self
 
     def replay(self, endpoint: str, seconds: float = 30.0) -> int:
-        """Ask for all batches that the engine has kept. Returns how many those are."""
+        """Ask for all batches that the engine has kept. Returns their number."""
         asker: Any = zmq.Context.instance().socket(zmq.DEALER)
         asker.connect(endpoint)
         asker.send_multipart((b"", (0).to_bytes(8, "big")))
@@ -56,7 +56,7 @@ class KVIndex:
         raise AssertionError(f"no end of the replay in {seconds} s")
 
     def blocks(self, tokens: list[int], size: int, medium: str = "CPU") -> int:
-        """How many leading blocks of a prompt can be had from a medium. size: of a block, in tokens."""
+        """How many leading blocks of a prompt a medium has. size: tokens of a block."""
         found = [self._leading(tokens, size, medium, known) for known in (self.counts, self.plain)]
         assert found[0] == found[1]
         return found[0]

@@ -1,4 +1,4 @@
-"""Models whose layers keep KV of several kinds, of `raykv.bench.engines.shapes`."""
+"""Models of `raykv.bench.engines.shapes` whose layers keep KV of several kinds."""
 
 from pathlib import Path
 from typing import NamedTuple
@@ -10,7 +10,7 @@ from raykv.integrations.vllm.compat import TAKES_GROUPS
 
 
 class Model(NamedTuple):
-    """chunk: its tokens: as many as a window has, or a block whose states fill a page of the layers that have all."""
+    """chunk: tokens of a chunk: those of a window, or of a block as large as a layer's state."""
 
     name: str
     chunk: int = 96
@@ -26,5 +26,5 @@ class Model(NamedTuple):
 MODELS = {"mistral": Model("mistral")}
 if TAKES_GROUPS:
     MODELS |= {name: Model(name) for name in ("gemma3", "gpt-oss")}
-    if torch.cpu._is_amx_tile_supported():  # vLLM's kernels of its states want that, or AVX-512 with bfloat16
+    if torch.cpu._is_amx_tile_supported():  # vLLM's kernels for its states need AMX
         MODELS["qwen3-next"] = Model("qwen3-next", 288)

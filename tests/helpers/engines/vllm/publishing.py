@@ -1,4 +1,4 @@
-"""vLLM's connector on a pool, for tests of what it tells routers."""
+"""raykv's connector for vLLM, for tests of the events that it publishes to routers."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from raykv.integrations.vllm.events import kv_events, published
 
 
 class PublishingConnector(RoutedConnector):
-    """refresh_s, settle_s, ask_s: of its configuration, instead of those of the modules."""
+    """Takes refresh_s, settle_s and ask_s from its configuration, in place of the modules' constants."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config

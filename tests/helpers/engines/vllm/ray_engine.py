@@ -19,23 +19,23 @@ HEAD = "node:__internal_head__"  # a resource of the head's node
 
 
 def with_platform() -> dict[str, str]:
-    """The environment of engines that find the tests' platform."""
+    """Environment variables with which engines find the tests' platform."""
     return {"PYTHONPATH": os.pathsep.join((PLUGIN, os.environ["PYTHONPATH"]))}
 
 
 class RayEngine(Engine):
-    """By vLLM's Ray executor, tensor parallel over as many workers as it has places."""
+    """An engine by vLLM's Ray executor, tensor parallel over `ranks` workers."""
 
     def __init__(self, pool: str, model: str, fault: str, ranks: int, **extra: Any) -> None:
-        """extra: of the connector's configuration."""
+        """extra: for the connector's configuration."""
         super().__init__(pool, model, 64 * MIB, fault, ranks, extra, distributed_executor_backend="ray")
 
     def ranks(self) -> list[tuple[str, str]]:
-        """Of each rank, the Ray node that it runs on, and the memory that it reads and writes."""
+        """For each rank (Ray node id, name of the pool's memory that the rank reads and writes)."""
         return self.llm.collective_rpc(_where)  # type: ignore[no-any-return]
 
     def files(self) -> set[str]:
-        """Files that its workers share, and leave in /dev/shm when Ray kills them."""
+        """Files that the workers share, and that stay in /dev/shm when Ray kills the workers."""
         return set().union(*self.llm.collective_rpc(_shared))
 
 
@@ -51,18 +51,18 @@ def _where(_: Any) -> tuple[str, str]:
 
 
 def start(driver: str, places: Sequence[str], *arguments: Any, **extra: Any) -> Any:
-    """A RayEngine as an actor. driver, places: resources of the nodes of its scheduler, and of its ranks.
+    """A RayEngine as an actor. driver: a resource of the scheduler's node. places: a resource of each rank's node.
 
-    arguments: of RayEngine, less the number of ranks.
+    arguments: those of RayEngine without `ranks`.
     """
     group = placement_group([{driver: 0.001}, *({"GPU": 1, place: 0.001} for place in places)])
     environment = {
         **ENVIRONMENT,
         **one_process.ENVIRONMENT,
         **with_platform(),
-        "RAY_ADDRESS": ray.get_runtime_context().gcs_address,  # else vLLM joins the machine's newest cluster
-        "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # of functions for all workers
-        "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": "60",  # until it gives up a rank that has died
+        "RAY_ADDRESS": ray.get_runtime_context().gcs_address,  # or vLLM joins the machine's newest cluster
+        "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # to send functions to all workers
+        "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": "60",  # until vLLM gives up a rank that has died
         "VLLM_RAY_BUNDLE_INDICES": ",".join(str(i + 1) for i in range(len(places))),
     }
     options: dict[str, Any] = {

@@ -17,7 +17,7 @@ def request(
     salt: str | None = None,
     tail: Tail | None = None,
 ) -> ReqContext:
-    """Of the chunks with these keys, of any groups. tail: of its prompt."""
+    """A request for the chunks with these keys, of any groups. tail: the tail of its prompt."""
     context = ReqContext(name)
     groups: dict[int, list[Any]] = {}
     for key in keys:

@@ -1,4 +1,4 @@
-"""vLLM's second model runner, as far as a connector sees it: that runner itself needs a GPU."""
+"""Calls a connector as vLLM's second model runner does. That runner itself needs a GPU."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,13 +12,13 @@ from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunne
 
 
 def take_over(engine: Any) -> None:
-    """From now on the engine's worker calls its connector as that runner does: after the forward context has ended.
+    """Have the engine's worker call its connector as the second runner does: after the forward context has ended.
 
-    engine: a helpers.engines.vllm.engine.Engine. `engine.steps` has of each step whether it computed, and whether it
-    paused.
+    engine: a helpers.engines.vllm.engine.Engine. `engine.steps` gets (whether it computed, whether it paused) for each
+    step.
     """
     connector = get_kv_transfer_group()
-    active = ActiveKVConnector.__new__(ActiveKVConnector)  # the constructor registers KV caches, which is done
+    active = ActiveKVConnector.__new__(ActiveKVConnector)  # its constructor would register the KV caches again
     active.vllm_config, active.kv_connector = connector._vllm_config, connector
     active._pending_load_kwargs, active._disabled = None, False
     worker, paused = connector.connector_worker.worker, []
@@ -46,10 +46,10 @@ def take_over(engine: Any) -> None:
 
 
 def steps(engine: Any) -> list[tuple[bool, bool]]:
-    """See `take_over`."""
+    """`engine.steps`: see `take_over`."""
     return list(engine.steps)
 
 
 def give_back(engine: Any) -> None:
-    """The next engine of this process is called as ever."""
+    """Undo `take_over`, for the next engine of this process."""
     KVConnectorModelRunnerMixin._get_kv_connector_output = engine.before

@@ -1,4 +1,4 @@
-"""vLLM's AsyncLLM as an actor: it takes a prompt in pieces, as from a user who speaks, and may have several ranks."""
+"""vLLM's AsyncLLM as an actor. It takes a prompt in pieces, as from a user who speaks, and may have several ranks."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
@@ -18,12 +18,12 @@ from raykv.integrations.vllm import kv_transfer_config
 
 
 class StreamedEngine:
-    """vLLM's AsyncLLM on a pool, in float32: whatever was computed together gives the same tokens."""
+    """vLLM's AsyncLLM on a pool, in float32: a prompt gives the same tokens whatever it is computed together with."""
 
     def __init__(
         self, pool: str, model: str, cache_bytes: int, extra: dict[str, Any] | None = None, **options: Any
     ) -> None:
-        """extra: of the connector's configuration. options: of vLLM."""
+        """extra: for the connector's configuration. options: vLLM's."""
         transfer = kv_transfer_config(pool)
         transfer["kv_connector_extra_config"] |= {"verify_tokens": True} | (extra or {})
         arguments = AsyncEngineArgs(
@@ -40,7 +40,7 @@ class StreamedEngine:
         self.engine = AsyncLLM.from_engine_args(arguments)
 
     async def session(self, turns: list[list[int]], tokens: int) -> list[list[int]]:
-        """Send each turn when the one before is answered. Returns the answers, of so many greedy tokens each."""
+        """Send each turn when the turn before is answered. Returns the answers, each of `tokens` greedy tokens."""
         answers: list[list[int]] = [[]]
         answered = asyncio.Event()
 
@@ -65,7 +65,7 @@ class StreamedEngine:
         return answers[: len(turns)]
 
     async def answer(self, prompt: list[int], tokens: int = 8, rank: int | None = None) -> tuple[list[int], int]:
-        """What follows a prompt, and how many of its tokens were cached. rank: in data parallel, the one to ask."""
+        """(tokens that follow, how many of the prompt's tokens were cached). rank: the data-parallel rank to ask."""
         sampling = SamplingParams(max_tokens=tokens, temperature=0, detokenize=False, ignore_eos=True)
         asked: Any = {"prompt_token_ids": prompt}
         given = self.engine.generate(asked, sampling, uuid4().hex, data_parallel_rank=rank)
@@ -76,12 +76,12 @@ class StreamedEngine:
         return bool(await self.engine.reset_prefix_cache(**options))
 
     async def pause(self) -> None:
-        """As the docs do it. The engine goes on after it."""
+        """Pause, reset and resume as the docs do."""
         await self._again(lambda: self.engine.pause_generation(mode="keep", clear_cache=True))
         await self.engine.resume_generation()
 
     async def reset_all(self) -> None:
-        """As the docs do it, whatever runs and loads."""
+        """Reset as the docs do, even while requests run and load."""
         await self._again(lambda: self.engine.reset_prefix_cache(reset_running_requests=True, reset_connector=True))
 
     async def _again(self, call: Callable[[], Awaitable[Any]]) -> None:

@@ -1,6 +1,6 @@
-"""The two collectives by which experts' ranks exchange tokens, and that vLLM's CPU build lacks.
+"""The two collectives by which experts' ranks exchange tokens. vLLM's CPU build lacks them.
 
-Apart from the platform, which vLLM imports before the module of its communicators.
+They are not in the platform's module, because vLLM imports that before the module of its communicators.
 """
 
 import torch
@@ -17,7 +17,7 @@ class Communicator(CpuCommunicator):  # type: ignore[misc]
         return self._gathered(input_, sizes)
 
     def _gathered(self, rows: torch.Tensor, sizes: list[int] | None) -> torch.Tensor:
-        """Gloo gathers equal shapes, so all send as many rows as the longest has."""
+        """Gather all ranks' rows. Gloo gathers equal shapes, so each rank pads its rows to the longest."""
         sizes = sizes or [len(rows)] * self.world_size
         mine = rows.new_zeros((max(sizes), *rows.shape[1:]))
         mine[: len(rows)] = rows

@@ -1,7 +1,7 @@
 """vLLM's CPU platform with a Ray resource, so that vLLM's real Ray executor runs its workers without a GPU.
 
-Raylets are started with `num_gpus` (a count: there is no GPU), and engines with this folder on their PYTHONPATH.
-Models of experts run in data parallel too: see ray_cpu_communicator.
+Start raylets with `num_gpus`, a mere count, and engines with this folder on their PYTHONPATH. Models of experts run in
+data parallel too: see ray_cpu_communicator.
 """
 
 from vllm.platforms.cpu import CpuPlatform
