@@ -1,4 +1,4 @@
-"""One Ray cluster of two nodes for the whole session; a pool of a fresh name for every test that asks for one."""
+"""Fixtures of all tests: a Ray cluster of two nodes for the whole session, and pools with fresh names."""
 
 import contextlib
 import ctypes
@@ -15,27 +15,27 @@ import pytest
 from helpers.project import durations
 from hypothesis import HealthCheck, settings
 
-os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # else ray.init writes a token file into the home folder
+os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # or ray.init writes a token file into the home folder
 os.environ.setdefault("RAY_DEDUP_LOGS", "0")
-os.environ.setdefault("SCAN_EVENT_DIR_INTERVAL_SECONDS", "3600")  # every 2 s Ray looks into a file of each worker
-os.environ.setdefault("REPORTER_UPDATE_INTERVAL_MS", "60000")  # every 5 s Ray looks at each of its processes
-os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # else every process that imports numpy starts threads, which spin
+os.environ.setdefault("SCAN_EVENT_DIR_INTERVAL_SECONDS", "3600")  # by default Ray reads a file of each worker every 2 s
+os.environ.setdefault("REPORTER_UPDATE_INTERVAL_MS", "60000")  # by default Ray looks at each process every 5 s
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # or numpy starts threads in every process, which spin
 TESTS = os.path.dirname(__file__)
-ROOTS = (TESTS, os.path.dirname(TESTS))  # of helpers, and of examples
-ACTORS = tuple(os.path.join(TESTS, folder) for folder in ("cluster", "engines"))  # of classes that Ray's workers run
+ROOTS = (TESTS, os.path.dirname(TESTS))  # parents of helpers and of examples
+ACTORS = tuple(os.path.join(TESTS, folder) for folder in ("cluster", "engines"))  # where classes of actors are
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (*ROOTS, *ACTORS, os.environ.get("PYTHONPATH"))))
 
 if TYPE_CHECKING:
     import raykv
     from raykv.arena.gpu.device import Device
 
-# plugins and helpers with assertions that tests import first
+# plugins, and helpers whose failed assertions pytest is to explain
 pytest.register_assert_rewrite("helpers.transports.nccl_nodes", "helpers.line.callers", "helpers.tiers.guarded_tier")
 # a machine may be busy
 settings.register_profile("untimed", settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")
 MIB = 1 << 20
-FULL = ("cluster", "engines", "documented")  # folders
+FULL = ("cluster", "engines", "documented")  # folders whose tests `make full` runs
 NODE = {"num_cpus": 2, "object_store_memory": 256 * MIB}
 _names = (f"t{os.getpid()}-{i}" for i in itertools.count())
 
@@ -46,7 +46,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark what `make full` runs. The longest files come first."""
+    """Mark the tests that only `make full` runs, and put the longest files first."""
     for item in items:
         if "cluster" in getattr(item, "fixturenames", ()) and item.path.parent.name != "pool":
             item.add_marker("cluster")
@@ -71,7 +71,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def pytest_collection_finish() -> None:
-    """What was imported is a million objects: a look for garbage would take 0.7 s."""
+    """Freeze the million imported objects: a garbage collection of them would take 0.7 s."""
     gc.collect()
     gc.freeze()
 
@@ -83,11 +83,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[Any]:
-    """Two raylets on this machine; this process is a driver on the head's."""
+    """Two raylets on this machine. This process is a driver on the head's node."""
     import ray
     from ray.cluster_utils import Cluster
 
-    unread = {"include_dashboard": False, "include_log_monitor": False}  # nobody looks at either
+    unread = {"include_dashboard": False, "include_log_monitor": False}  # no test uses either
     cluster = Cluster(initialize_head=True, head_node_args={**NODE, **unread})
     try:
         cluster.add_node(wait=True, **NODE)
@@ -105,7 +105,7 @@ def start_for_module(cluster: Any) -> Iterator[Callable[..., "raykv.KVPool"]]:
 
 @pytest.fixture
 def start(cluster: Any) -> Iterator[Callable[..., "raykv.KVPool"]]:
-    """Start a patient pool that offers all of its memory; it is stopped after the test."""
+    """A function that starts a pool with a long deadline and waits for all of its memory. Pools stop after the test."""
     yield from _start()
 
 
@@ -133,7 +133,7 @@ def _start() -> Iterator[Callable[..., "raykv.KVPool"]]:
 
 @pytest.fixture
 def third_node(cluster: Any) -> Iterator[Callable[..., Any]]:
-    """Add a raylet; it is removed after the test, if it is still there."""
+    """A function that adds a raylet. Raylets that are left are removed after the test."""
     yield from _add_node(cluster)
 
 
@@ -155,14 +155,14 @@ def _add_node(cluster: Any) -> Iterator[Callable[..., Any]]:
     yield add
     for node in added:
         if node in cluster.worker_nodes:
-            cluster.remove_node(node)  # gracefully: Ray takes 15 s to notice that a raylet was killed
+            cluster.remove_node(node)  # gracefully, as Ray notices a killed raylet only after 15 s
     gone = {node.node_id for node in added}
     eventually(lambda: not gone & {node["NodeID"] for node in ray.nodes() if node["Alive"]})
 
 
 @pytest.fixture(params=["plain", "tls"])
 def plain_and_tls(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Sockets of this process, as they are, and where Ray uses TLS. Both sides are patient: a machine may be busy."""
+    """Run a test twice: with plain sockets, and with TLS as Ray uses it. Handshakes may take long on a busy machine."""
     from helpers.line import certificates
     from helpers.line.echo_server import PATIENCE_S
 
@@ -175,7 +175,7 @@ def plain_and_tls(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: p
 
 @pytest.fixture
 def switching() -> Iterator[None]:
-    """Threads take turns as often as Python lets them: what is not guarded shows."""
+    """Have threads switch as often as Python allows, so that missing locks show."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     yield
@@ -190,7 +190,7 @@ def on_host(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     before = {name: module for name, module in sys.modules.items() if name.split(".")[0] == "cupy"}
     monkeypatch.syspath_prepend(ON_HOST)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
-    monkeypatch.setattr(ctypes, "CDLL", ctypes.CDLL)  # which it replaces
+    monkeypatch.setattr(ctypes, "CDLL", ctypes.CDLL)  # restores the CDLL that the stand-in replaces
     forget()
     yield importlib.import_module("cupy")
     forget()

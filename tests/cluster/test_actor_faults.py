@@ -39,12 +39,12 @@ from raykv.protocol.location import LOCATION, epoch_of
 
 @pytest.fixture
 def start(start: Callable[..., raykv.KVPool]) -> Callable[..., raykv.KVPool]:
-    """As everywhere, but this process hurries."""
+    """Pools whose directory this process calls with the short deadline of engines."""
     return lambda **settings: hurry(start(**settings))
 
 
 def both_directories(pool: raykv.KVPool) -> list[int]:
-    """Their processes; none while there is only one."""
+    """The pids of both directories; none while there is only one directory."""
     try:
         return [pid(named_actors.find(named_actors.directory_name(pool.name, number))) for number in (1, 2)]
     except ValueError:
@@ -52,7 +52,7 @@ def both_directories(pool: raykv.KVPool) -> list[int]:
 
 
 def on_both(pool: raykv.KVPool) -> tuple[raykv.KVCache, list[raykv.Keys], list[Any]]:
-    """Blocks of both nodes, and a worker on each."""
+    """(cache, a prompt stored on each node, a worker on each node)."""
     cache = a_cache(pool)
     workers = [worker(pool, node_id, be_patient=False) for node_id in (pool.node_id, other_node(pool))]
     prompts = [cache.keys(tokens(100 + i, 40)) for i in range(2)]
@@ -76,7 +76,7 @@ def test_no_block_is_read_wrong_while_stores_and_directory_are_killed(
     come_back(cache, prompts, workers)
     eventually(lambda: settled(pool), seen=pool.stats)
     assert pool.stats()["epoch"] > epoch and pool.stats()["corrupt"] == 0
-    # whoever attaches now finds a store that knows its place
+    # a process that attaches now finds stores whose indices are right
     for node_id in (pool.node_id, other_node(pool)):
         newcomer = worker(pool, node_id)
         assert ray.get(newcomer.read.remote(prompts[0]))[1:3] == (40, 0)
@@ -85,15 +85,15 @@ def test_no_block_is_read_wrong_while_stores_and_directory_are_killed(
 def test_nothing_is_evicted_for_a_writer_that_is_yet_to_find_its_store(
     start: Callable[..., raykv.KVPool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A new directory calls its node something else. It knows nothing to write into, again and again."""
+    """A new directory gives the writer's node another index. The writer asks again and again by the old index."""
     pool = start()
     cache, prompts, _ = on_both(pool)
     with monkeypatch.context() as forgetful:
-        forgetful.setattr(pool.session, "_looked", math.inf)  # nobody looks for the store meanwhile
+        forgetful.setattr(pool.session, "_looked", math.inf)  # this process does not look for its store meanwhile
         kill(pool, "directory")
         eventually(lambda: served_again(pool))
         before = pool.stats()
-        for seed in range(500, 540):  # more than all memory
+        for seed in range(500, 540):  # more blocks than all memory holds
             assert store(cache, cache.keys(tokens(seed, 16))) == 0
         assert pool.stats()["evicted"] == before["evicted"] and totals(pool)["quarantined"] == 0
     come_back(cache, prompts)
@@ -102,7 +102,7 @@ def test_nothing_is_evicted_for_a_writer_that_is_yet_to_find_its_store(
 
 
 def served_again(pool: raykv.KVPool) -> bool:
-    """Whether another directory offers both nodes, and this process does not know what it calls its own."""
+    """Whether another directory offers both nodes, and this process does not know its node's new index."""
     nodes = pool.stats().get("nodes", {})
     assert pool.session.local
     there = len(nodes) == 2 and all(node["state"] == "alive" for node in nodes.values())
@@ -111,7 +111,7 @@ def served_again(pool: raykv.KVPool) -> bool:
 
 @both_ways_at_once
 def test_blocks_survive_when_all_actors_are_killed_at_once(start: Callable[..., raykv.KVPool], transport: str) -> None:
-    """Each store takes up one of the machine's arenas, maybe the other's: clients look where their blocks are now."""
+    """Each new store takes up one of the machine's arenas, maybe the other node's. Clients find their blocks again."""
     pool = start(transport=transport)
     cache, prompts, workers = on_both(pool)
     for _ in range(2):
@@ -124,7 +124,7 @@ def test_blocks_survive_when_all_actors_are_killed_at_once(start: Callable[..., 
     ray.kill(node_store(pool, pool.node_id))
     far = cache.keys(tokens(202, 8))
     ray.get(workers[1].keep.remote(far))
-    come_back(cache, [far, *prompts], workers)  # who pulled through the old store pulls through the new one
+    come_back(cache, [far, *prompts], workers)  # readers pull through the new store
     assert pool.stats()["corrupt"] == 0
     eventually(lambda: settled(pool), seen=pool.stats)
 
@@ -151,7 +151,7 @@ def test_a_stopped_directory_is_replaced_and_refused_when_it_goes_on(
     late = cache.keys(tokens(300, 4))
     hold, grant = eventually(lambda: granted(pool, late))
     with stopped(process):
-        with cache.match(prompts[0]) as match:  # a miss, in its deadline
+        with cache.match(prompts[0]) as match:  # a miss, within the deadline
             assert match.num_blocks == 0
         eventually(lambda: internal_kv.in_charge(pool.name).name != f"raykv/{pool.name}/directory-1")
         eventually(lambda: pool.stats().get("epoch", 0) > epoch)
@@ -162,7 +162,7 @@ def test_a_stopped_directory_is_replaced_and_refused_when_it_goes_on(
         blocks = np.zeros((4, BLOCK), np.uint8)
         assert not pool.session.local.arena.write(locations, late, blocks).any()
         directory = pool.session.directory
-        eventually(lambda: directory.nodes())  # the new one answers
+        eventually(lambda: directory.nodes())  # the new directory answers
         faults = dict(directory.faults)
         assert directory.commit(hold, grant.locations, late.tobytes(), b"\1" * 4) == 0
         assert directory.faults == faults, "it answered, and took none of them"
@@ -194,7 +194,7 @@ def test_a_killed_supervisor_comes_back_and_a_raylet_dies_under_load(
     node = third_node()
     eventually(lambda: served(pool, 3))
     there = worker(pool, node.node_id)
-    lost, kept = cache.keys(tokens(400, 20)), cache.keys(tokens(401, 20))  # nothing that the load stores
+    lost, kept = cache.keys(tokens(400, 20)), cache.keys(tokens(401, 20))  # prompts that the load does not store
     assert ray.get(there.store.remote(lost)) == 20
     keep(cache, kept)
     near = worker(pool, pool.node_id, be_patient=False)
@@ -202,8 +202,8 @@ def test_a_killed_supervisor_comes_back_and_a_raylet_dies_under_load(
     with load([near], prompts=4, blocks=20):
         cluster.remove_node(node, allow_graceful=False)
         eventually(lambda: pool.stats()["nodes"].get(node.node_id, {}).get("state") in (None, "suspect"))
-        assert read(cache, lost).matched == 0  # it is not offered any more,
-        eventually(lambda: node.node_id not in pool.stats()["nodes"])  # and then Ray gives it up
+        assert read(cache, lost).matched == 0  # the node is not offered any more
+        eventually(lambda: node.node_id not in pool.stats()["nodes"])  # until Ray gives the node up
     come_back(cache, [kept], [near])
     keep(cache, lost)
     eventually(lambda: settled(pool), seen=pool.stats)

@@ -27,7 +27,7 @@ def test_a_node_that_only_the_pool_keeps_busy_is_taken_away(v2: bool) -> None:
 
 
 def main(address: str) -> None:
-    """The test, as a driver of that cluster."""
+    """The test's program, a driver of the autoscaled cluster."""
 
     def joined() -> bool:
         try:
@@ -42,7 +42,7 @@ def main(address: str) -> None:
     head = pool.node_id
 
     def with_engine(seed: int) -> tuple[str, raykv.Keys]:
-        """Have an engine on a node of its own store 20 blocks, and end. Returns the node, and the blocks."""
+        """Have an engine on a node of its own store 20 blocks, and end. Returns (node id, keys)."""
         keys = cache.keys(tokens(seed, 20))
         engine: Any = ray.remote(Engine).options(num_cpus=2).remote(pool.name)
         node_id: str = ray.get(engine.node_id.remote())
@@ -61,10 +61,10 @@ def main(address: str) -> None:
     second, keys = with_engine(2)
     assert second != first
     eventually(lambda: internal_kv.left_nodes(pool.name) == {second})
-    again, more = with_engine(3)  # before Ray takes it away
+    again, more = with_engine(3)  # before Ray takes the node away
     assert again == second and holds(cache, keys) and holds(cache, more)
     eventually(lambda: internal_kv.left_nodes(pool.name) == {second})
-    kill(pool, "supervisor")  # it notes in Ray what it did
+    kill(pool, "supervisor")  # a new supervisor reads from Ray's KV what this one did
     eventually(lambda: cluster.living() == {head})
     assert holds(cache, keys) and holds(cache, more)
     pool.stop()

@@ -72,7 +72,7 @@ def test_bench_directory() -> None:
 
 
 def test_bench_scale() -> None:
-    """Two nodes, on a directory that is killed once."""
+    """Two nodes, whose directory is killed once."""
     sizes = ("--nodes", "2", "--entries", "20000", "--seconds", "1", "--take-over", "2")
     figures = last_json(command("bench", "scale", *sizes, "--json"))
     (row,) = figures["results"]
@@ -82,7 +82,7 @@ def test_bench_scale() -> None:
 
 
 def test_bench_trace_with_external_tiers(tmp_path: Path) -> None:
-    """Prompts of 10 blocks each, asked for in turn: twice as many as memory holds, all of which tiers do."""
+    """Prompts of 10 blocks, asked for in turn. Memory holds half of them, and tiers hold all."""
     trace = tmp_path / "trace.jsonl"
     requests = [list(range(10 * i, 10 * i + 10)) for i in range(40)] * 3
     trace.write_text("".join(json.dumps({"hash_ids": ids, "input_length": 5120}) + "\n" for ids in requests))

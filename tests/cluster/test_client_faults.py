@@ -1,4 +1,4 @@
-"""Faults that happen to users of a pool, and to its memory: one test a row of the table."""
+"""Faults of a pool's clients and memory: a test for each row of the table in docs/reliability.md."""
 
 import os
 import signal
@@ -39,7 +39,7 @@ SIGNALS = {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP}
 
 
 class Unlucky(Worker):
-    """Sends itself a signal in the middle of a store."""
+    """An engine that sends itself a signal in the middle of a store."""
 
     def __init__(self, pool: str, when: str, what: str) -> None:
         super().__init__(pool)
@@ -78,7 +78,7 @@ class Unlucky(Worker):
 
 
 def fill(pool: raykv.KVPool, cache: raykv.KVCache, seed: int) -> None:
-    """Store until every slot was granted anew."""
+    """Store until every slot has been granted again."""
     slots = totals(pool)["slots"]
     goal = pool.stats()["evicted"] + 3 * slots
     for i in range(10_000):
@@ -100,7 +100,7 @@ def test_a_killed_writer_leaves_whole_blocks_or_none(start: Callable[..., raykv.
     eventually(lambda: settled(pool))
     found = [read(cache, keys, verify=True) for keys in prompts]
     assert [reading.wrong for reading in found] == [0, 0, 0]
-    assert [reading.read for reading in found] == [0, 0, 8]  # what was whole is not lost with its writer
+    assert [reading.read for reading in found] == [0, 0, 8]  # whole blocks survive the death of their writer
     for keys in prompts:
         keep(cache, keys)
 
@@ -127,7 +127,7 @@ def test_leases_of_a_killed_reader_are_released(start: Callable[..., raykv.KVPoo
 def test_a_stopped_writer_never_writes_into_a_slot_that_was_given_away(
     start: Callable[..., raykv.KVPool], transport: str
 ) -> None:
-    """Long enough that their reservations ended, and that all that could be given away was."""
+    """Writers stand still until their reservations have ended and all slots that can be granted again were."""
     pool = start(transport=transport, cpu_memory=16 << 20)
     cache = a_cache(pool)
     victims = [worker(pool, pool.node_id, Unlucky, when=when, what="stopped") for when in WHEN]
@@ -137,14 +137,14 @@ def test_a_stopped_writer_never_writes_into_a_slot_that_was_given_away(
     try:
         eventually(lambda: all(map(stopped, pids)))
         eventually(lambda: totals(pool)["writing"] == 0 and pool.stats()["reservations"] == 0)
-        eventually(lambda: totals(pool)["quarantined"] == 8)  # of the one whose locks keep them from everybody
+        eventually(lambda: totals(pool)["quarantined"] == 8)  # slots that one stopped writer has locked
         fill(pool, cache, 1000)
         assert totals(pool)["quarantined"] == 8
     finally:
         for process in pids:
             os.kill(process, signal.SIGCONT)
     assert ray.get(storing[0]) == 0
-    assert ray.get(victims[0].faults.remote())["write"] == 1  # its slots were given away: it was refused
+    assert ray.get(victims[0].faults.remote())["write"] == 1  # its slots were granted again: its write was refused
     ray.get(storing)
     eventually(lambda: settled(pool))
     latest = [cache.keys(tokens(seed, 16)) for seed in range(1000, 1200)]
@@ -160,7 +160,7 @@ def stopped(process: int) -> bool:
 
 
 def test_a_stopped_reader_reads_nothing_wrong_when_it_goes_on(start: Callable[..., raykv.KVPool]) -> None:
-    """Its lease ends, its blocks go, and its read tells."""
+    """Its lease ends, and its blocks are evicted. Its read notices that."""
     pool = start(cpu_memory=16 << 20)
     cache = a_cache(pool)
     keys = cache.keys(tokens(1, 8))
@@ -181,7 +181,7 @@ def test_a_stopped_reader_reads_nothing_wrong_when_it_goes_on(start: Callable[..
 
 
 class Dozing(Worker):
-    """Is stopped between match and read."""
+    """An engine that is stopped between match and read."""
 
     def read_late(self, keys: Keys) -> tuple[int, int, int]:
         assert self.pool.session.local
@@ -197,7 +197,7 @@ class Dozing(Worker):
 
 
 def alter(pool: raykv.KVPool, location: np.void, payload: bool) -> None:
-    """Flip a bit of a block of this node, in its payload or in its header's key, as a stray write would."""
+    """Flip a bit of a block of this node, in its payload or its header's key, as a stray write would."""
     assert pool.session.local
     arena = pool.session.local.arena
     first, start, size = superblock.layout(arena.slab_bytes, arena.slabs)
@@ -249,13 +249,13 @@ def test_an_altered_block_is_a_miss_and_is_not_offered_again(
     faults = mine["read"] if reader == "here" else theirs["pull"]
     assert found[:3] == (10, 6, 0) and faults
     eventually(lambda: pool.stats()["corrupt"] - before == 1)
-    assert read(cache, keys).matched == 6  # it is not offered again,
-    keep(cache, keys)  # and can be stored again
+    assert read(cache, keys).matched == 6  # the altered block is not offered again
+    keep(cache, keys)  # the block can be stored again
     eventually(lambda: settled(pool))
 
 
 class Engine(Worker):
-    """An engine that swaps out, and may be killed."""
+    """An engine that swaps out, to be killed."""
 
     def swap_out(self, blocks: int) -> int:
         paged = np.ones((blocks, BLOCK), np.uint8)

@@ -1,4 +1,4 @@
-"""The Grafana dashboard stands beside Ray's own without anybody's doing."""
+"""The pool puts its Grafana dashboard beside Ray's own."""
 
 import shutil
 from collections.abc import Callable
@@ -16,7 +16,7 @@ def test_the_store_of_the_head_writes_it_where_ray_provisions_grafana_from(start
     metrics = Path(global_worker.node.get_session_dir_path(), "metrics")
     assert dashboard_files.provisioned() == metrics / "grafana" / "dashboards"
     there = metrics.exists()
-    dashboard_files.provisioned().mkdir(parents=True, exist_ok=True)  # as Ray's dashboard does, which does not run here
+    dashboard_files.provisioned().mkdir(parents=True, exist_ok=True)  # Ray's dashboard, not running here, would do it
     try:
         start()
         eventually(lambda: all((dashboard_files.provisioned() / name).exists() for name in dashboard_files.NAMES))

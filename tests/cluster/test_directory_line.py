@@ -1,4 +1,4 @@
-"""The two ways to the directory, its socket and calls through Ray: the same on both, and from one to the other."""
+"""The two ways to the directory, its socket and calls through Ray, behave alike; and clients change between them."""
 
 import signal
 from collections.abc import Callable, Iterator
@@ -42,7 +42,7 @@ def pool(start_for_module: Callable[..., raykv.KVPool], request: pytest.FixtureR
 
 @pytest.fixture
 def faulty(pool: raykv.KVPool) -> Iterator[raykv.KVPool]:
-    """A directory that answers as before when the test is over, and nothing that is still held."""
+    """A pool for a test of faults. After the test the directory must answer on the same way, and nothing be held."""
     way, epoch = pool.session.directory.line.way, pool.stats()["epoch"]
     yield pool
     directory = pool.session.directory
@@ -54,13 +54,13 @@ def faulty(pool: raykv.KVPool) -> Iterator[raykv.KVPool]:
 
 @contextmanager
 def standing_still(pool: raykv.KVPool) -> Iterator[None]:
-    """For less than the seconds after which the directory is replaced."""
+    """Stop the directory's process; tests must let it go on before it is replaced."""
     with stopped(pid(part(pool, "directory"))):
         yield
 
 
 def test_a_call_that_a_signal_interrupts_leaves_no_lease(faulty: raykv.KVPool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At once, or where Ray waits for the answer, when that is due."""
+    """The call ends at once or, if Ray waits for the answer, when the answer is due."""
     cache = a_cache(faulty)
     keys = cache.keys(tokens(20, 5))
     keep(cache, keys)
@@ -78,7 +78,7 @@ def test_a_call_that_a_signal_interrupts_leaves_no_lease(faulty: raykv.KVPool, m
 
 
 def test_what_a_late_answer_granted_is_not_held(faulty: raykv.KVPool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The calls are executed, when nobody waits for what they say."""
+    """The directory executes the calls when nobody waits for the answers any more."""
     cache, directory, node = a_cache(faulty), faulty.session.directory, faulty.node_id
     kept, late = cache.keys(tokens(21, 5)), cache.keys(tokens(22, 5))
     keep(cache, kept)
@@ -118,7 +118,7 @@ def test_a_forget_that_the_directory_missed_is_sent_again(
 def test_blocks_go_to_a_tier_whose_directory_was_killed(
     start: Callable[..., raykv.KVPool], tmp_path: Path, transport: str
 ) -> None:
-    """And those from before are found there: node stores use the same two ways."""
+    """Blocks from before are found in the tier. Node stores use the same two ways."""
     tier = f"file://{tmp_path}/{transport}?capacity=1GiB"
     pool = start(transport=transport, external=tier, secret=b"s", write="through")
     cache = pool.cache(

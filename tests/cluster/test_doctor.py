@@ -1,4 +1,4 @@
-"""`raykv doctor` on nodes that lack nothing, and on nodes that really lack what it looks for."""
+"""`raykv doctor` on nodes that lack nothing, and on nodes that really have the faults it looks for."""
 
 import json
 import os
@@ -36,7 +36,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 ALWAYS = {"python", "numba", "raykv", "memory", "left over", "kernels", "huge pages", "gpu", "nixl", "niceness", "tls"}
 ALWAYS |= {"clock", "ports"}
-# What works, and might be better. Others who test here may have left something over.
+# Checks that may give advice on a sound machine. Other tests on it may have left files.
 UP_TO_THE_MACHINE = {"memory", "huge pages", "niceness", "nixl", "gpu", "left over"}
 LEFT = f"doctor{os.getpid()}"
 
@@ -51,13 +51,13 @@ def arena_of_a_dead_store(pool: str) -> Iterator[None]:
 
 
 def checks(report: dict[str, Any], node: str, state: str = "") -> dict[str, dict[str, Any]]:
-    """Of one node, by what was looked at; only those of a state. The last, where there are several."""
+    """A node's checks by name, the last of each name; with `state` only those whose state begins with it."""
     found = [check for check in report["checks"] if check["node"] == node and check["state"].startswith(state)]
     return {check["check"]: check for check in found}
 
 
 def jobs_of_actors() -> set[str]:
-    """Of actors of any state: a command is a job of its own. The pool's may start meanwhile, as its successor does."""
+    """Jobs of all actors, dead ones too. A command is a job of its own, so its actors would show here."""
     return {actor["JobID"] for actor in actors().values()}
 
 
@@ -86,9 +86,9 @@ def test_chunks_that_held_other_tokens_are_said_until_the_pool_is_cleared(
     cluster: Any, start: Callable[..., raykv.KVPool]
 ) -> None:
     pool = start()
-    for client, chunks in ((1, 2), (2, 3), (1, 4)):  # each tells all that it has found
+    for client, chunks in ((1, 2), (2, 3), (1, 4)):  # a client tells its total, in place of the earlier one
         internal_kv.put_other_tokens(pool.name, pool.node_id, client, chunks)
-    internal_kv.put_other_tokens(pool.name, "f" * 56, 3, 1)  # of a node that is gone
+    internal_kv.put_other_tokens(pool.name, "f" * 56, 3, 1)  # a client of a node that is gone
     done = command("doctor", "--name", pool.name, address=cluster.address)
     (said,) = (line for line in done.stdout.splitlines() if " tokens: " in line)
     assert done.returncode == 1 and pool.node_id[:16] in said and "7 chunks held other tokens" in said
@@ -156,7 +156,7 @@ def test_a_certificate_that_other_nodes_would_refuse(tmp_path: Path) -> None:
 def sick(
     cluster: Any, third_node_for_module: Callable[[], Any], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[dict[str, str], dict[str, Any]]]:
-    """(node ids by what the nodes are, what the doctor says of them all)."""
+    """(node ids by the role of the node, the doctor's report on all nodes)."""
     reason = why_not()
     if reason and "CI" not in os.environ:
         pytest.skip(reason)
@@ -205,7 +205,7 @@ def test_what_is_left_over_is_said_where_it_lies(sick: tuple[dict[str, str], dic
 
 
 def test_nothing_else_is_wrong(sick: tuple[dict[str, str], dict[str, Any]]) -> None:
-    """The others can connect to each other, and the poor one to them."""
+    """The sound nodes connect to each other, and the poor node to them."""
     nodes, report = sick
     wrong = {(check["node"], check["check"]) for check in report["checks"] if check["state"] == WRONG}
     poor = {(nodes["poor"], "memory"), (nodes["poor"], "kernels")}

@@ -1,4 +1,4 @@
-"""A node that leaves: what only it had is elsewhere before it is gone."""
+"""A node that leaves: blocks that only it had get copies elsewhere before it is gone."""
 
 import subprocess
 import sys
@@ -31,19 +31,19 @@ def keep_there(pool: raykv.KVPool, node_id: str, seed: int) -> list[raykv.Keys]:
 
 
 def notice(cluster: Any, node_id: str) -> None:
-    """Ray is told that a node will leave."""
+    """Tell Ray that a node will leave."""
     command = ["drain-node", "--address", cluster.address, "--node-id", node_id, "--reason-message", "disconnect"]
     command += ["--reason", "DRAIN_NODE_REASON_PREEMPTION", "--deadline-remaining-seconds", "600"]
     subprocess.run([Path(sys.executable).with_name("ray"), *command], check=True, capture_output=True, timeout=60)
 
 
 def state(pool: raykv.KVPool, node_id: str) -> str | None:
-    """None while its directory does not answer, or does not know the node."""
+    """The node's state; None if the directory does not answer or does not know the node."""
     return pool.stats().get("nodes", {}).get(node_id, {}).get("state")  # type: ignore[no-any-return]
 
 
 def left(pool: raykv.KVPool, node_id: str) -> int:
-    """Blocks that would go with a node."""
+    """How many blocks would be lost with a node."""
     answer = ray.get(named_actors.find_directory(pool.name).sole_copies.remote(node_id), timeout=10)
     return 1 if answer is None else int(answer[2])
 
@@ -56,26 +56,26 @@ def test_blocks_that_only_a_leaving_node_had_are_readable_after_it_is_gone(
     staying = [node["NodeID"] for node in ray.nodes() if node["Alive"] and node["NodeID"] != leaving.node_id]
     roomy = start(cpu_memory=128 * MIB)
     tiered = start(external=f"file://{tmp_path}?capacity=1GiB&shared=1", secret=b"s")
-    for i in range(10):  # the others' memory is full: what leaves has only the tier to go to
+    for i in range(10):  # fill the other nodes: blocks of the leaving node can go only to the tier
         store(cache_of(tiered), cache_of(tiered).keys(tokens(300 + i, 50)))
     prompts = {pool: keep_there(pool, leaving.node_id, 400) for pool in (roomy, tiered)}
-    read(cache_of(roomy), prompts[roomy][0])  # a replica elsewhere, that load may take the room of
+    read(cache_of(roomy), prompts[roomy][0])  # makes replicas elsewhere, whose slots the load may take
     with load([worker(roomy, node_id) for node_id in staying], prompts=6, blocks=40):
         with pytest.raises(ValueError, match="not a living node"):
             roomy.drain("no-such-node")
         assert roomy.drain(leaving.node_id, deadline=60.0) == 0
         there = worker(roomy, leaving.node_id)
         assert not ray.get(there.store.remote(cache_of(roomy).keys(tokens(999, 5)))), "nothing new goes there"
-        kill(roomy, "directory")  # a new one is told who leaves
+        kill(roomy, "directory")  # the new directory learns which node leaves
         eventually(lambda: state(roomy, leaving.node_id) == "leaving")
         roomy.cancel_drain(leaving.node_id)
         eventually(lambda: state(roomy, leaving.node_id) == "alive")
-        kill(roomy, "directory")  # and a new one who stays
+        kill(roomy, "directory")  # and the next one that the node stays
         eventually(lambda: state(roomy, leaving.node_id) == "alive")
         eventually(lambda: ray.get(there.store.remote(cache_of(roomy).keys(tokens(998, 5)))) == 5)
         assert roomy.drain(leaving.node_id, deadline=60.0) == 0
         ray.kill(there)
-        notice(cluster, leaving.node_id)  # to which the other pool's supervisor answers by itself
+        notice(cluster, leaving.node_id)  # the other pool's supervisor drains the node by itself
         eventually(lambda: state(tiered, leaving.node_id) == "leaving" and not left(tiered, leaving.node_id))
 
         cluster.remove_node(leaving, allow_graceful=False)

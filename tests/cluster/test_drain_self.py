@@ -1,4 +1,4 @@
-"""`raykv drain --self`, as a pod's preStop hook runs it: beside one raylet that sees no other's processes."""
+"""`raykv drain --self` as a pod's preStop hook runs it: in a process namespace with a single raylet."""
 
 import os
 import subprocess
@@ -16,13 +16,13 @@ from helpers.pools import BLOCK, MIB, Worker, eventually, load, read, served, to
 import raykv
 
 NAMESPACES = ["unshare", "--pid", "--mount", "--fork", "--kill-child", "--mount-proc"]
-# Ray's log monitor moves away the logs of processes that it does not see: of all that are not in the pod
+# Ray's log monitor in a pod would move away the logs of all processes outside of the pod
 OWN_FOLDER = ["sh", "-c", 'mount -t tmpfs tmpfs /tmp/ray && exec "$@"', "sh"]
 RAY = Path(sys.executable).with_name("ray")
 
 
 def inside(pod: subprocess.Popen[bytes], address: str, *words: str | Path) -> subprocess.CompletedProcess[str]:
-    """Run a command in a pod, as its hooks are."""
+    """Run a command in a pod, as the pod's hooks run."""
     (first,) = Path(f"/proc/{pod.pid}/task/{pod.pid}/children").read_text().split()
     enter = ["nsenter", f"--target={first}", "--pid", "--mount", *words]
     environment = {**os.environ, "RAY_ADDRESS": address}
@@ -35,7 +35,7 @@ def nodes() -> set[str]:
 
 @contextmanager
 def a_pod(address: str, folder: Path) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
-    """A raylet in process and mount namespaces of its own, and its Ray node id; it is gone afterwards."""
+    """A raylet in process and mount namespaces of its own. Yields its process and Ray node id, and ends it."""
     before = nodes()
     start: list[str | Path] = [
         RAY,

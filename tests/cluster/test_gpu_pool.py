@@ -27,7 +27,7 @@ def test_engines_memory_and_nodes(ahead: list[str]) -> None:
         **os.environ,
         "PYTHONPATH": os.pathsep.join([*ahead, str(HERE), *sys.path]),
         "CUDA_VISIBLE_DEVICES": "0",
-        "CUPY_ON_HOST_WORLD": f"world-{os.getpid()}",  # both nodes have the same GPU, as on a machine that has one
+        "CUPY_ON_HOST_WORLD": f"world-{os.getpid()}",  # both nodes share the GPUs, as on a real machine
     }
     command = [sys.executable, str(HERE / "helpers" / "arena" / "gpu_pool.py"), f"gpu-{os.getpid()}"]
     ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)

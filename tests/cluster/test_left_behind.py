@@ -1,4 +1,4 @@
-"""A pool's files in shared memory: what its end leaves of them, and what becomes of them in others' hands."""
+"""A pool's files in shared memory: which of them its end leaves, and what others on the machine do to them."""
 
 import contextlib
 import os
@@ -30,7 +30,7 @@ import raykv
 from raykv.arena import files
 from raykv.system import raylets
 
-# Another Ray cluster, whose pool of the given name starts when a line comes in, and ends
+# Another Ray cluster. When a line comes in, it starts a pool of the given name, and stops the pool.
 ANOTHER_CLUSTER = """
 import sys, ray, raykv
 ray.init("local", num_cpus=1, object_store_memory=100 << 20, include_dashboard=False, logging_level="ERROR")
@@ -53,19 +53,19 @@ def test_a_store_that_dies_after_the_others_have_stopped_leaves_nothing(
     dying = files.create(f"{files.SHM}/raykv-{pool.name}-{os.getuid()}-99", bytes(16), 4 << 20, 1)
     cluster.remove_node(node, allow_graceful=graceful)
     with contextlib.suppress(ProcessLookupError):
-        os.kill(process, signal.SIGKILL)  # its answer to `stop` would tell that it has removed what is its own
+        os.kill(process, signal.SIGKILL)  # a living store would remove its own files at `stop`
     stopping = threading.Thread(target=pool.stop)
     stopping.start()
     eventually(lambda: not actor_names(pool.name))
     assert dying.path in files.arenas_of(pool.name)
-    os.close(dying.fd)  # as its owner's death does
+    os.close(dying.fd)  # as the death of its owner does
     stopping.join(60)
     assert not stopping.is_alive() and not shm_files(pool.name)
 
 
 @pytest.fixture
 def another_cluster() -> Any:
-    """Begins ANOTHER_CLUSTER for a pool's name."""
+    """Yields a function that starts ANOTHER_CLUSTER for a pool's name."""
     begun: list[subprocess.Popen[str]] = []
 
     def begin(name: str) -> subprocess.Popen[str]:
@@ -92,7 +92,7 @@ def test_another_ray_cluster_on_the_machine_leaves_a_store_that_restarts_its_blo
     before = sorted(shm_files(pool.name))
     assert other.stdout.readline() == "ready\n"
     process = pid(node_store(pool, node_id))
-    with stopped(raylet_of(node_id)):  # it starts no store meanwhile
+    with stopped(raylet_of(node_id)):  # so that it starts no new store meanwhile
         os.kill(process, signal.SIGKILL)
         assert len(files.left_behind(pool.name)) == 0, "it is of a cluster that runs"
         other.stdin.write("\n")
@@ -107,7 +107,7 @@ def raylet_of(node_id: str) -> int:
 
 
 def test_a_pool_goes_on_whose_files_were_removed(start: Callable[..., raykv.KVPool]) -> None:
-    """As logind does at the end of a user's last session. Who comes later finds the memory; it goes with its store."""
+    """logind removes them when a user's last session ends. Later clients find the memory, until its store dies."""
     pool = start()
     cache = a_cache(pool)
     keys = cache.keys(tokens(2, 20))

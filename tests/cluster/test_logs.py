@@ -1,4 +1,4 @@
-"""What the log files of a pool's actors say after things happened to it."""
+"""The log files of a pool's actors tell what happened to the pool."""
 
 import os
 import shlex
@@ -19,17 +19,17 @@ Event = dict[str, str]
 
 
 def texts(cluster: Any) -> str:
-    """All that Ray's workers wrote. Ray moves the files of the dead to a folder `old` once there are many."""
+    """The logs of all Ray workers. Ray moves files of dead workers to a folder `old` once there are many."""
     logs, found = Path(cluster.head_node.get_logs_dir_path()), {}
     for folder in (logs, logs / "old"):
         for path in folder.glob("worker-*.err"):
-            with suppress(FileNotFoundError):  # it is being moved, and read from `old`
+            with suppress(FileNotFoundError):  # the file has just been moved to `old`, where it is read
                 found[path.name] = path.read_text(errors="replace")
     return "".join(found[name] for name in sorted(found))
 
 
 def events(cluster: Any, pool: str) -> list[Event]:
-    """The lines of a pool's actors, each process's in their order."""
+    """The log lines of a pool's actors. Those of one process are in order."""
     lines = [line for line in texts(cluster).splitlines() if f" pool={pool} " in line and line.startswith("time=")]
     return [dict(pair.split("=", 1) for pair in shlex.split(line)) for line in lines]
 
@@ -66,11 +66,11 @@ def test_the_logs_say_what_happened_and_no_secret(
 
     kill(pool, pool.node_id)
     assert said("store", "restart", node=here) and len(said("store", "join", node=here)) == 2
-    old = internal_kv.in_charge(name).name  # usually the first: a busy machine may have had another take over
+    old = internal_kv.in_charge(name).name  # on a busy machine the second directory may have taken over already
     (new,) = {named_actors.directory_name(name, number) for number in (1, 2)} - {old}
     assert said("directory", "stand_by", name=new)
     replaced = pid(part(pool, "directory"))
-    with stopped(replaced):  # on a busy machine the supervisor may be the first to notice, and ends it itself
+    with stopped(replaced):  # on a busy machine the supervisor may notice first, and end the directory itself
         taken = eventually(
             lambda: (
                 those(events(cluster, name), "directory", "takeover", name=new)
@@ -92,7 +92,7 @@ def test_the_logs_say_what_happened_and_no_secret(
     for seed in requests:
         more = cache.keys(tokens(seed, 5))
         eventually(lambda more=more: store(cache, more) >= 0 and holds(cache, more))  # type: ignore[misc]
-    lines = len(events(cluster, name)) - before  # what came of the kill may be told of late
+    lines = len(events(cluster, name)) - before  # some late lines may be of the kill
     assert lines < len(requests), "a line a request"
     ray.get(worker(pool, leaving, Worker).keep.remote(cache.keys(tokens(2, 5))))
     assert pool.drain(leaving, deadline=30.0) == 0

@@ -1,4 +1,4 @@
-"""NIXL between node stores: it is used, it is seen, and a peer that dies or stops in the middle of a read is a miss."""
+"""NIXL between node stores is used, and shown in stats. A peer that dies or stops in mid-read is a miss."""
 
 import os
 import random
@@ -46,7 +46,7 @@ def test_stats_name_the_transport_that_a_pair_of_nodes_uses(start: Callable[...,
     assert lane.pop("gbps") > 0
     size = BLOCKS * cache.block_bytes
     assert lane == {"reader": there, "from": pool.node_id, "transport": "nixl", "bytes": {"nixl": size}, "failed": {}}
-    back = cache.keys(tokens(2, BLOCKS))  # and the other way
+    back = cache.keys(tokens(2, BLOCKS))  # to read in the other direction
     ray.get(reader.keep.remote(back))
     assert read(cache, back)[:3] == (BLOCKS, BLOCKS, 0)
     assert {lane["transport"] for lane in pool.stats()["transports"]} == {"nixl"}
@@ -66,7 +66,7 @@ def test_a_peer_that_is_killed_during_a_read_is_a_miss(start: Callable[..., rayk
         eventually(lambda keys=keys: ray.get(reader.holds.remote(keys)))  # type: ignore[misc]
         pool.clear()
     eventually(lambda: settled(pool))
-    eventually(lambda: reads_by_nixl(pool, cache, reader))  # its next process is read so again
+    eventually(lambda: reads_by_nixl(pool, cache, reader))  # the new process is read by NIXL again
 
 
 def test_a_peer_that_is_stopped_during_a_read_is_a_miss(start: Callable[..., raykv.KVPool]) -> None:

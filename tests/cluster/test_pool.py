@@ -1,4 +1,4 @@
-"""A pool as its users see it, on two Ray nodes."""
+"""What users see of a pool on two Ray nodes."""
 
 import multiprocessing
 import pickle
@@ -30,7 +30,7 @@ import raykv
 
 @pytest.fixture(scope="module")
 def pool(start_for_module: Callable[..., raykv.KVPool]) -> raykv.KVPool:
-    """64 MiB a node: 16 slabs of 4 MiB, of which 8 MiB are staging."""
+    """Nodes of 64 MiB: 16 slabs of 4 MiB, with a staging window of 8 MiB."""
     return start_for_module()
 
 
@@ -48,7 +48,7 @@ def cache(pool: raykv.KVPool, request: pytest.FixtureRequest) -> raykv.KVCache:
 
 @pytest.fixture
 def model(request: pytest.FixtureRequest) -> str:
-    """That of `cache`."""
+    """The model name of `cache`."""
     return str(request.node.name)
 
 
@@ -61,7 +61,7 @@ def test_stored_blocks_are_read_on_the_other_node(
     assert ray.get(there.store.remote(elsewhere, model=model)) == 10
     assert read(cache, elsewhere) == (10, 10, 0, [other_node(pool)])
     assert ray.get(there.read.remote(here, model=model)) == (10, 10, 0, [pool.node_id])
-    half = cache.keys(np.r_[tokens(1, 10)[:80], tokens(3, 2)])  # a prefix of it, and more of its own
+    half = cache.keys(np.r_[tokens(1, 10)[:80], tokens(3, 2)])  # a prefix of the prompt, and blocks of its own
     assert ray.get(there.store.remote(half, model=model)) == 2
     found = read(cache, half)
     assert found[:3] == (7, 7, 0) and pool.node_id in found.nodes and other_node(pool) in found.nodes
@@ -131,7 +131,7 @@ def test_a_pool_arrives_in_a_spawned_process(pool: raykv.KVPool, monkeypatch: py
 
 
 def test_fetched_blocks_are_on_this_node(pool: raykv.KVPool, cache: raykv.KVCache, there: Any, model: str) -> None:
-    keys = cache.keys(tokens(1, 60))  # 15 MiB, of which 8 MiB can be staged
+    keys = cache.keys(tokens(1, 60))  # 15 MiB; 8 MiB can be staged at a time
     assert store(cache, keys[:10]) == 10 and ray.get(there.store.remote(keys, model=model)) == 50
     with cache.match(keys) as match:
         assert (match.num_blocks, match.fetch()) == (60, 42)
@@ -148,7 +148,7 @@ def test_a_pool_full_of_leases_stores_what_fits(start: Callable[..., raykv.KVPoo
     cache = pool.cache(model="m", dtype="uint8", layout="rows", block_tokens=16, block_bytes=BLOCK)
     there = worker(pool, other_node(pool))
     prompts = [cache.keys(tokens(i, 4)) for i in range(40)]
-    for keys in prompts:  # more than there is room for
+    for keys in prompts:  # more than the pool has room for
         store(cache, keys)
     mine = []
     for keys in prompts:

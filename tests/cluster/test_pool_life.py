@@ -1,4 +1,4 @@
-"""Pools that start, stop, grow and restart; who attaches to them, and what they refuse."""
+"""Pools start, stop, grow and restart; processes attach; wrong requests are refused."""
 
 import asyncio
 import gc
@@ -74,16 +74,16 @@ def test_starting_twice_is_starting_once_and_stopping_leaves_nothing(start: Call
     os.kill(pid(named_actors.find(stores[1])), signal.SIGKILL)
     raykv.start(
         raykv.PoolConfig(name=pool.name), exist_ok=True
-    ).close()  # does not end a pool whose store is just restarting
+    ).close()  # must not end a pool whose store is just restarting
     eventually(lambda: served(pool, 2))
-    eventually(lambda: holds(cache, keys))  # the store may still be about to be missed
+    eventually(lambda: holds(cache, keys))  # the killed store may not be noticed yet
 
     again.close()
     assert len(shm_files(pool.name)) == 2
     pool.stop()
     assert not shm_files(pool.name) and internal_kv.settings(pool.name) is None
     eventually(lambda: not actor_names(pool.name))
-    with cache.match(keys) as match:  # who still uses it has misses
+    with cache.match(keys) as match:  # a process that is still attached has misses
         assert match.num_blocks == 0
     assert store(cache, keys) == 0
     pool.stop()
@@ -95,7 +95,7 @@ def test_starting_twice_is_starting_once_and_stopping_leaves_nothing(start: Call
 
 
 def asked_of(pool: raykv.KVPool) -> dict[str, Callable[[], object]]:
-    """Whatever a process may ask about a whole pool."""
+    """All calls about a whole pool."""
     return {
         "stats": pool.stats,
         "clear": pool.clear,
@@ -108,7 +108,7 @@ def asked_of(pool: raykv.KVPool) -> dict[str, Callable[[], object]]:
 
 
 def after_shutdown(pool: str) -> dict[str, str]:
-    """What all of it says in a process that has left its Ray cluster."""
+    """The results of all calls in a process that has left its Ray cluster."""
     attached = raykv.attach(pool)
     cache = attached.cache(model="m", dtype="uint8", layout="rows", block_tokens=16, block_bytes=4096)
     keys, out = cache.keys(range(160)), np.zeros((10, 4096), np.uint8)
@@ -145,7 +145,7 @@ def test_after_ray_shutdown_all_is_a_miss_or_says_how_to_join_again(start: Calla
 def test_a_pool_that_was_started_anew_is_another_one(
     start: Callable[..., raykv.KVPool], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Without a secret of one's own its keys are others: who stays attached has misses, and is told what to do."""
+    """Without an own secret its keys differ. A process that stays attached has misses, and its log says what to do."""
     pool = start()
     cache = a_cache(pool)
     keys, pickled = cache.keys(tokens(1, 5)), pickle.dumps(cache)
@@ -154,7 +154,7 @@ def test_a_pool_that_was_started_anew_is_another_one(
     again = start(name=pool.name)
     anew = a_cache(again)
     keep(anew, anew.keys(tokens(1, 5)))
-    eventually(lambda: pool.session.directory.faults["strange"] > 2)  # it looks again, and is told the same
+    eventually(lambda: pool.session.directory.faults["strange"] > 2)  # this process looks more than once
     assert read(cache, keys).matched == 0 and store(cache, keys) == 0
     arrived = pickle.loads(pickled)
     assert read(arrived, keys).matched == 0 and arrived.session.directory.faults["strange"]
@@ -181,7 +181,7 @@ def test_attach_says_that_no_such_pool_runs(cluster: Any) -> None:
 def test_without_a_ray_cluster_an_error_says_how_to_start_one(tmp_path: Path) -> None:
     code = (
         "import functools, ray._private.services as services\n"
-        "services._cached_find_gcs_addresses = functools.cache(set)\n"  # that of other tests runs on this machine
+        "services._cached_find_gcs_addresses = functools.cache(set)\n"  # hides the cluster of other tests
         "import raykv\n"
         "for face in (lambda: raykv.attach('p'), lambda: raykv.start(raykv.PoolConfig(name='p'))):\n"
         "    try:\n"
@@ -230,7 +230,7 @@ def secret(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_secret_enters_the_keys_and_cleared_blocks_stay_cleared_after_restarts(
     start: Callable[..., raykv.KVPool], secret: None, transport: str
 ) -> None:
-    """An explicit secret enters the keys. What was cleared is not found again when all of the pool restarts."""
+    """An explicit secret enters the keys. Cleared blocks are not found after the whole pool has restarted."""
     pool = start(transport=transport)
     fields = {"model": "m", "revision": "", "dtype": "uint8", "layout": "rows", "parallel": "", "part": 0, "salt": ""}
     root = key_chain.root(b"of the environment", **fields, block_tokens=16, block_bytes=BLOCK)  # type: ignore[arg-type]
@@ -271,7 +271,7 @@ def test_notes_of_a_pool_whose_end_was_killed_bind_nobody(cluster: Any, start: C
     name, node_id = f"ended{os.getpid()}", next(node["NodeID"] for node in ray.nodes() if node["Alive"])
     internal_kv.put(name, Kept.IDLE, internal_kv.LEFT, node_id)
     internal_kv.put(name, Kept.LEAVING, b"", node_id)
-    pool = start(name=name)  # all of its nodes serve
+    pool = start(name=name)  # returns when all of its nodes serve
     assert {node["state"] for node in pool.stats()["nodes"].values()} == {"alive"}
     kill(pool, "supervisor")
     eventually(lambda: served(pool, 2))
@@ -281,7 +281,7 @@ def test_notes_of_a_pool_whose_end_was_killed_bind_nobody(cluster: Any, start: C
 def test_what_keeps_a_pool_going_stays_where_it_was_put(
     start: Callable[..., raykv.KVPool], third_node: Callable[[], Any]
 ) -> None:
-    """Ray would put an actor of no CPU anywhere, when it starts and whenever it starts again."""
+    """Ray would put actors that need no CPU on any node, at every start."""
     third_node()
     pool = start()
     names = [named_actors.directory_name(pool.name, number) for number in (1, 2)]
@@ -300,7 +300,7 @@ def test_what_keeps_a_pool_going_stays_where_it_was_put(
 
 
 def open_things() -> tuple[int, int, int]:
-    """Files of arenas, mappings of arenas, threads of ours."""
+    """(open files of arenas, mappings of arenas, threads of raykv) in this process."""
     gc.collect()
     files = 0
     for name in os.listdir("/proc/self/fd"):
@@ -313,13 +313,13 @@ def open_things() -> tuple[int, int, int]:
 
 
 def connections(pool: raykv.KVPool) -> int:
-    """Of this process, to the directory's socket."""
+    """How many connections this process has to the directory's socket."""
     peers = [connection.raddr for connection in psutil.Process().net_connections("tcp") if connection.raddr]
     return [f"{peer.ip}:{peer.port}" for peer in peers].count(str(pool.stats()["socket"]))
 
 
 def nothing_ends() -> bool:
-    """Whether all that was closed before is gone: its threads end when they next wake."""
+    """Whether nothing that was closed is still about to end: threads end when they next wake."""
     before = open_things()
     time.sleep(2 * HEARTBEAT_S)
     return open_things() == before
@@ -349,7 +349,7 @@ def test_attaching_and_closing_leaves_nothing_open(start: Callable[..., raykv.KV
     eventually(nothing_ends)
     before, connected = open_things(), connections(pool)
     assert connected == int(transport == "auto")
-    for closes in (True, False):  # or is forgotten
+    for closes in (True, False):  # False: the pool is forgotten without `close`
         for _ in range(3):
             attached = raykv.attach(pool.name)
             assert read(a_cache(attached), keys)[:3] == (3, 3, 0)

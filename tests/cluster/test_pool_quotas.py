@@ -1,4 +1,4 @@
-"""Tenants of a running pool: one floods it, and the other keeps its minimum."""
+"""Quotas on two Ray nodes: one tenant floods the pool, and another keeps its minimum."""
 
 from collections.abc import Callable
 from typing import Any
@@ -28,8 +28,8 @@ def test_quotas_outlive_the_directory(pool: raykv.KVPool) -> None:
     pool.remove_quota("c")
     prompts, cache = stored(pool, "b"), cache_of(pool, "b")
     kill(pool, "directory")
-    eventually(lambda: [read(cache, keys).read for keys in prompts] == [PROMPT] * PROMPTS)  # charged from now on
-    eventually(lambda: pool.quotas()["b"]["minimum_bytes"] == 28 * MIB)  # both nodes have joined
+    eventually(lambda: [read(cache, keys).read for keys in prompts] == [PROMPT] * PROMPTS)  # these reads charge b
+    eventually(lambda: pool.quotas()["b"]["minimum_bytes"] == 28 * MIB)  # so both nodes have joined
     quotas = pool.quotas()
     assert quotas.keys() == {"", "b"} and (quotas["b"]["minimum"], quotas["b"]["maximum"]) == (MINIMUM, 0.5)
     with flood(pool, "a") as blocks:

@@ -1,4 +1,4 @@
-"""What is not ours in an external tier, while a pool uses it: it costs nothing, and nothing happens to it."""
+"""Files of others in an external tier that a pool uses: they cost no block, and are left alone."""
 
 import os
 from collections.abc import Callable
@@ -35,7 +35,7 @@ def strangers(pool: raykv.KVPool) -> int:
 
 
 def test_files_of_others_evict_no_block_at_a_restart(start: Start, tmp_path: Path) -> None:
-    """Sparse ones, newer than all blocks: larger than any block, larger than the tier, and of many sizes."""
+    """Sparse files of many sizes, newer than all blocks: larger than any block, or than the tier."""
     settings = {"cpu_memory": 64 * MIB, "external": f"file://{tmp_path}?capacity=32MiB", "secret": b"s"}
     pool = start(**settings)
     cache = a_cache(pool)

@@ -1,4 +1,4 @@
-"""A pool with an external tier as its users see it, on two Ray nodes: what is demoted, what is promoted, what fails."""
+"""What users see of a pool with an external tier on two Ray nodes: demotion, promotion and failures."""
 
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -37,19 +37,19 @@ import raykv
 Start = Callable[..., raykv.KVPool]
 
 
-# ---------------------------------------------------------------------- files, each node's own, on a small disk
+# ---------------------------------------------------------------------- a file tier for each node, on a small disk
 
 
 @pytest.fixture(scope="module")
 def disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """128 MiB."""
+    """A disk of 128 MiB."""
     with small_disk(tmp_path_factory.mktemp("disk"), "128m") as folder:
         yield folder
 
 
 @pytest.fixture(scope="module")
 def files(start_for_module: Start, disk: Path) -> raykv.KVPool:
-    """Every node keeps its own."""
+    """A pool whose nodes have a file tier each."""
     return written_through(start_for_module, f"file://{disk}/tier?capacity=56MiB")
 
 
@@ -57,7 +57,7 @@ def test_a_disk_that_is_full_takes_no_more_and_then_does_again(files: raykv.KVPo
     mine, others = a_cache(files), disk / "of somebody else"
 
     def refused() -> int:
-        """Blocks for which there was no room, ever; of all that are stored, and what others fill the disk with."""
+        """Fill the disk with another file, and store blocks. Returns how many blocks tiers have refused so far."""
         with suppress(OSError), open(others, "ab", buffering=0) as file:
             while file.write(bytes(MIB)) == MIB:
                 pass
@@ -68,14 +68,14 @@ def test_a_disk_that_is_full_takes_no_more_and_then_does_again(files: raykv.KVPo
 
     files.clear()
     eventually(lambda: total(files, "to_delete") == 0)
-    kill(files, files.node_id, other_node(files))  # else they write over files that they keep for that
+    kill(files, files.node_id, other_node(files))  # or they would write over deleted blocks' files, which they keep
     eventually(lambda: len(tiers(files)) == 2 and states(files) == {"up"})
     try:
         with Under(files) as load:
             eventually(lambda: refused() > 0)
             load.goes_on(10)
             assert states(files) == {"up"}
-            assert files.clear() > 0  # what may be deleted makes room for saying so
+            assert files.clear() > 0  # deleted blocks make room for the record of the clear
             load.goes_on(5)
             others.unlink()
             demoted = total(files, "demoted")
@@ -104,7 +104,7 @@ def test_demoted_blocks_survive_restarts_and_cleared_ones_do_not(files: raykv.KV
     assert [read(mine, keys).matched for keys in kept] == [0, 0]
     kill(files, files.node_id, other_node(files), "directory")
     eventually(lambda: len(tiers(files)) == 2 and states(files) == {"up"})
-    for keys in kept:  # of what was to be deleted, some may still be there
+    for keys in kept:  # the tier may still have some blocks that are to be deleted
         assert read(mine, keys).read == 0
         eventually(lambda keys=keys: read(mine, keys).matched == 0)  # type: ignore[misc]
     keep_all(mine, kept)
@@ -134,13 +134,13 @@ def test_a_killed_redis_is_forgotten_and_a_new_one_is_used(remote: raykv.KVPool,
     with Under(remote) as load:
         server.kill()
         eventually(lambda: states(remote) == {"down"})
-        kill(remote, remote.node_id)  # that store serves without its tier
+        kill(remote, remote.node_id)  # the new store serves without its tier
         load.goes_on(10)
         assert read(mine, keys).read == 0
         server.start()
         eventually(lambda: states(remote) == {"up"})
         demoted = total(remote, "demoted")
-        assert read(mine, keys).read == 0  # it is not served, and forgotten
+        assert read(mine, keys).read == 0  # the lost block is a miss, and is forgotten
         eventually(lambda: total(remote, "demoted") > demoted + 50)
         load.goes_on(5)
     eventually(lambda: settled(remote))

@@ -1,4 +1,4 @@
-"""What a real Prometheus finds at Ray's endpoints about a pool of two nodes."""
+"""A real Prometheus finds the metrics of a pool of two nodes at Ray's endpoints."""
 
 import json
 import os
@@ -38,7 +38,7 @@ RARE = {
     "corrupt_blocks_total",
     "altered_blocks_total",
     "without_directory_seconds_total",
-}  # none happened
+}  # these events did not happen
 pytestmark = [pytest.mark.timeout(400)]
 
 
@@ -58,7 +58,7 @@ def prometheus(pool: raykv.KVPool, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 def of(pool: raykv.KVPool, name: str, **tags: str) -> str:
-    """A selector."""
+    """The selector of a metric with these tags."""
     wanted = ",".join(f'{tag}="{value}"' for tag, value in {"pool": pool.name, **tags}.items())
     return f"ray_{PREFIX}{name}{{{wanted}}}"
 
@@ -68,7 +68,7 @@ def a_cache(pool: raykv.KVPool) -> raykv.KVCache:
 
 
 def counted(prometheus: Prometheus, pool: raykv.KVPool, name: str, **tags: str) -> float:
-    """Of the directory in charge: one that was killed may be exported a little longer."""
+    """The value of a metric of the directory in charge. A killed directory's may be exported a little longer."""
     return prometheus.value(f"max({of(pool, name, **tags)})")
 
 
@@ -87,7 +87,7 @@ def test_hits_are_counted_by_where_they_came_from(pool: raykv.KVPool, prometheus
     asked = {name: after[name] - before[name] for name in ("lookups", "hits", "remote_hits")}
     assert asked == {"lookups": 32, "hits": 32, "remote_hits": 8}
     here = after["hits"] - after["remote_hits"] - after["external_hits"]
-    # each by itself: Ray's agent takes the counters of one process in several messages, and may be scraped between two
+    # One by one: Ray's agent gets a process's counters in several messages, and may be scraped between two.
     eventually(lambda: counted(prometheus, pool, "lookup_blocks_total") == after["lookups"])
     eventually(lambda: counted(prometheus, pool, "hit_blocks_total", source="node") == after["remote_hits"])
     eventually(lambda: counted(prometheus, pool, "hit_blocks_total", source="memory") == here)
@@ -101,7 +101,7 @@ def test_hits_are_counted_by_where_they_came_from(pool: raykv.KVPool, prometheus
 
 def test_every_metric_is_there_with_its_tags(pool: raykv.KVPool, prometheus: Prometheus) -> None:
     cache = a_cache(pool)
-    for seed in range(10, 30):  # more than there is memory for
+    for seed in range(10, 30):  # more than memory holds
         store(cache, cache.keys(tokens(seed, 16)))
     held = [cache.match(cache.keys(tokens(seed, 16))) for seed in range(22, 30)]
     cache.swap_out(np.zeros((2, BLOCK), np.uint8), [0, 1], "a request").result()

@@ -1,4 +1,4 @@
-"""raykv.integrations.data on Ray Data: rows are all there, in order, and blocks reach actors whole."""
+"""raykv.integrations.data on Ray Data: all rows come, in order, and an actor gets blocks whole."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ Row = dict[str, Any]
 
 
 def tokens(messages: list[dict[str, str]]) -> list[int]:
-    """A word is a token."""
+    """Tokens of messages. Each word is a token."""
     return [zlib.crc32(word.encode()) & 0xFFFF for message in messages for word in message["content"].split()]
 
 
 class Taker:
-    """Says of each row who took it."""
+    """Adds to each row which actor took the row."""
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
         return batch | {"taker": np.full(len(batch["id"]), os.getpid())}
@@ -33,7 +33,7 @@ class Taker:
 
 @pytest.fixture(scope="module")
 def rows() -> list[Row]:
-    """At random. Those of one header share it, and every second of them more."""
+    """Rows in random order. Rows share headers, and every second row of a header shares more."""
     made = []
     for i in range(200):
         header = " ".join([f"h{i % HEADERS}"] * 2 * BLOCK_TOKENS + [f"d{i % 2}"] * BLOCK_TOKENS)

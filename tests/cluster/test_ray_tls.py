@@ -1,4 +1,4 @@
-"""A pool of a Ray cluster that uses TLS: its sockets use it too, and where they can't, Ray's own ways are left."""
+"""A pool on a Ray cluster with TLS: the pool's sockets use TLS too, or all goes through Ray."""
 
 import json
 import os
@@ -28,7 +28,7 @@ def test_sockets_use_the_certificates_of_ray(tmp_path: Path) -> None:
 
 
 def test_with_certificates_that_ray_takes_and_openssl_does_not_all_goes_through_ray(tmp_path: Path) -> None:
-    """Ray's own for tests have addresses as names."""
+    """The certificates that Ray makes for tests have addresses where names belong."""
     said = run(certificates.of_ray(tmp_path))
     (state, text), _ = said.pop("tls")
     assert said == RIGHT | {"way": "ray", "by": ["object_store"]}

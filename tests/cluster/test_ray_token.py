@@ -1,4 +1,4 @@
-"""`raykv doctor` where Ray's token is here and not there, or the reverse, or another one."""
+"""`raykv doctor` if only this process has a Ray token, only the cluster, or both have different ones."""
 
 import json
 import os
@@ -28,7 +28,7 @@ cluster.shutdown()
 
 
 class Running(NamedTuple):
-    """A Ray cluster. tmp: the folder in which a process of this machine finds it without an address."""
+    """A Ray cluster. tmp: the RAY_TMPDIR with which a process finds the cluster without an address."""
 
     address: str
     tmp: str
@@ -36,7 +36,7 @@ class Running(NamedTuple):
 
 @contextmanager
 def running(**environment: str) -> Iterator[Running]:
-    with tempfile.TemporaryDirectory(prefix="ray") as tmp:  # a short one, since it has sockets
+    with tempfile.TemporaryDirectory(prefix="ray") as tmp:  # short, for sockets
         env = {**os.environ, "RAY_TMPDIR": tmp, **environment}
         with subprocess.Popen([sys.executable, "-c", CLUSTER], stdin=-1, stdout=-1, env=env, text=True) as process:
             assert process.stdin and process.stdout
@@ -46,7 +46,7 @@ def running(**environment: str) -> Iterator[Running]:
 
 @pytest.fixture(scope="module")
 def cluster_with() -> Iterator[Callable[[str], Running]]:
-    """By its token; "": a cluster without."""
+    """A function that gives the cluster with a token; "": the cluster without a token."""
     made: dict[str, Running] = {}
     with ExitStack() as stack:
 
@@ -95,7 +95,7 @@ def test_a_token_that_a_local_ray_left_where_the_cluster_has_none(
     (tmp_path / ".ray").mkdir()
     (tmp_path / ".ray/auth_token").write_text(TOKEN)
     cluster = cluster_with("")
-    if found == "by itself":  # Ray then takes the token that it finds
+    if found == "by itself":  # without RAY_AUTH_MODE Ray uses a token that it finds
         monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
         done = command("doctor", "--json", HOME=str(tmp_path), RAY_TMPDIR=cluster.tmp)
     else:

@@ -1,4 +1,4 @@
-"""`ray up` of our cluster.yaml on three machines, a Serve example on it, and its end."""
+"""`ray up` of our cluster.yaml on three machines, with a Serve example on the cluster."""
 
 import os
 import re
@@ -29,7 +29,7 @@ def machines(tmp_path: Path) -> Iterator[Machines]:
 
 @pytest.mark.timeout(900)
 def test_ray_up_starts_a_pool_that_stop_ends(machines: Machines, tmp_path: Path) -> None:
-    """Launch it, see what one replica stored on the other's node, and take it down."""
+    """Launch the cluster, have one replica read blocks from the other's node, and take the cluster down."""
     config = tmp_path / "cluster.yaml"
     config.write_text(filled_in(machines))
     machines.run(DESK, header("get-auth-token"))
@@ -42,7 +42,7 @@ def test_ray_up_starts_a_pool_that_stop_ends(machines: Machines, tmp_path: Path)
     def seen() -> str:
         return machines.ask(1, "raykv status --json; tail -n 60 /tmp/ray/session_latest/logs/monitor.*").stdout
 
-    stores = eventually(nodes, 180, seen, pause=5)  # a look is a Python of its own, which slows the nodes' start
+    stores = eventually(nodes, 180, seen, pause=5)  # each look starts a Python, which slows the nodes' start
     assert all(node["state"] == "alive" for node in stores.values())
 
     for machine in (1, 2, 3):
@@ -70,7 +70,7 @@ def test_ray_up_starts_a_pool_that_stop_ends(machines: Machines, tmp_path: Path)
 
 
 def test_other_providers() -> None:
-    """AWS's and GCP's sections of cluster.yaml, in the place of ours, make configurations that Ray accepts."""
+    """With the sections of AWS and GCP in place of ours, cluster.yaml is a configuration that Ray accepts."""
     ours = {name: value for name, value in yaml.safe_load(YAML).items() if name not in ("provider", "auth")}
     commented = re.findall(r"(?m)^# provider:\n(?:#.*\n)+", YAML)
     sections = [yaml.safe_load(re.sub("(?m)^# ", "", section)) for section in commented]
@@ -80,13 +80,13 @@ def test_other_providers() -> None:
 
 
 def header(command: str) -> str:
-    """The line of shell in the file's header that has a command of Ray's."""
+    """The shell line with a command of Ray in the header of cluster.yaml."""
     (line,) = re.findall(rf"(?m)^# {{5}}(.*{command}.*)$", YAML)
     return str(line)
 
 
 def filled_in(machines: Machines) -> str:
-    """cluster.yaml as a user of these machines would edit it; they share one machine's memory."""
+    """cluster.yaml as a user of these machines would edit it, with small sizes: they share one machine's memory."""
     text = YAML
     for ours, theirs in {
         "192.168.1.1": "10.77.0.",
@@ -100,5 +100,5 @@ def filled_in(machines: Machines) -> str:
 
 
 def asked(machines: Machines, times: int) -> Any:
-    """Answers of the application to one prompt, asked so often at once."""
+    """The application's answers to a prompt that is asked `times` times at once."""
     return machines.json(DESK, f"python3 {ROOT}/tests/helpers/engines/serve/asker.py {address(1)} {times}")

@@ -49,7 +49,7 @@ def test_a_resize_under_load_gives_no_wrong_block(pool: raykv.KVPool) -> None:
     assert pool.stats()["corrupt"] == 0, faults
     keys = a_cache(pool).keys(tokens(99, 20))
     keep(a_cache(pool), keys)
-    come_back(a_cache(pool), [keys], workers)  # a small node's window may be what somebody let go of just now
+    come_back(a_cache(pool), [keys], workers)  # again and again: a staging window may be used up
 
 
 def test_a_new_size_survives_restarts_of_store_and_directory(pool: raykv.KVPool) -> None:

@@ -1,4 +1,4 @@
-"""A node store that does not answer: what needs it is a miss, the rest is not held up, and it is not asked twice."""
+"""A node store that does not answer: calls that need it are misses, others go on, and it is not asked twice."""
 
 import asyncio
 from collections.abc import Callable
@@ -25,7 +25,7 @@ from helpers.pools import (
 
 import raykv
 
-WAITING = 24  # reads: more than work at a time
+WAITING = 24  # reads: more than a client runs at a time
 
 
 def a_cache(pool: raykv.KVPool) -> raykv.KVCache:
@@ -37,7 +37,7 @@ def state(pool: raykv.KVPool, node_id: str) -> str:
 
 
 def kept(pool: raykv.KVPool, cache: raykv.KVCache, node_id: str, seeds: range, blocks: int) -> list[raykv.Keys]:
-    """Prompts that one node has, and no other."""
+    """Store prompts on one node only."""
     there = worker(pool, node_id)
     prompts = [cache.keys(tokens(seed, blocks)) for seed in seeds]
     for keys in prompts:
@@ -46,12 +46,12 @@ def kept(pool: raykv.KVPool, cache: raykv.KVCache, node_id: str, seeds: range, b
 
 
 def pulled(pool: raykv.KVPool) -> int:
-    """Blocks that the store of this node pulled."""
+    """How many blocks this node's store has pulled."""
     return int(ray.get(node_store(pool, pool.node_id).stats.remote())["pulled"])
 
 
 def test_a_reader_beside_a_stopped_store_reads_the_memory_of_its_node(start: Callable[..., raykv.KVPool]) -> None:
-    """Also blocks of which another node has a copy that is offered: they are not fetched through the stopped store."""
+    """So too for blocks with a copy on another node: the reader does not fetch them through the stopped store."""
     pool = start()
     cache = a_cache(pool)
     (keys,) = kept(pool, cache, pool.node_id, range(1), 20)
@@ -80,7 +80,7 @@ def test_a_store_that_was_late_is_not_asked_again_until_it_answers(start: Callab
         assert pool.session.directory.faults["silent"] == 4
         with cache.match(far[5]) as match:
             assert match.num_blocks == 0
-    # What the stopped store was asked for it does when it goes on, and begins before what it is asked for later.
+    # When the stopped store goes on, it first does what it was asked before.
     eventually(lambda: pulled(pool) - before == 1)
     for match in matches:
         match.release()
@@ -109,10 +109,10 @@ def test_a_node_that_was_late_is_left_alone(start: Callable[..., raykv.KVPool]) 
 
 
 def test_blocks_for_a_node_that_was_late_cost_no_slots_there(start: Callable[..., raykv.KVPool]) -> None:
-    """Only what it was asked for may still be written there."""
+    """Only the slots of the one call that the store got are quarantined: that call may still write there."""
     pool = start()
     cache = a_cache(pool)
-    (full,) = kept(pool, cache, pool.node_id, range(100, 101), 224)  # all that is not its staging window
+    (full,) = kept(pool, cache, pool.node_id, range(100, 101), 224)  # fills the node except its staging window
     with stopped(pid(node_store(pool, other_node(pool)))):
         assert [store(cache, cache.keys(tokens(seed, 1))) for seed in range(5)] == [0] * 5
         assert pool.session.directory.faults["silent"] == 4
@@ -138,7 +138,7 @@ def test_async_callers_do_not_queue_behind_a_stopped_store(start: Callable[..., 
     async def go() -> tuple[list[Any], list[Any]]:
         rows = np.zeros((WAITING, 1, BLOCK), np.uint8)
         waiting = [asyncio.ensure_future(match.aread(row)) for match, row in zip(matches, rows, strict=True)]
-        await asyncio.sleep(0)  # they have all been asked for
+        await asyncio.sleep(0)  # so all reads have been submitted
         others = [
             read_near(),
             reading.aread(np.zeros((8, BLOCK), np.uint8)),

@@ -1,4 +1,4 @@
-"""What OpenTelemetry is told of a client's look-ups, reads and stores."""
+"""The OpenTelemetry spans of a client's look-ups, reads and stores."""
 
 import asyncio
 from collections.abc import Callable
@@ -16,7 +16,7 @@ class Traced(Worker):
     """A client whose process has set up OpenTelemetry."""
 
     def trace(self, own: int, others: int) -> list[tuple[str, str, dict[str, Any]]]:
-        """Store a prompt and read it, and another; (name, parent, attributes) of every span, as they ended."""
+        """Store a prompt, read it and another one. Returns (name, parent, attributes) of each span, in order of end."""
         from opentelemetry import trace
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import SimpleSpanProcessor
@@ -35,7 +35,7 @@ class Traced(Worker):
         return [(s.name, names[s.parent.span_id] if s.parent else "", dict(s.attributes or {})) for s in spans]
 
     def await_reads(self, seed: int) -> list[tuple[str, str]]:
-        """Read a prompt from an event loop; (name, parent) of every span, as they ended."""
+        """Read a prompt from an event loop. Returns (name, parent) of each span, in order of end."""
         from opentelemetry import trace
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import SimpleSpanProcessor
@@ -57,7 +57,7 @@ class Traced(Worker):
         return [(span.name, names[span.parent.span_id] if span.parent else "") for span in spans]
 
     def interrupt(self, seed: int) -> int:
-        """Match a prompt, with a signal while its span ends. Returns how many leases this process holds then."""
+        """Match a prompt, and get a signal while its span ends. Returns how many leases this process then holds."""
         from opentelemetry import trace
         from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
 

@@ -1,4 +1,4 @@
-"""What `raykv.start` says and does where a pool can't start, runs already, or was left; and that nothing is left."""
+"""`raykv.start` of a pool that can't start, runs already, or has left files: what it says, and what it leaves."""
 
 import asyncio
 import json
@@ -38,7 +38,7 @@ arena.close()
 
 @pytest.fixture
 def name(cluster: Any, request: pytest.FixtureRequest) -> Iterator[str]:
-    """Of a pool of which nothing is left after the test."""
+    """A pool's name. Nothing of the pool may be left after the test."""
     name = f"t{os.getpid()}-{request.node.name[5:25].strip('_')}"
     yield name
     assert nothing_left(name)
@@ -129,7 +129,7 @@ def test_the_nodes_that_lack_memory_are_named(name: str, cluster: Any) -> None:
 
 
 def test_a_store_that_fails_ends_the_start(name: str, cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that could afford it when it was asked."""
+    """The node of the store had enough memory when the start checked it."""
     node_id, module = ray.get_runtime_context().get_node_id(), sys.modules["raykv.start"]
     check = module._check
 
@@ -197,7 +197,7 @@ def test_stop_ends_what_it_finds_by_name(start: Callable[..., raykv.KVPool], clu
 def test_memory_that_was_left_is_named(
     start: Callable[..., raykv.KVPool], name: str, cluster: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """By a pool whose Ray cluster was ended without `stop`."""
+    """A pool left it whose Ray cluster was ended without `stop`."""
     subprocess.run([sys.executable, "-c", LEAVE_AN_ARENA, name], check=True)
     assert shm_files(name)
     start()

@@ -1,4 +1,4 @@
-"""`raykv status`: every living Ray node and why it does not serve, whole at any width; its ids are what others take."""
+"""`raykv status` shows each living Ray node and why it does not serve, at any width. Other commands take its ids."""
 
 import asyncio
 import json
@@ -49,7 +49,7 @@ def test_the_ids_that_are_shown_are_those_that_are_taken(pool: raykv.KVPool, clu
     def resize(node: str) -> Any:
         return command("resize", node, "--cpu-memory", size, "--name", pool.name, "--json", address=cluster.address)
 
-    with ThreadPoolExecutor(3) as threads:  # two raylets of one machine: its name is both's
+    with ThreadPoolExecutor(3) as threads:  # both raylets are on one machine, and so have the same host name
         done, both = threads.submit(resize, shown), threads.submit(resize, host)
         none = threads.submit(command, "drain", "no-such-node", "--name", pool.name, address=cluster.address)
     assert last_json(done.result()) == {"bytes": 48 * MIB}
@@ -84,7 +84,7 @@ def test_a_stopped_store_is_silent(pool: raykv.KVPool, cluster: Any) -> None:
 def test_a_node_without_a_store_and_why(
     start: Callable[..., raykv.KVPool], third_node: Callable[[], Any], cluster: Any
 ) -> None:
-    """First because nobody starts one, then because that one can't start."""
+    """First because no supervisor starts a store, then because the store can't start."""
     pool = start()
     settings = internal_kv.settings(pool.name) or {}
     with stopped(pid(part(pool, "supervisor"))):
@@ -105,7 +105,7 @@ def test_a_command_is_no_client_and_no_job_of_the_dashboard(pool: raykv.KVPool, 
     eventually(lambda: all_alive(pool))
     before = pool.stats()["connections"]
     found = last_json(command("status", "--name", pool.name, "--json", address=cluster.address))
-    around = max(before, pool.stats()["connections"])  # a store's line may open or close meanwhile
+    around = max(before, pool.stats()["connections"])  # a store may connect or disconnect meanwhile
     assert found["connections"] <= around and found["clients"] == 1, "this process"
     jobs, _ = asyncio.run(get_driver_jobs(GcsClient(address=ray.get_runtime_context().gcs_address)))
     assert jobs, "this process's"
@@ -131,7 +131,7 @@ def cells_of(overview: Overview) -> Cells:
 
 
 def printed_while_nothing_changes(pool: raykv.KVPool, cluster: Any) -> tuple[Cells, list[str]] | None:
-    """The cells, and what the command prints on 80 columns, on 200 and into a pipe; None if a role moved meanwhile."""
+    """(cells, outputs on 80 columns, on 200 and into a pipe); None if a role moved meanwhile."""
     before = cells_of(look(pool.name))
     if {role for row in before for role in row[-1].split(", ")} != {"head", *UPKEEP, "store"}:
         return None

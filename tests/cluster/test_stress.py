@@ -1,4 +1,4 @@
-"""Four engines on two nodes, a pool that is always full, and a SIGKILL for one of everything."""
+"""Four engines on two nodes keep a pool full, and a process of each kind is killed."""
 
 import json
 import os
@@ -13,7 +13,7 @@ SECONDS = 60.0
 
 @pytest.mark.cluster
 def test_everything_is_killed_once_under_load() -> None:
-    """In a process and a cluster of its own: a raylet dies last."""
+    """The test has a process and a cluster of its own, because it kills a raylet in the end."""
     script = Path(__file__).parents[1] / "helpers" / "cluster" / "stress.py"
     ran = subprocess.run([sys.executable, script, str(SECONDS)], capture_output=True, text=True, timeout=280)
     assert ran.returncode == 0, ran.stdout[-4000:] + ran.stderr[-4000:]

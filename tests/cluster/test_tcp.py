@@ -1,4 +1,4 @@
-"""Blocks over TCP: who is served, what happens to nonsense, and to a node that can't be reached."""
+"""Blocks over TCP, with Ray: a store that is stopped, killed or can't be reached."""
 
 import os
 import signal
@@ -43,7 +43,7 @@ def test_reads_find_the_new_port_of_a_restarted_store(pool: raykv.KVPool) -> Non
 
 
 def test_reads_from_a_stopped_store_miss_until_it_goes_on(start: Callable[..., raykv.KVPool]) -> None:
-    """Its connections stay, and its kernel takes new ones."""
+    """The store's connections stay open, and the kernel accepts new ones for it."""
     pool = start()
     cache = a_cache(pool)
     there = worker(pool, other_node(pool))

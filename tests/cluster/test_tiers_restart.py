@@ -1,4 +1,4 @@
-"""Demoted blocks are in their external tier after a restart of everything: pools, node stores, Ray itself."""
+"""Demoted blocks are still in their external tier after pools, node stores and Ray have restarted."""
 
 import os
 import subprocess
@@ -17,15 +17,15 @@ import raykv
 from raykv.bench.testbed import local_cluster
 
 MIB = 1 << 20
-CPU = 64 * MIB  # of a node, of which there are two
+CPU = 64 * MIB  # memory of each of two nodes
 BLOCK_BYTES = 256 << 10
 PROMPTS, BLOCKS = 24, 64
 PACE_S = 0.3
-LATE_S = 240.0  # a tier of files takes three times as long beside engines
+LATE_S = 240.0  # a file tier takes three times as long while engines run beside it
 
 
 def main(phase: str, *urls: str) -> None:
-    """Store, or read, the same prompts in a pool for each tier, in a Ray cluster that lasts as long as this."""
+    """Store or read the same prompts in a pool for each tier, in a Ray cluster of this process."""
     raykv.register_tier("sqlite", SqliteTier)
     settings: dict[str, Any] = {"cpu_memory": CPU, "secret": b"s", "deadline": PATIENCE_S}
     configs = [raykv.PoolConfig(name=name_of(url), external=url, **settings) for url in urls]
@@ -53,13 +53,13 @@ def name_of(url: str) -> str:
 
 
 def store_all(pool: raykv.KVPool, cache: raykv.KVCache, prompts: list[raykv.Keys]) -> None:
-    """At a pace that demotion can follow, and what it could not, again.
+    """Store at a pace that demotion can follow, and store again what was evicted before it was demoted.
 
-    A block that is in the tier is stored again too, and counts as followed. So only the first time goes on at once.
+    Blocks in the tier are stored again too, and count as followed. So only the first round skips the full pause.
     """
 
     def followed() -> bool:
-        """Whether it has made room for as much again, or has none to make."""
+        """Whether few enough blocks are only in memory, so that more can be stored without loss."""
         only_in_memory: int = pool.stats()["keys"] - total(pool, "blocks")
         return only_in_memory <= 2 * CPU // BLOCK_BYTES * 5 // 8
 
@@ -89,14 +89,14 @@ def total(pool: raykv.KVPool, what: str) -> int:
 @pytest.mark.promise
 @pytest.mark.timeout(4 * LATE_S)
 def test_three_times_the_memory_is_there_after_a_restart_of_everything(tmp_path: Path) -> None:
-    """In files of each node's own."""
+    """Each node has a tier of files of its own."""
     assert PROMPTS * BLOCKS * BLOCK_BYTES == 3 * 2 * CPU
     store_and_read(f"file://{tmp_path}/files?capacity={4 * CPU}")
 
 
 @pytest.mark.timeout(4 * LATE_S)
 def test_tiers_that_nodes_share_are_there_after_a_restart_of_everything(tmp_path: Path) -> None:
-    """Redis, and a tier of this test's own."""
+    """The tiers are redis and SqliteTier."""
     with redis_server(tmp_path) as server:
         redis = f"redis://127.0.0.1:{server.port}/0?capacity={8 * CPU}"
         store_and_read(redis, f"sqlite://{tmp_path}/blocks?capacity={8 * CPU}")

@@ -1,4 +1,4 @@
-"""`raykv top` in a real terminal: live at any width, and left as it was by q, Ctrl-C and the end of the pool."""
+"""`raykv top` in a real terminal, at any width. q, Ctrl-C and the end of the pool leave the terminal as it was."""
 
 import os
 import re
@@ -27,7 +27,7 @@ def pool(start_for_module: Callable[..., raykv.KVPool]) -> raykv.KVPool:
     return start_for_module()
 
 
-@pytest.mark.parametrize(("columns", "key"), [(70, "q"), (200, "C-c")])  # 70: too few for all columns
+@pytest.mark.parametrize(("columns", "key"), [(70, "q"), (200, "C-c")])  # 70 are too few for the whole table
 def test_it_is_live_and_leaves_the_terminal_as_it_was(
     pool: raykv.KVPool, cluster: Any, tmp_path: Path, columns: int, key: str
 ) -> None:

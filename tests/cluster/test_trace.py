@@ -1,4 +1,4 @@
-"""`raykv trace`: requests of every client, exactly as they went, and nothing while nobody follows."""
+"""`raykv trace` follows the requests of every client exactly, and records nothing while nobody follows."""
 
 import json
 import os
@@ -50,13 +50,13 @@ def a_cache(pool: raykv.KVPool, model: str = "m", salt: str = "") -> raykv.KVCac
 
 @contextmanager
 def the_command(pool: raykv.KVPool, address: str) -> Iterator["subprocess.Popen[str]"]:
-    """`raykv trace`, which is interrupted afterwards as by Ctrl-C."""
+    """Run `raykv trace`, and interrupt it afterwards as Ctrl-C does."""
     command = [sys.executable, "-u", "-m", "raykv.cli", "trace", "--json", "--name", pool.name]
     options: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     options["env"] = {**os.environ, "RAY_ADDRESS": address}
     options["preexec_fn"] = partial(
         signal.signal, signal.SIGINT, signal.SIG_DFL
-    )  # ignored below a shell's background job
+    )  # SIGINT is ignored below a shell's background job
     with subprocess.Popen(command, **options) as it:
         try:
             yield it
@@ -106,7 +106,7 @@ def test_the_command_prints_hits_by_where_they_were(pool: raykv.KVPool, cluster:
 def test_a_read_that_is_cut_short_says_why(pool: raykv.KVPool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         raykv.client.leases.stream, "data_deadline", lambda size: 1.0
-    )  # before that of the store that pulls
+    )  # this deadline ends before that of the store that pulls
     there, cache = worker(pool, other_node(pool)), a_cache(pool, model="late")
     keys = cache.keys(tokens(6, 4))
     assert ray.get(there.store.remote(keys, model="late")) == 4

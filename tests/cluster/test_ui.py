@@ -1,4 +1,4 @@
-"""`raykv ui` in a real Chromium: figures are what was done, events what happened, at any width and in the dark."""
+"""`raykv ui` in a real Chromium shows what the pool did and what happened, at any width, in light and dark."""
 
 import contextlib
 import json
@@ -52,18 +52,18 @@ def chromium() -> Iterator[Browser]:
 @pytest.fixture
 def browser(chromium: Browser) -> Iterator[Browser]:
     yield chromium
-    chromium.open("about:blank")  # no page asks a server that has ended
+    chromium.open("about:blank")  # so that no page asks a server that has ended
     chromium.complaints()
 
 
 def serve(pool: raykv.KVPool, cluster: Any, *options: str) -> str:
-    """Where its page is."""
+    """Start `raykv ui`. Returns the URL of its page."""
     done = command("ui", "--name", pool.name, "--json", *options, address=cluster.address)
     return str(last_json(done)["url"])
 
 
 def figures(browser: Browser) -> dict[str, str]:
-    """By tile, what it says."""
+    """The text of each tile, by the tile's name."""
     script = "return Object.fromEntries([...document.querySelectorAll('#tiles > div')].map(d => [d.id, d.innerText]))"
     return {name: " ".join(text.split()) for name, text in browser.ask(script).items()}
 
@@ -119,7 +119,7 @@ def test_a_reader_sees_what_was_done_and_what_happened(
     died = f"the store on {there[:8]} ("
     eventually(lambda: re.search(re.escape(died) + r".*\) died", browser.text("#events")))
     eventually(lambda: re.search(re.escape(died) + r".*\) serves again", browser.text("#events")))
-    browser.open(url)  # what was seen outlasts a reload
+    browser.open(url)  # the history survives a reload
     eventually(lambda: re.search(re.escape(died) + r".*\) died", browser.text("#events")))
     assert (
         figures(browser)["keys"].startswith("Blocks ") and browser.ask("return document.title") == f"raykv: {pool.name}"
@@ -129,14 +129,14 @@ def test_a_reader_sees_what_was_done_and_what_happened(
 
 
 def sums(url: str) -> dict[str, int]:
-    """What the page's server has counted until now."""
+    """The sums that the page's server has counted so far."""
     with urllib.request.urlopen(f"{url}api/pool", timeout=30) as answer:
         found = json.load(answer)
     return {name: values[-1] for name, values in found["samples"].items()}
 
 
 def click_through(browser: Browser, node_id: str) -> None:
-    """Everything that can be clicked, at both widths, in light and dark."""
+    """Click everything that can be clicked, at both widths, in light and dark."""
     colors = set()
     for width in (1440, 390):
         for scheme in ("light", "dark"):
@@ -182,7 +182,7 @@ def test_a_page_of_which_too_much_is_asked_says_so_and_is_there_again(start: Cal
     port = free_port()
     url = ui.serve(start().name, None, port).url
     with contextlib.ExitStack() as idle:
-        for _ in range(CONNECTIONS):  # accepted in their order: before the one that asks
+        for _ in range(CONNECTIONS):  # the server accepts these before the connection that asks
             idle.enter_context(socket.create_connection(("127.0.0.1", port)))
         assert status(url) == 503
     eventually(lambda: status(url) == 200)
@@ -210,14 +210,14 @@ def test_where_ray_asks_for_a_token_so_does_the_page(browser: Browser) -> None:
             assert TOKEN not in browser.ask(
                 "return document.cookie + document.documentElement.outerHTML + location.href"
             )
-            expected = ("401", "403")  # of the page before its token
+            expected = ("401", "403")  # errors of the page before it has its token
             assert not [line for line in browser.complaints() if not any(code in line for code in expected)]
         finally:
             server.terminate()
 
 
 def status(url: str, **headers: str) -> int | None:
-    """Of the answer; None where nobody answers yet."""
+    """The status of the answer; None if no server answers yet."""
     try:
         with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=5) as answer:
             return int(answer.status)

@@ -1,4 +1,4 @@
-"""Our manager under vLLM's tests, which say by a mock what an offloading manager answers: here, what the pool has."""
+"""Our manager under vLLM's tests. Answers that a test gives to its mock of a manager become contents of our pool."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ ANSWERS = {LookupResult.HIT: READY, LookupResult.HIT_PENDING: PENDING, LookupRes
 
 
 class Now:
-    """In place of a manager's threads: a look-up is over when it is begun, or when the test lets it be."""
+    """In place of a manager's threads: a look-up ends at once or, if `late`, when `end` is called."""
 
     def __init__(self) -> None:
         self.late = False
@@ -48,20 +48,20 @@ class Now:
         return answer
 
     def end(self) -> None:
-        """All that was begun is over."""
+        """End all look-ups that have begun."""
         for answer, call in self._begun:
             if answer.set_running_or_notify_cancel():
                 answer.set_result(call())
         self._begun.clear()
 
     def shutdown(self, **_: Any) -> None:
-        """Nothing runs."""
+        """There are no threads to end."""
 
 
 class Manager(RayKVManager):
-    """Ours. says: what the pool has, by vLLM's key, at the next look-up; None: what was stored."""
+    """Our manager. says: by vLLM's key, the key's state in the pool at the next look-up; None: the real state."""
 
-    content: Content  # of the pool
+    content: Content  # sets the state of keys in the pool
     made = 0
 
     def __init__(self, *arguments: Any) -> None:
@@ -70,14 +70,14 @@ class Manager(RayKVManager):
         self._threads.shutdown()
         self._threads = self.now = Now()  # type: ignore[assignment]
         self.says: Callable[[bytes], int] | None = None
-        self.taken: set[str] = set()  # requests that our connector was not told of
-        self.offered: dict[tuple[bytes, int], bytes] = {}  # the pool's keys of what is stored, by vLLM's and part
+        self.taken: set[str] = set()  # requests that a test did not announce to our connector
+        self.offered: dict[tuple[bytes, int], bytes] = {}  # the pool's keys of stored chunks, by (vLLM's key, part)
 
     def _find(self, caches: Any, keys: dict[int, list[bytes]], first: Any, origin: Origin, *how: bool) -> Found:
         each = [(group, part) for rank in self._ranks for group in self._groups for part in rank.parts]
         for (group, number), part in zip(each, self._parts(caches, keys, origin), strict=True):
             for key, row in zip(keys[group.group_idx], np.asarray(part.keys), strict=True):
-                assert self.offered.get((key, number), row.tobytes()) == row.tobytes()  # as it was stored
+                assert self.offered.get((key, number), row.tobytes()) == row.tobytes()  # the key it was stored by
                 if self.says is not None:
                     self.content.set(row.tobytes(), self.says(key))
         return super()._find(caches, keys, first, origin, *how)
@@ -94,7 +94,7 @@ class Manager(RayKVManager):
 
 
 class Storing(Manager):
-    """Ours, of a pool that has what was stored by it: a worker writes at once what it is given."""
+    """Our manager, whose stores show in the pool: pending at `prepare_store`, ready at `complete_store`."""
 
     def prepare_store(self, keys: Collection[bytes], req_context: Any) -> PrepareStoreOutput:
         take_up(self, req_context)
@@ -117,7 +117,7 @@ class Storing(Manager):
 
 
 class Method(MagicMock):
-    """Of a manager: a test says what it answers, and ours answers."""
+    """A mocked method of a manager. A test sets its answer, and `answer` turns it into our manager's."""
 
     answer: Any = None
 
@@ -130,9 +130,9 @@ class Method(MagicMock):
 
 
 class Told(MagicMock):
-    """In the place of vLLM's mock of a manager. Ours answers, of a pool that has what the test says that a manager has.
+    """In place of vLLM's mock of a manager. Our manager answers, on a pool that has what the test's mock would have.
 
-    What a test has refused (stores) or chosen (a policy, events, where a load came from) is its own answer.
+    Refused stores, and answers about a policy, events or the source of a load, stay the test's own.
     """
 
     def __init__(self, ours: Manager) -> None:
@@ -145,7 +145,7 @@ class Told(MagicMock):
                 setattr(self, name, method)
 
     def __getattr__(self, name: str) -> Any:
-        """What the connector asks of ours alone."""
+        """Attributes that only our manager has."""
         if name.startswith("_") or hasattr(OffloadingManager, name):
             return super().__getattr__(name)
         return getattr(self.__dict__["ours"], name)
@@ -173,14 +173,14 @@ class Told(MagicMock):
         if not isinstance(said, PrepareStoreOutput) or said.keys_to_store != list(keys):
             return said
         take_up(self.ours, req_context)
-        req_context.get_state(RequestOffloadState).update_offload_keys()  # as in each step
+        req_context.get_state(RequestOffloadState).update_offload_keys()  # the scheduler does this in each step
         output = self.ours.prepare_store(keys, req_context)
         return PrepareStoreOutput(output.keys_to_store, type(said.store_spec)(output.keys_to_store), [])
 
     def load(self, keys: Collection[bytes], req_context: Any) -> Collection[bytes]:
-        """Have ours prepare a load. Returns the keys, all of which it has leased."""
+        """Have our manager prepare a load. Returns the keys, after a check that all are leased."""
         take_up(self.ours, req_context)
-        if req_context.req_id not in self.ours._asks:  # the test says that the scheduler has found them
+        if req_context.req_id not in self.ours._asks:  # the test assumes an earlier look-up
             self.ours.says = lambda key: READY
             positions = map(req_context.get_offload_key_position, keys)
             req_context.get_state(Chain).most = max(filter(None, positions), default=None)
@@ -197,7 +197,7 @@ class Told(MagicMock):
 
 
 def take_up(ours: Manager, req_context: Any) -> None:
-    """What our connector tells of workers and requests, where a test did without one, or has set a request's keys."""
+    """Tell our manager of workers and a request in place of our connector, if the test has none or set other keys."""
     status = req_context.get_state(RequestOffloadState)
     if not ours.caches:
         groups = groups_of(status.config.kv_group_configs)
@@ -211,7 +211,7 @@ def take_up(ours: Manager, req_context: Any) -> None:
 
 
 def limit(scheduler: OffloadingConnectorScheduler, status: RequestOffloadState) -> None:
-    """What our connector says before a look-up, where a test did without one."""
+    """Set the limit of a load before a look-up, in place of our connector, if the test has none."""
     ours = scheduler.manager.ours if isinstance(scheduler.manager, Told) else scheduler.manager
     if not isinstance(ours, Manager):
         return

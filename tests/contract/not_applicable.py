@@ -1,4 +1,4 @@
-"""Reads not_applicable.txt: what of vLLM's tests is not run, and what must fail."""
+"""Reads not_applicable.txt: which of vLLM's test files are left out, and which tests must fail."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ FILE = Path(__file__).with_suffix(".txt")
 
 
 class Entry(NamedTuple):
-    """pattern: of a test's name, behind its folder, or of a file under `tests`. reason: why it does not apply."""
+    """pattern: fits a test's name without its folder, or a file under `tests`. reason: why it does not apply."""
 
     pattern: str
     reason: str
@@ -24,7 +24,7 @@ class Entry(NamedTuple):
 
 
 def entries() -> list[Entry]:
-    """In their order; "the same" is the reason of the line before."""
+    """All entries, in order. The reason "the same" repeats the line before."""
     found: list[Entry] = []
     for line in FILE.read_text().splitlines():
         if line and not line.startswith("#"):

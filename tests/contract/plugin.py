@@ -1,6 +1,6 @@
-"""Puts our connector, spec and manager in the place of vLLM's, for vLLM's own tests of them: see CONTRIBUTING.md.
+"""Replaces vLLM's connector, spec and manager by ours, for vLLM's own tests of them: see CONTRIBUTING.md.
 
-Loaded by `make contract` (`-p contract.plugin`). What is not to be run, or is to fail, is in not_applicable.txt.
+`make contract` loads it (`-p contract.plugin`). not_applicable.txt lists tests that are left out or must fail.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import pytest
 from contract.not_applicable import entries
 
 HERE = Path(__file__).parent
-MODELS = HERE / "models"  # configurations by the names in vLLM's tests, which would fetch them
+MODELS = HERE / "models"  # configurations of models that vLLM's tests name, and would fetch
 OURS = pytest.StashKey[int]()
-GROUPS = 8  # at most, in a test of vLLM's
+GROUPS = 8  # more KV cache groups than any test of vLLM has
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -31,7 +31,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def replace() -> Iterator[None]:
-    """Before vLLM's tests import anything."""
+    """Replace vLLM's classes, before vLLM's tests import anything."""
     import vllm.v1.kv_offload.tiering.spec  # noqa: F401  has vLLM's own manager
     from contract import manager, pool
     from vllm.distributed.kv_transfer.kv_connector.v1 import offloading_connector
@@ -69,22 +69,22 @@ def replace() -> Iterator[None]:
         patch.setattr(utils, "MockOffloadingSpec", Spec)
         patch.setattr(connector, "RayKVOffloadingSpec", Spec)
         ranks = [Rank(pool.NODE, (0,), (pool.BLOCK_BYTES,) * GROUPS)]
-        patch.setattr(connector, "told", lambda *_: ranks)  # there is no Ray
-        patch.setattr(connector, "CHUNK_BYTES", 1)  # a chunk is a block, where a test says nothing else
+        patch.setattr(connector, "told", lambda *_: ranks)  # ranks would tell through Ray, which does not run
+        patch.setattr(connector, "CHUNK_BYTES", 1)  # by default a chunk is a block
         patch.setattr(cpu, "CPUOffloadingManager", lambda **_: manager.Storing(opened, arguments(), True))
         yield
         patch.undo()
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """What has nothing of ours in it."""
+    """Ignore files that test nothing of ours."""
     theirs = config.rootpath / "tests"
     name = str(collection_path.relative_to(theirs)) if collection_path.is_relative_to(theirs) else ""
     return any(entry.is_file and entry.matches(name) for entry in entries()) or None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What does not apply must fail: who mends it takes its line out of the list."""
+    """Listed tests must fail: a test that passes must leave the list."""
     files = {item.path.name for item in items}
     unused = {entry for entry in entries() if entry.pattern.partition("::")[0] in files}
     for item in items:
@@ -99,7 +99,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
-    """Count the tests that pass, and in which ours was made."""
+    """Count the passed tests in which our manager was made."""
     from contract.manager import Manager
 
     before = Manager.made
@@ -113,7 +113,7 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
 
 @pytest.fixture
 def default_vllm_config() -> Iterator[None]:
-    """As in vLLM's own conftest.py, which is left out: it wants packages that nothing here does."""
+    """Like the fixture in vLLM's conftest.py, which is left out, because it needs packages that are not here."""
     from vllm.config import DeviceConfig, VllmConfig, set_current_vllm_config
 
     with set_current_vllm_config(VllmConfig(device_config=DeviceConfig("cpu"))):

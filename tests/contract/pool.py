@@ -1,6 +1,6 @@
 """A pool without Ray: a directory behind its socket, in this process, and one node that has no arena.
 
-What managers ask is answered as ever. Which blocks the pool has is said by whoever holds a `Content`.
+Managers get real answers. A `Content` sets which blocks the pool has.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ STATES = MISSING, PENDING, READY = range(3)
 
 
 class Line(DirectoryLine):
-    """To the directory of this process."""
+    """A line to the directory of this process."""
 
     address_of_all: ClassVar[Address]
 
@@ -48,12 +48,12 @@ class Line(DirectoryLine):
 
 @contextmanager
 def open_pool() -> Iterator[KVPool]:
-    """A pool that nobody has stored anything in."""
+    """An empty pool."""
     patch = pytest.MonkeyPatch()
     patch.setattr(directory_client, "DirectoryLine", Line)
     for module in (directory_client, tending):
         patch.setattr(module, "ray", SimpleNamespace(is_initialized=lambda: True))
-    server = DirectoryServer("contract", DirectoryMetrics("contract", ""), lambda: 0.0)  # nobody falls silent
+    server = DirectoryServer("contract", DirectoryMetrics("contract", ""), lambda: 0.0)  # time stands still
     server.serve(Directory(1))
     Line.address_of_all = server.listen("127.0.0.1")
     session = object.__new__(Session)
@@ -69,7 +69,7 @@ def open_pool() -> Iterator[KVPool]:
 
 
 def _client() -> DirectoryClient:
-    client = DirectoryClient("contract", lambda: 0, deadline=60.0)  # late would be a miss, on a busy machine too
+    client = DirectoryClient("contract", lambda: 0, deadline=60.0)  # a late answer on a busy machine would be a miss
     Tending(client)
     return client
 
@@ -86,7 +86,7 @@ def _join() -> None:
 
 
 class Content:
-    """What another engine has in the pool: ready blocks, and such as it still writes."""
+    """Another engine's blocks in the pool: ready ones, and pending ones that it still writes."""
 
     def __init__(self) -> None:
         self._client = _client()
@@ -94,11 +94,11 @@ class Content:
         self._ready: set[bytes] = set()
 
     def close(self) -> None:
-        """That engine leaves; what is ready stays."""
+        """The engine leaves. Its ready blocks stay."""
         self._client.close()
 
     def set(self, key: bytes, state: int) -> None:
-        """key: the pool's. state: one of STATES."""
+        """Set the state of a key of the pool. state: one of STATES."""
         if state == self.state(key):
             return
         if key in self._ready:

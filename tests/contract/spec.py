@@ -1,4 +1,4 @@
-"""Our spec in the place of the one in vLLM's tests: its scheduler's side is ours, its worker is theirs."""
+"""Our spec in place of the one in vLLM's tests: with our manager, and vLLM's mock of a worker."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ numbers = itertools.count()
 
 
 def arguments() -> dict[str, Any]:
-    """Of a cache that no other test has."""
+    """Arguments of a cache that no other test has."""
     return {"model": f"contract-{next(numbers)}", "dtype": "uint8", "layout": "rows"}
 
 
 class Worker(MockOffloadingWorker):  # type: ignore[misc]
-    """Theirs, which copies nothing, and what our connector tells ours beside."""
+    """vLLM's mock of a worker, which copies nothing, with the methods that our connector calls beside vLLM's."""
 
     def computes(self) -> None:
         """An engine's step began."""
@@ -35,7 +35,7 @@ class Worker(MockOffloadingWorker):  # type: ignore[misc]
 
 
 class Spec(MockOffloadingSpec):  # type: ignore[misc]
-    """Takes the configuration of vLLM's tests, with or without what our connector adds."""
+    """Takes the configuration of vLLM's tests, with or without the fields that our connector adds."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)

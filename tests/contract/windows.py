@@ -1,4 +1,4 @@
-"""Beside vLLM's tests, with its scheduler: what is found of windows and states ends where the scheduler loads it."""
+"""A test with vLLM's scheduler: a hit of windows and states ends where the scheduler ends the load."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The copy kernel as NVRTC compiles it with what `raykv[gpu]` brings: no GPU has to be there."""
+"""The copy kernel, compiled by NVRTC with the headers of `raykv[gpu]`. Needs no GPU."""
 
 import io
 import re
@@ -11,12 +11,12 @@ from raykv.arena.gpu.copy_kernel import SOURCE, THREADS, UNIT
 
 pytestmark = pytest.mark.wheels
 TARGETS = (80, 90, 100)  # A100, H100, B200
-REGISTERS = 64  # of a thread: with more, a multiprocessor (65,536 of them) takes one thread block instead of two
+REGISTERS = 64  # of a thread: with more, a multiprocessor (65,536 registers) holds one thread block instead of two
 
 
 def compiled(target: str, method: str) -> tuple[bytes, str]:
-    """The kernel, and what the compiler says of it. method: "cubin" or "ptx"."""
-    from cupy.cuda import compiler  # not RawKernel, which asks the driver for the target
+    """(the kernel, the compiler's messages). method: "cubin" or "ptx"."""
+    from cupy.cuda import compiler  # RawKernel would ask the driver for the target
 
     program = compiler._NVRTCProgram(SOURCE, "raykv_copy.cu", method=method)
     said = io.StringIO()
@@ -25,7 +25,7 @@ def compiled(target: str, method: str) -> tuple[bytes, str]:
 
 
 def options() -> tuple[str, ...]:
-    """Of the compiler, as RawKernel makes them. RuntimeError where CuPy finds no headers of CUDA."""
+    """The compiler's options, as RawKernel makes them. RuntimeError if CuPy finds no headers of CUDA."""
     from cupy._core import core
 
     made: tuple[str, ...] = core.assemble_cupy_compiler_options((f"-DUNIT={UNIT}LL", f"-DTHREADS={THREADS}"))
@@ -33,7 +33,7 @@ def options() -> tuple[str, ...]:
 
 
 def test_cupy_finds_cudas_headers_among_the_wheels() -> None:
-    """It looks there first, and in a CUDA toolkit of the machine then, which few have."""
+    """CuPy looks there first, and then in a CUDA toolkit of the machine, which few machines have."""
     folders = [Path(option[2:]) for option in options() if option.startswith("-I")]
     assert all(folder.is_relative_to(sys.prefix) for folder in folders)
     assert any((folder / "cuda_fp16.h").exists() for folder in folders)
@@ -51,7 +51,7 @@ def test_the_kernel_keeps_to_its_registers(target: int) -> None:
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_each_thread_has_four_loads_of_16_bytes_in_flight(target: int) -> None:
-    """All four before the first store: a store might alias what is still to be loaded."""
+    """All four come before the first store, because a store might alias bytes that are still to be loaded."""
     made, _ = compiled(f"compute_{target}", "ptx")
     moves = re.findall(r"(ld|st)\.global\.cs\.(\S+)", made.decode())
     whole = [kind for kind, width in moves if width.startswith("v4")]

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.wheels
 ROOT = Path(__file__).parents[2]
 RUNTIME, DRIVER, NCCL = "cupy.cuda.runtime", "cupy.cuda.driver", "cupy.cuda.nccl"
 COMMUNICATOR = f"{NCCL}.NcclCommunicator"
-NAMED = {  # what raykv's files call a part of CuPy
+NAMED = {  # names in raykv's files, and the parts of CuPy that they stand for
     **dict.fromkeys(("cupy", "module", "cupy()", "cuda.cupy()", "self._cupy"), "cupy"),
     **dict.fromkeys(("nccl", "self._nccl"), NCCL),
     **dict.fromkeys(("comm", "self._comm"), COMMUNICATOR),
@@ -33,14 +33,14 @@ MODULES = ("cupy.cuda", RUNTIME, DRIVER, NCCL)
 
 
 def users() -> Iterator[tuple[Path, ast.Module]]:
-    """Files of raykv's that use CuPy."""
+    """(file, syntax tree) of the files of raykv that use CuPy."""
     for _, file in sources():
         if "cupy" in (text := file.read_text()):
             yield file, ast.parse(text)
 
 
 def of_cupy(node: ast.expr) -> str:
-    """The name in CuPy of what an expression says; "" if it is not of CuPy."""
+    """The CuPy name that an expression stands for; "" if it stands for none."""
     text = ast.unparse(node)
     for ours, theirs in NAMED.items():
         if text.startswith(f"{ours}."):
@@ -49,12 +49,12 @@ def of_cupy(node: ast.expr) -> str:
 
 
 def names(tree: ast.Module) -> set[str]:
-    """All that a file uses of CuPy."""
+    """All names of CuPy that a file uses."""
     return {name for node in ast.walk(tree) if isinstance(node, ast.Attribute) and (name := of_cupy(node))}
 
 
 def found(name: str) -> Any:
-    """AttributeError if CuPy has no such thing."""
+    """The object of a CuPy name. AttributeError if CuPy has no such name."""
     import cupy
     from cupy.cuda import nccl  # noqa: F401 - from now on an attribute of cupy.cuda
 
@@ -62,7 +62,7 @@ def found(name: str) -> Any:
 
 
 def taken(what: Any) -> Signature:
-    """What a function or a class takes: of compiled ones the first line of the docstring says that."""
+    """The signature of a function or class. For compiled ones the first line of the docstring has it."""
     if not (said := re.match(r"[\w.]+\((.*)\)", what.__doc__ or "")):
         given = [one for one in inspect.signature(what).parameters.values() if one.name != "self"]
         required = sum(one.default is inspect.Parameter.empty for one in given)
@@ -94,12 +94,12 @@ def test_cupy_takes_each_call_of_raykv() -> None:
 
 @pytest.mark.parametrize("module", MODULES)
 def test_the_stand_in_takes_no_more_than_cupy(module: str) -> None:
-    """Tests without a GPU run on it: a call that it takes is one that CuPy takes."""
+    """Tests without a GPU run on the stand-in: each call that it takes must be one that CuPy takes."""
     looked_at = 0
     for name, ours in stand_ins(module):
         try:
             theirs = taken(found(name))
-        except AttributeError:  # for tests, to say what goes wrong
+        except AttributeError:  # only the stand-in has it, for tests to inject faults
             continue
         looked_at += 1
         assert len(ours.positional) <= len(theirs.positional), f"{name}: {ours} of {theirs}"
@@ -108,7 +108,7 @@ def test_the_stand_in_takes_no_more_than_cupy(module: str) -> None:
 
 
 def stand_ins(module: str) -> Iterator[tuple[str, Signature]]:
-    """Functions, classes and methods of a module of the stand-in, and what they take."""
+    """(name, signature) of the functions and methods in a module of the stand-in."""
     for node in Package(Path(ON_HOST)).module(module).body:
         if isinstance(node, ast.FunctionDef):
             yield f"{module}.{node.name}", signature(node, method=False)

@@ -6,5 +6,5 @@ from raykv.directory.state import tier_catalog
 
 @pytest.fixture
 def small_slabs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An external tier of few blocks has several slabs."""
+    """Make slabs of external tiers small, so that a tier of few blocks has several."""
     monkeypatch.setattr(tier_catalog, "slab_bytes", lambda _: SLAB)

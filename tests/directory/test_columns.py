@@ -1,4 +1,4 @@
-"""Which kernels write a column is what the column's comment says: who changes one knows what else may have."""
+"""The comment of each column names the kernels that write the column."""
 
 import ast
 import re
@@ -16,13 +16,13 @@ RECORDS = {"rows": "ROW", "lists": "LIST", "size_classes": "SIZE_CLASS", "slabs"
 
 
 def _columns() -> set[str]:
-    """All columns: `rows.state` where an array is of records, else `table`."""
+    """All columns: "rows.state" for a field of an array of records, "table" for a plain array."""
     fields = {f"{name}.{field}" for name, record in RECORDS.items() for field in getattr(columns, record).names}
     return fields | set(columns.Columns._fields) - set(RECORDS)
 
 
 def _named(source: str) -> dict[str, set[str]]:
-    """By column, the modules that its comment names: that on its line, else that on the line before."""
+    """By column, the modules that its comment names, on its line or on the line before."""
     lines, found = source.splitlines(), {}
     for node in ast.parse(source).body:
         if isinstance(node, ast.ClassDef) and node.name == "Columns":
@@ -55,7 +55,7 @@ def _written(sources: Mapping[str, str]) -> dict[str, set[str]]:
 
 
 def _written_by(function: ast.FunctionDef) -> Iterator[str]:
-    """The columns that a function writes, by `c` or by a name that it gives to some of `c`."""
+    """The columns that a function writes, through `c` or through a name for a part of `c`."""
     assigned = [pair for node in ast.walk(function) for pair in _assigned(node)]
     names = {target.id: ast.unparse(value) for target, value in assigned if isinstance(target, ast.Name)}
     for target, _ in assigned:
@@ -64,7 +64,7 @@ def _written_by(function: ast.FunctionDef) -> Iterator[str]:
 
 
 def _assigned(node: ast.AST) -> Iterator[tuple[ast.expr, ast.expr]]:
-    """Each target of an assignment, and its value."""
+    """(target, value) for each target of an assignment."""
     if isinstance(node, ast.Assign | ast.AugAssign):
         for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
             items = target.elts if isinstance(target, ast.Tuple) else [target]
@@ -74,7 +74,7 @@ def _assigned(node: ast.AST) -> Iterator[tuple[ast.expr, ast.expr]]:
 
 def _columns_of(target: ast.expr, names: Mapping[str, str]) -> Iterator[str]:
     text = ast.unparse(target)
-    for _ in range(5):  # one name may stand for another
+    for _ in range(5):  # a name may stand for another name
         root = re.match(r"\w+", text)
         if root and root[0] in names:
             text = names[root[0]] + text[root.end() :]
@@ -85,7 +85,7 @@ def _columns_of(target: ast.expr, names: Mapping[str, str]) -> Iterator[str]:
 
 
 def _wrong(sources: Mapping[str, str]) -> dict[str, tuple[set[str], set[str]]]:
-    """By column, (modules that its comment names, those that write it) where these differ."""
+    """By column, (modules that its comment names, modules that write it), if the two differ."""
     named, written = _named(sources["columns"]), _written(sources)
     assert named.keys() == _columns() and written.keys() <= named.keys()
     return {name: (said, written[name]) for name, said in named.items() if said != written[name]}

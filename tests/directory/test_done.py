@@ -1,4 +1,4 @@
-"""Blocks that a client is done with, by example. Of 8 slots a node has one as a staging window."""
+"""Blocks that a client is done with, by example. One of a node's 8 slots is its staging window."""
 
 import pytest
 from helpers.directory.checks import check_invariants
@@ -83,7 +83,7 @@ def test_a_tenant_gives_up_only_its_own() -> None:
 
 @pytest.mark.parametrize("again", [False, True])
 def test_a_writer_takes_the_slot_on_another_node(again: bool) -> None:
-    """As the oldest of the cluster: else memory of an ended session would stay where nobody writes."""
+    """The block counts as the oldest of the cluster. Otherwise it would stay on a node where nobody writes."""
     pool = Pool(nodes="ab")
     pool.store("b", KEYS[:7])
     pool.store("a", KEYS[10:17])
@@ -139,7 +139,7 @@ def test_it_goes_first_in_the_tier_too() -> None:
 
 
 def test_what_is_in_memory_too_leaves_the_tier_first() -> None:
-    """Of others, those in memory are passed over: their age in the tier is too high."""
+    """Eviction from a tier passes over blocks in use that are in memory too, but not over this one."""
     pool = tiered(slabs=1, share=5 / 8)
     pool.store("a", KEYS[:4])
     assert len(pool.demote_all("a", whole=True)) == 4
@@ -163,7 +163,7 @@ def test_a_tier_that_lost_its_blocks_does_not_want_them_either() -> None:
 
 @pytest.mark.parametrize("again", [False, True])
 def test_a_gpus_copy_stays_as_it_is(again: bool) -> None:
-    """It would be demoted first, and be a young block of memory then."""
+    """A copy made older would be demoted first, and would then be a young block in memory."""
     pool = Pool(nodes=("a", "a/0"))
     pool.store("a/0", KEYS[:3])
     assert done(pool, KEYS[:3], again, node="a/0") == 0

@@ -37,7 +37,7 @@ def test_with_locality_1_the_cluster_is_one_lru() -> None:
         for _ in range(400):
             keys = rng.choice(documents)[: rng.randint(1, 12)]
             node = rng.choice("abc")
-            left = list(keys)  # a call grants no more than its window
+            left = list(keys)  # a call gets no more slots than the window has
             while left:
                 hold, got = pool.reserve(node, keys)
                 pool.commit(node, hold, got, keys)

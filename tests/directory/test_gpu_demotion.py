@@ -1,4 +1,4 @@
-"""GPUs as nodes of their own: whose blocks are stored there, and which are demoted to memory, by example."""
+"""GPUs as nodes of their own: whose blocks a GPU stores, and which of them are demoted to memory, by example."""
 
 import pytest
 from helpers.directory.checks import chain_of, check_invariants
@@ -11,16 +11,16 @@ from raykv.protocol.stores import Inventory
 from raykv.protocol.tiers import GpuDemotions
 
 GPU = "a/0"
-LAST_FIRST = KEYS[6::-1]  # holds on a batch end with its last key first, so this is oldest first
+LAST_FIRST = KEYS[6::-1]  # oldest first: holds on a batch end with the batch's last key first
 
 
 def pool_of(*nodes: str) -> Pool:
-    """Nodes and GPUs with room for 7 blocks, beside a staging window of one. A quarter of a GPU's slots is 2."""
+    """Nodes and GPUs with room for 7 blocks, and a staging window of one slot. A quarter of the slots is 2."""
     return Pool(nodes=nodes or ("a", GPU))
 
 
 def with_demoted_blocks(*nodes: str) -> Pool:
-    """A full GPU of which the two oldest blocks were demoted."""
+    """A full GPU, after its two oldest blocks were demoted."""
     pool = pool_of(*nodes)
     pool.store(GPU, KEYS[:7])
     pool.demote_gpu(GPU, pool.demote_gpu(GPU))
@@ -49,7 +49,7 @@ def test_other_gpus_and_nodes_that_read_a_gpu_find_its_blocks() -> None:
 
 def test_blocks_that_a_gpu_has_no_room_for_are_stored_on_its_own_node_first() -> None:
     pool = pool_of("b", "a", GPU)
-    pool.store("b", KEYS[100:101])  # a slab of that size is there
+    pool.store("b", KEYS[100:101])  # so b has a slab of that size
     assert pool.store(GPU, KEYS[:7]) == [GPU] * 7
     assert pool.store(GPU, KEYS[7:8]) == ["a"]
 
@@ -91,7 +91,7 @@ def test_demoted_blocks_are_evicted_from_the_gpu_first_oldest_first() -> None:
     pool = pool_of("a", GPU, "b")
     pool.store("b", KEYS[20:21])
     pool.store(GPU, KEYS[:6])
-    pool.replicate(GPU, KEYS[20:21])  # a replica before anything is demoted
+    pool.replicate(GPU, KEYS[20:21])  # makes a replica before anything is demoted
     pool.store(GPU, KEYS[6:7])
     pool.demote_gpu(GPU, pool.demote_gpu(GPU))
     on_gpu = [KEYS[20], *KEYS[:7]]
@@ -104,7 +104,7 @@ def test_demoted_blocks_are_evicted_from_the_gpu_first_oldest_first() -> None:
 
 
 def nodes_with(pool: Pool, key: bytes) -> set[int]:
-    """Indices of the nodes that have a copy."""
+    """Indices of the nodes that have a copy of a key."""
     c = pool.directory.c
     return {
         int(c.size_classes[c.slabs[c.pages[row >> 6]]["size_class"]]["node"]) for row in chain_of(pool.directory, key)
@@ -163,7 +163,7 @@ def test_a_block_being_demoted_to_memory_does_not_count_as_being_in_the_external
     heartbeat(pool)
     list_existing(pool, [])
     demoted_but_gone(pool, GPU)
-    pool.store("a", KEYS[5:7])  # again, while it is copied
+    pool.store("a", KEYS[5:7])  # store the blocks again while they are copied
     assert {*split(pool.demote("a").keys)} == {*KEYS[5:7]}
 
 
@@ -177,7 +177,7 @@ def test_a_block_is_demoted_once_though_it_is_stored_again_on_another_gpu() -> N
 
 
 def demoted_but_gone(pool: Pool, gpu: str) -> GpuDemotions:
-    """Two blocks are being demoted from a GPU that has dropped them meanwhile."""
+    """Two blocks of a GPU, which drops them while they are demoted."""
     pool.store(gpu, KEYS[:7])
     got = pool.demote_gpu(gpu)
     pool.heartbeat(gpu, corrupt=got.source)
@@ -224,7 +224,7 @@ def test_a_report_from_before_the_store_restarted_is_ignored() -> None:
     index, _ = pool.join("a", nonce=b"again")
     found = LOCATION.pack(
         index, location[1], location[2], PAGE, *location[4:]
-    )  # it was written, and is there under its generation
+    )  # the block was written, with the generation of its grant
     pool.adopt("a", Inventory(found, KEYS[6], bytes(4), bytes(4), b""), offered=1)
     lease, _ = pool.match("a", KEYS[6:7])
     pool.directory.clear(pool.now)
@@ -319,7 +319,7 @@ def test_a_block_counts_once_where_it_is_on_a_gpu_and_in_its_nodes_memory() -> N
 def test_hits_are_counted_by_where_the_blocks_are() -> None:
     pool = with_demoted_blocks("a", GPU, "b")
     pool.store("b", KEYS[7:8])
-    pool.store(GPU, KEYS[8:10])  # one slot is free, the other is that of the block demoted first
+    pool.store(GPU, KEYS[8:10])  # takes the free slot, and the slot of the block that was demoted first
     got = [total(pool, name) for name in ("hits", "gpu_hits", "promoted", "remote_hits")]
     pool.read(GPU, KEYS[:6])
     pool.read(GPU, KEYS[6:7])

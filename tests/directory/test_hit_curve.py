@@ -1,4 +1,4 @@
-"""The hit rate by memory, beside an LRU that is simulated with each size."""
+"""The hit rate by memory size, compared with a simulated LRU of each size."""
 
 import hashlib
 from collections.abc import Iterable, Iterator
@@ -17,12 +17,12 @@ from raykv.directory.state import hit_curve
 from raykv.directory.state.arrays import KeyArray
 from raykv.directory.state.hit_curve import CALM_S, HALF_LIFE_S, LOOK_S, HitCurve
 
-SIZE = 5000  # bytes of a block: no distance lies where two counts meet
-ROOM = 1 << 40  # bytes: nothing leaves the sample for its distance
+SIZE = 5000  # bytes of a block: with this size no distance lies at the edge of two counts
+ROOM = 1 << 40  # bytes: so much that no key leaves the sample for its distance
 
 
 def keys_of(blocks: Iterable[int]) -> KeyArray:
-    """A hash a block, as real keys are."""
+    """A key with a hash for each block."""
     numbers = np.fromiter(blocks, np.uint64)
     return np.stack([numbers, np.array([_hash(int(number)) for number in numbers], np.uint64)], axis=1)
 
@@ -36,7 +36,7 @@ def of_chain(chain: int, length: int) -> range:
 
 
 def simulated(prompts: list[range], memory: float) -> float:
-    """Hit rate of an exact LRU. A block that is there has all blocks before it there."""
+    """Hit rate of an exact LRU, in which a block is present only with all blocks before it."""
     requests = [Request(list(prompt), len(prompt)) for prompt in prompts]
     return sum(caches.lru(requests, [int(memory // SIZE)], [0] * len(requests))) / sum(map(len, prompts))
 
@@ -50,7 +50,7 @@ def measured(prompts: list[range], capacity: int = ROOM) -> HitCurve:
 
 
 def edges(lowest: int, highest: int) -> Iterator[float]:
-    """Numbers of bytes at which one count ends and the next one begins."""
+    """Memory sizes in bytes at which one count ends and the next one begins."""
     for at in range(lowest * FINENESS, highest * FINENESS):
         yield 2 ** (at / FINENESS)
 
@@ -72,7 +72,7 @@ def zipf(seed: int, chains: int, count: int) -> list[range]:
 
 
 def test_a_prompt_of_more_keys_than_usually_wait_is_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hit_curve, "KEYS", 1024)  # 256 uses wait
+    monkeypatch.setattr(hit_curve, "KEYS", 1024)  # so 256 uses can wait
     prompts = [of_chain(1, 5), of_chain(0, 1000), of_chain(0, 1000)]
     curve = measured(prompts)
     for memory in edges(16, 23):
@@ -80,7 +80,7 @@ def test_a_prompt_of_more_keys_than_usually_wait_is_one_call(monkeypatch: pytest
 
 
 def test_a_full_queue_of_uses_is_counted_call_by_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hit_curve, "KEYS", 512)  # 128 uses can wait
+    monkeypatch.setattr(hit_curve, "KEYS", 512)  # so 128 uses can wait
     prompts = zipf(0, 9, 100)
     curve = measured(prompts)
     for memory in (*edges(13, 15), *edges(16, 21)):
@@ -98,7 +98,7 @@ def test_a_sample_of_few_keys_gives_nearly_the_same(seed: int, monkeypatch: pyte
 
 
 def test_keys_that_were_used_too_long_ago_leave_the_sample(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What has more memory between its uses than any figure tells takes no room of what has less."""
+    """Keys that more memory separates than any figure covers take no room from the others."""
     monkeypatch.setattr(hit_curve, "KEYS", 1024)
     prompts = [of_chain(chain, 20) for chain in accumulate([1] * 500)]
     curve = measured([prompt for new in prompts for prompt in (new, new)], capacity=20 * SIZE)
@@ -137,7 +137,7 @@ def test_a_sample_whose_places_are_used_up_forgets_nothing(monkeypatch: pytest.M
 
 
 def test_keys_whose_hashes_somebody_chose_break_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All of them are in every sample."""
+    """All these keys are in every sample."""
     monkeypatch.setattr(hit_curve, "KEYS", 64)
     inverse = pow(0xD6E8FEB86659FD93, -1, 1 << 64)
     chosen = np.array([[number * inverse % (1 << 64), 0] for number in range(1, 1000)], np.uint64)
@@ -168,7 +168,7 @@ def test_what_was_counted_ages() -> None:
     curve = HitCurve()
     curve.resize(ROOM)
     now = 1.0
-    for chain in range(50):  # nothing is asked for twice
+    for chain in range(50):  # no chain is asked for twice
         curve.asked(keys_of(of_chain(chain, 20)), SIZE, 0)
     curve.check(now)
     assert curve.hit_rate(ROOM) == 0
@@ -192,7 +192,7 @@ def test_matches_and_stores_of_a_pool_are_counted() -> None:
 
 
 def test_a_burst_of_look_ups_samples_fewer_keys_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All at one time: no look that is due by the clock comes between."""
+    """All look-ups come at one time, so the clock never makes the directory look in between."""
     monkeypatch.setattr(hit_curve, "USES_MOST", 100)
     monkeypatch.setattr(hit_curve, "KEYS", 64)
     pool = Pool(slots=16)

@@ -61,7 +61,7 @@ def test_an_id_that_is_used_again_ends_its_hold() -> None:
     pool = Pool()
     pool.store("a", KEYS[:2])
     call = pool.call("a")
-    for _ in range(2):  # a call that was executed twice
+    for _ in range(2):  # the call is executed twice
         pool.directory.match(call, MatchRequest(77, "a", b"".join(KEYS[:2]), PAGE, 2), pool.now)
         pool.directory.reserve(call, ReserveRequest(78, "a", b"".join(KEYS[:4]), 0, PAGE), pool.now)
     check_invariants(pool.directory)

@@ -1,6 +1,6 @@
-"""Numbers that no message of a sound client or store holds: refused or ignored, and nothing is held or lost by them.
+"""Numbers that no sound client or store sends are refused or ignored. They hold nothing, and no block is lost by them.
 
-Some would fill any memory, so those are asked for in a process of their own.
+Some of them would fill any memory, so these run in a process of their own.
 """
 
 import struct
@@ -30,7 +30,7 @@ def full(nodes: str = "ab") -> Pool:
 
 
 def unharmed(pool: Pool) -> None:
-    """All five are hit, can be evicted afterwards, and the state makes sense."""
+    """All five blocks are hit, and can be evicted afterwards. The directory's state is consistent."""
     assert pool.read("a", KEYS[:5]) == 5
     check_invariants(pool.directory)
     rows = pool.directory.c.rows
@@ -38,7 +38,7 @@ def unharmed(pool: Pool) -> None:
 
 
 def inventory(index: int, **change: int) -> Inventory:
-    """One block, in the first slot of a slab, and one slot that is written."""
+    """An inventory of a block in a slab's first slot, and of a slot that is being written."""
     found = np.zeros(2, LOCATION)
     found["node"], found["bytes"], found["slab_gen"], found["gen"] = index, PAGE, 3, 4
     found["slot"][1] = 1
@@ -95,7 +95,7 @@ def report(what: str, count: int) -> None:
 @pytest.mark.parametrize("count", [-1, *HUGE])
 @pytest.mark.parametrize("what", ["adopt", "heartbeat", "limit", "join", "slab", "epoch"])
 def test_counts_that_no_node_has(what: str, count: int) -> None:
-    """A node that reported them would have lost its blocks, or the directory its memory."""
+    """With these counts the node would lose its blocks, or the directory use up its memory."""
     apart(report, what, count)
 
 
@@ -212,7 +212,7 @@ def test_a_tier_of_any_size(capacity: int) -> None:
 
 
 def test_a_location_without_a_slab_names_no_row() -> None:
-    """slab_gen 0 says that there is no block; no slab must ever have that generation."""
+    """slab_gen 0 means that there is no block. No slab may ever have that generation."""
     pool = full()
     nothing = np.zeros(1, LOCATION)
     nothing["node"] = pool.directory.nodes["a"].index

@@ -1,4 +1,4 @@
-"""What clients are about to compute, by example. A differential test has the rest."""
+"""Intents: what clients are about to compute, by example. A differential test covers the other cases."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,10 +13,10 @@ FIRST, SECOND = KEYS[:8], KEYS[100:108]  # keys of two parts
 
 
 class Asked(Pool):
-    """Clients that compute what they do not find, and wait where others do."""
+    """Clients that compute missing blocks, and wait for blocks that others compute."""
 
     def ask(self, client: str, *parts: list[bytes], wait: bool = True, stores: bool = True) -> tuple[int, MatchedParts]:
-        """(intent, answer). stores: what it computes."""
+        """(intent, answer). stores: whether the client stores what it computes."""
         self.id += 1
         intent = self.id if stores else 0
         answer = self.match_parts(client, [("a", part) for part in parts], intent=Intent(intent, wait))[1]
@@ -55,7 +55,7 @@ def test_who_waits_is_counted_once_and_touches_nothing() -> None:
 
 
 def test_who_waits_for_a_prefix_computes_what_follows() -> None:
-    """And then the first waits for that, if it asks for it."""
+    """If the first client then asks for the longer prefix, it waits for the second."""
     pool = Asked(slots=20)
     pool.ask("one", FIRST[:4])
     assert pool.ask("two", FIRST)[1].pending == 4

@@ -28,7 +28,7 @@ def leave(pool: Pool, node: str) -> None:
 
 
 def sole_copies(pool: Pool, node: str) -> list[bytes]:
-    """Keys that would be lost with a node."""
+    """The listed keys that would be lost with a node."""
     answer = pool.directory.sole_copies(node, pool.now)
     there = unpack(answer.locations if answer else b"")
     assert {(location[0], location[3]) for location in there} <= {(pool.directory.nodes[node].index, PAGE)}
@@ -37,7 +37,7 @@ def sole_copies(pool: Pool, node: str) -> list[bytes]:
 
 
 def left(pool: Pool, node: str) -> int | None:
-    """How many blocks would be lost with a node; None where that is not known."""
+    """How many blocks would be lost with a node; None if that is not known."""
     answer = pool.directory.sole_copies(node, pool.now)
     return None if answer is None else answer.total
 
@@ -47,7 +47,7 @@ def pin(pool: Pool, keys: list[bytes], node: str = "a") -> int:
 
 
 def join_with(pool: Pool, name: str, keys: list[bytes], nonce: bytes = b"") -> None:
-    """A node joins whose arena of 8 slots has these blocks, the oldest first."""
+    """A node joins. Its arena of 8 slots has these blocks, the oldest first."""
     joined = pool.join(name, nonce)
     fields = [(joined.node, 0, slot, PAGE, 1, 2) for slot in range(len(keys))]
     locations = b"".join(LOCATION.pack(*at) for at in fields)
@@ -108,7 +108,7 @@ def test_a_replica_on_a_node_that_stays_becomes_the_primary() -> None:
     assert sole_copies(pool, "a") == KEYS[2:3]
     assert [primary(pool, key) for key in KEYS[:3]] == ["b", "b", "a"]
     assert (pool.count("ready", "b"), pool.count("replica", "a")) == (2, 2)
-    pool.store("b", KEYS[10:13])  # takes slots that replicas would have given up
+    pool.store("b", KEYS[10:13])  # takes slots that replicas had
     pool.directory.remove_node("a", pool.now)
     assert pool.has(KEYS[:3]) == [True, True, False]
 
@@ -128,7 +128,7 @@ def test_promoted_replicas_may_open_slabs_while_sole_copies_are_listed() -> None
     pool.store("a", KEYS[:60])
     pool.store("b", KEYS[100:164])
     pool.replicate("b", KEYS[:50])
-    pool.directory.heartbeat("b", 3, pool.now)  # spare slabs, whose rows are new
+    pool.directory.heartbeat("b", 3, pool.now)  # offers spare slabs, whose rows are new
     lease, _ = pool.match("a", KEYS[55:60])  # the oldest
     leave(pool, "a")
     assert sole_copies(pool, "a") == KEYS[50:60]
@@ -149,7 +149,7 @@ def test_a_copy_on_another_node_that_leaves_saves_no_block() -> None:
 
 
 def test_a_block_pulled_to_a_node_that_leaves_is_no_primary_there() -> None:
-    """Else it would be lost with the second node, whose drain is over."""
+    """As the primary the block would be lost with that node, whose drain is over."""
     pool = Pool(nodes="abc", window=2)
     pool.store("a", KEYS[:2])
     leave(pool, "b")
@@ -216,7 +216,7 @@ def test_a_drain_counts_what_a_directory_that_restarts_does_not_know_as_left(
     pool = Pool(nodes="ab")
     pool.store("a", KEYS[:4])
     answers = [None, pool.directory.sole_copies]
-    alive = [{"a", "b"}, {"b"}]  # it is gone by then
+    alive = [{"a", "b"}, {"b"}]  # at the second look a is gone
 
     def call(function: Any) -> Any:
         return SimpleNamespace(remote=function)
@@ -296,7 +296,7 @@ def test_a_node_that_leaves_is_read_until_it_is_gone() -> None:
     leave(pool, "a")
     assert pool.read("a", KEYS[:2]) == pool.read("b", KEYS[:2]) == 2
     pool.tick(4.0, alive="b")
-    pool.tick(1.0)  # it was silent for a while
+    pool.tick(1.0)  # the node answers again after a silence
     assert pool.store("a", KEYS[5:6]) == [] and pool.read("b", KEYS[:2]) == 2
     pool.directory.remove_node("a", pool.now)
     pool.add("a")
@@ -304,7 +304,7 @@ def test_a_node_that_leaves_is_read_until_it_is_gone() -> None:
 
 
 def test_sole_copies_of_a_node_that_is_not_adopted_yet_are_unknown() -> None:
-    """Else a drain during a restart of the directory would end with all blocks still there."""
+    """If the count were 0, a drain during a restart of the directory would end at once, and lose all blocks."""
     pool = Pool()
     leave(pool, "x")
     assert left(pool, "x") is None

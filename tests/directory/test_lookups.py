@@ -8,8 +8,8 @@ def test_locate_prefix_counts_every_copy_of_the_ready_prefix() -> None:
     pool.store("a", KEYS[:3])
     pool.replicate("b", KEYS[:2])
     pool.store("b", KEYS[3:5])
-    pool.store("a", KEYS[6:7])  # behind a gap
-    hold, got = pool.reserve("a", KEYS[5:6])  # which is being written
+    pool.store("a", KEYS[6:7])  # after a gap
+    hold, got = pool.reserve("a", KEYS[5:6])  # KEYS[5] is being written
     before = pool.directory.stats(pool.now)
     assert pool.directory.locate_prefix(b"".join(KEYS[:7])) == {"a": 3, "b": 4}
     assert pool.directory.locate_prefix(b"".join(KEYS[100:])) == pool.directory.locate_prefix(b"") == {}

@@ -1,4 +1,4 @@
-"""One question for blocks of several parts, or of several readers, by example. A differential test has the rest."""
+"""A question for several parts, or for several readers, by example. A differential test covers the other cases."""
 
 import os
 from typing import Any
@@ -30,7 +30,7 @@ def test_a_hit_is_what_all_parts_have_and_no_more_is_held_or_touched() -> None:
 
 
 def test_a_lease_of_a_block_keeps_no_more_than_that_block() -> None:
-    """However many keys were asked for: a view of them would keep the whole question."""
+    """The lease copies the keys: a view would keep all keys of the question in memory."""
     pool, many = Pool(slots=8, window=1), [os.urandom(16) for _ in range(5000)]
     pool.store("a", FIRST)
     pool.store("a", SECOND[:1])
@@ -44,7 +44,7 @@ def test_a_lease_of_a_block_keeps_no_more_than_that_block() -> None:
 
 
 def test_a_lease_that_nobody_reads_by_holds_nothing_after_ten_minutes() -> None:
-    """Its client is there, and lists it: it has forgotten it."""
+    """The client is alive and lists the lease, but has forgotten it."""
     pool = Pool(slots=8, window=4, nodes="ab")
     pool.store("a", FIRST)
     pool.store("b", SECOND)
@@ -69,7 +69,7 @@ def test_a_lease_that_nobody_reads_by_holds_nothing_after_ten_minutes() -> None:
 
 
 def test_what_was_matched_together_is_evicted_block_after_block() -> None:
-    """Not one part whole before the other, of which nothing could be used then."""
+    """If one part went first as a whole, the blocks of the other part would be useless."""
     pool = Pool(slots=10, window=1)
     pool.store("a", FIRST)
     pool.store("a", SECOND)
@@ -136,7 +136,7 @@ def test_parts_of_different_lengths_or_with_one_lease_are_no_message() -> None:
 def asked(
     pool: Pool, *parts: tuple[list[bytes], dict[str, int]], client: str = "a", intent: Intent | None = None
 ) -> Any:
-    """The answer to parts with these terms, whose reader is node `a`. terms: fields of MatchRequest."""
+    """The answer to a question for parts with these terms, read on node `a`. terms: fields of MatchRequest."""
     first, pool.id = pool.id + 1, pool.id + len(parts)
     requests = [
         MatchRequest(lease, "a", b"".join(keys), PAGE, 0, **terms)  # type: ignore[arg-type]
@@ -185,7 +185,7 @@ def test_a_state_beside_a_drafter_ends_a_block_before_what_both_have() -> None:
 
 @pytest.mark.parametrize(("further", "states"), [(0, 2), (1, 3)])
 def test_a_part_of_shorter_blocks_may_reach_one_block_further(further: int, states: int) -> None:
-    """So that nothing of the longest prefix is lost."""
+    """So the longest prefix is found whole."""
     pool, short = Pool(slots=40), KEYS[100 : 109 + further]
     pool.store("a", KEYS[:3])
     pool.store("a", short)
@@ -201,7 +201,7 @@ def test_a_part_of_shorter_blocks_may_reach_one_block_further(further: int, stat
 def test_who_waits_for_blocks_ahead_waits_for_as_many_as_the_prefix_grows(
     terms: tuple[dict[str, int], ...], drafts: bool
 ) -> None:
-    """drafts: who computes has asked for blocks ahead too, and computes the last of the ready blocks again."""
+    """drafts: the computing client asked for blocks ahead too, and so computes the last ready block again."""
     pool, keys = Pool(slots=40), (KEYS[:9], KEYS[100:109])
     parts = list(zip(keys, terms, strict=True))
     for part in keys:

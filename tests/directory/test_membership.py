@@ -1,4 +1,4 @@
-"""The directory's rules about nodes, slabs and restarts, by example."""
+"""The directory's rules for nodes, slabs and restarts, by example."""
 
 import struct
 
@@ -24,11 +24,11 @@ def test_a_suspect_node_keeps_its_rows_but_offers_none_to_others() -> None:
 
 
 def test_who_reads_beside_a_suspect_store_finds_what_is_in_its_memory() -> None:
-    """Shared memory needs no store to be read; a pull of other nodes' blocks does, and gets no staging slot."""
+    """Readers need no store to read their node's memory. Other nodes' blocks get no slots, as the store can't pull."""
     pool = Pool(nodes="ab", window=2)
     pool.store("a", KEYS[:3])
     pool.store("b", KEYS[3:5])
-    pool.replicate("b", KEYS[:2])  # of two blocks there is a copy that is offered
+    pool.replicate("b", KEYS[:2])  # so two blocks have a copy on a node that answers
     pool.tick(4.0, alive="b")
     lease, got = pool.match("a", KEYS[:5])
     assert [pool.name(location[0]) for location in unpack(got.source)] == ["a"] * 3
@@ -45,7 +45,7 @@ def test_what_is_read_beside_a_suspect_store_stays_while_it_is_leased() -> None:
     pool.tick(4.0, alive="")
     lease, got = pool.match("a", KEYS[:7])
     assert blocks(got) == 7
-    pool.tick(1.0)  # it answers again, and writers come
+    pool.tick(1.0)  # the store answers again, and writers come
     assert pool.store("a", KEYS[100:103]) == [] and all(pool.has(KEYS[:7]))
     pool.release("a", lease)
     assert pool.store("a", KEYS[110:112]) == ["a", "a"]
@@ -76,7 +76,7 @@ def test_a_replica_is_primary_once_the_writer_of_its_key_gives_up() -> None:
 
 
 def inventory(first: int, keys: list[bytes], node: int) -> Inventory:
-    """Block i in slot i, generations from `first` on, all of one age and depth."""
+    """An inventory with block i in slot i, generations from `first` on, all blocks of the same age and depth."""
     locations = b"".join(LOCATION.pack(node, 0, i, PAGE, 1, 1 << 40 | first + i) for i in range(len(keys)))
     return Inventory(locations, b"".join(keys), bytes(4 * len(keys)), bytes(4 * len(keys)), b"")
 
@@ -188,7 +188,7 @@ def test_a_slab_with_a_held_slot_is_never_taken() -> None:
     pool = Pool(slots=4, slabs=2, window=0)
     pool.store("a", KEYS[:4])
     lease, _ = pool.match("a", KEYS[3:4])
-    pool.reserve("a", KEYS[8:9])  # in the other slab
+    pool.reserve("a", KEYS[8:9])  # takes a slot of the other slab
     assert pool.reserve("a", KEYS[50:51], size=2 * PAGE)[1].locations == b""
     assert all(pool.has(KEYS[:4]))
     pool.release("a", lease)
@@ -230,7 +230,7 @@ def test_a_sweep_does_not_restore_a_cleared_block() -> None:
 
 
 def test_a_size_without_a_slot_gets_one_on_the_writers_node() -> None:
-    """Though another node has room: blocks that are stored there are staged here first."""
+    """Even if another node has room: blocks for that node are staged on the writer's node first."""
     pool = Pool(slots=8, slabs=2, window=1, nodes="ac")
     pool.store("a", KEYS[:7], size=2 * PAGE)
     assert pool.store("a", KEYS[100:106]) != [] and pool.read("a", KEYS[100:106]) == 6
@@ -251,7 +251,7 @@ def test_a_match_that_stages_nothing_takes_no_slab() -> None:
 
 
 def pieces(whole: Inventory, size: int) -> list[Inventory]:
-    """An inventory as a store sends it, in pieces of `size` blocks."""
+    """Split an inventory into pieces of `size` blocks, as a store sends it."""
 
     def piece(left: int) -> Inventory:
         stop = left + size
@@ -283,7 +283,7 @@ def test_an_inventory_in_pieces_is_offered_after_the_last_and_keeps_the_order_of
 
 @pytest.mark.parametrize("again", [False, True])
 def test_what_is_done_with_between_two_pieces_stays_as_old_as_it_is(again: bool) -> None:
-    """Blocks of later pieces would come below it."""
+    """If it became older, blocks of later pieces would come out older still."""
     pool = Pool(nodes="")
     node = pool.join("a").node
     first, *others = pieces(inventory(1, KEYS[:6], node), 2)

@@ -1,6 +1,6 @@
-"""The directory against its oracle: hypothesis looks for a run of calls in which they differ.
+"""The directory beside its oracle: hypothesis looks for a run of calls in which their answers differ.
 
-Every failure is reproduced by the blob or seed that hypothesis prints; `World` shrinks it to few calls.
+The blob or seed that hypothesis prints reproduces a failure. `World` shrinks the failure to few calls.
 """
 
 import itertools
@@ -16,8 +16,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from raykv.directory.state import holds
 
 SEEDS = (1, *(pytest.param(seed, marks=pytest.mark.full) for seed in (2, 3, 4, 5)))
-STEPS = 42_000  # by each seed, at least: 210,000 in all
-SERVED_STEPS = 5_000  # on each way to the directory
+STEPS = 42_000  # at least, for each seed: 210,000 in all
+SERVED_STEPS = 5_000  # for each way to the directory
 OPS = (
     *(
         "match",
@@ -40,7 +40,7 @@ SEEDS_OF_BURSTS = st.integers(0, 1 << 30)
 
 
 class Cluster(RuleBasedStateMachine):
-    """A world in which hypothesis chooses what happens; details come from the seeds that it draws."""
+    """A world in which hypothesis chooses what happens. Details come from seeds that hypothesis draws."""
 
     steps = 0
     with_oracle = True
@@ -72,14 +72,14 @@ class Cluster(RuleBasedStateMachine):
 
 
 class Confused(Cluster):
-    """Callers mix up block sizes and garble locations: no oracle follows that, but the invariants hold."""
+    """Callers mix up block sizes and garble locations. The oracle can't follow them, but the invariants must hold."""
 
     steps = 0
     with_oracle = False
 
 
 class ThroughRay(Cluster):
-    """The calls go into the actor, as Ray's do."""
+    """Calls reach the directory's server as Ray's calls do."""
 
     steps = 0
     kind = ServedWorld
@@ -93,14 +93,14 @@ class ThroughRay(Cluster):
 
 
 class OverSocket(ThroughRay):
-    """The calls go into the actor over its socket."""
+    """Calls reach the directory's server over its socket."""
 
     steps = 0
     kind = SocketWorld
 
 
 def run(machine: Any, first_seed: int, steps: int) -> int:
-    """Run until `steps` were taken. Returns how many were."""
+    """Run until at least `steps` steps were taken. Returns how many."""
     machine.steps = 0
     for number in itertools.count(first_seed, 1000):
         run_state_machine_as_test(
@@ -109,7 +109,7 @@ def run(machine: Any, first_seed: int, steps: int) -> int:
                 max_examples=10,
                 stateful_step_count=30,
                 database=None,
-                deadline=None,  # docs/oracle.md runs this without pytest, whose profile says so too
+                deadline=None,  # pytest's profile says so too, but docs/oracle.md runs this without pytest
                 print_blob=True,
                 phases=(Phase.generate,),
                 suppress_health_check=list(HealthCheck),
@@ -131,7 +131,7 @@ def test_directory_gives_the_answers_of_the_oracle(number: int) -> None:
 @pytest.mark.full
 @pytest.mark.timeout(900)
 def test_leases_that_are_soon_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A world's clients stay for seconds: a lease is unused sooner here."""
+    """Leases end sooner here, because a world's clients live only for seconds."""
     monkeypatch.setattr(holds, "UNUSED_S", 2.0)
     assert run(Cluster, 8, 20_000) >= 20_000
 

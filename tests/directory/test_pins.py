@@ -33,7 +33,7 @@ def test_a_pinned_block_survives_eviction_until_it_is_unpinned() -> None:
     pool.store("a", KEYS[:7])
     assert pin(pool, [*KEYS[5:7], *KEYS[100:103]]) == 2 and pin(pool, KEYS[5:6]) == 1
     pool.store("a", KEYS[10:15])
-    pool.tick(11.0)  # the client that pinned it is gone
+    pool.tick(11.0)  # the client that pinned the block is gone
     pool.store("a", KEYS[20:25])
     assert pool.has(KEYS[:7]) == [False] * 5 + [True] * 2
     unpin(pool, KEYS[5:7])
@@ -82,7 +82,7 @@ def test_a_pin_ends_with_its_time() -> None:
     pool.store("a", KEYS[:3])
     pinned = pool.directory.pin(pool.call("a"), b"".join(KEYS[:2]), pool.now, 5.0)
     assert pinned.done == 2 and pool.directory.pin(pool.call("a"), KEYS[2], pool.now, 60.0).done == 1
-    pool.directory.pin(pool.call("a"), KEYS[1], pool.now)  # for good: the last call counts
+    pool.directory.pin(pool.call("a"), KEYS[1], pool.now)  # now for good: the last call counts
     pool.tick(4.0)
     assert list(pool.directory.pins) == KEYS[:3]
     pool.tick(2.0)
@@ -97,7 +97,7 @@ def test_a_pin_ends_with_its_time() -> None:
 
 
 def test_pins_without_a_priority_take_half_of_memory() -> None:
-    """A client that pins all that it stores leaves room for others."""
+    """Even a client that pins all its blocks leaves room for others."""
     pool, long = Pool(slots=8), 1000.0
     pool.store("a", KEYS[:7])
     assert pin(pool, KEYS[:3]) == 3 and pin(pool, KEYS[2:7]) == 2
@@ -119,7 +119,7 @@ def test_a_pin_with_a_priority_gives_way_to_a_writer_who_would_be_refused(monkey
     pool.store("a", KEYS[:7])
     for key, priority in zip(KEYS, (2, None, 1, 1, 0, None, None), strict=False):
         pool.directory.pin(pool.call("a"), key, pool.now, None, priority)
-    pool.directory.pin(pool.call("a"), KEYS[2], pool.now, None, 1)  # the younger of its priority now
+    pool.directory.pin(pool.call("a"), KEYS[2], pool.now, None, 1)  # pinned again, so younger than KEYS[3]'s pin
     for n, gone in enumerate((4, 3, 2, 0)):
         hold, got = pool.reserve("a", KEYS[10 + n : 11 + n])
         assert got.covered == 1 and not pool.has(KEYS[gone : gone + 1])[0]
@@ -136,7 +136,7 @@ def test_a_pin_is_not_given_up_while_anything_else_may_go() -> None:
     pool.directory.pin(pool.call("a"), b"".join(KEYS[:6]), pool.now, None, 0)
     pool.store("a", KEYS[10:20])
     assert pool.has(KEYS[:6]) == [True] * 6 and len(pool.directory.pins) == 6
-    lease, _ = pool.match("a", KEYS[:6])  # who reads them holds them, too
+    lease, _ = pool.match("a", KEYS[:6])  # a reader holds the blocks, too
     _, got = pool.reserve("a", KEYS[30:33])
     assert (got.covered, len(pool.directory.pins)) == (1, 6)
     assert pool.reserve("a", KEYS[40:43])[1].covered == 0 and len(pool.directory.pins) == 6
@@ -268,7 +268,7 @@ def test_blocks_can_be_pulled_from_a_tier_while_all_others_are_pinned(monkeypatc
         forget(pool, [key])
     pool.store("a", KEYS[10:16])
     assert pin(pool, KEYS[10:16]) == 6
-    for key in KEYS[:4]:  # each as by a reader of its own
+    for key in KEYS[:4]:  # as if each had a reader of its own
         lease, got = pool.match("a", [key])
         assert blocks(got) == 1
         pool.heartbeat("a", pulled=got.staged)

@@ -19,8 +19,8 @@ def test_a_block_is_stored_on_its_writers_node_then_on_any_with_room_then_evicts
 def test_another_node_evicts_only_blocks_idle_locality_times_as_long(locality: float, reads: int, victim: str) -> None:
     pool = Pool(slots=8, window=1, nodes="ab", locality=locality)
     pool.store("b", KEYS[:7])  # ticks 1 to 7
-    pool.store("a", KEYS[10:17])  # 8 to 14: b's coldest is idle 13 ticks, a's own 6
-    for _ in range(reads):  # and after these 67 and 60
+    pool.store("a", KEYS[10:17])  # ticks 8 to 14: b's coldest block is then idle for 13 ticks, a's for 6
+    for _ in range(reads):  # after the reads, 67 and 60 ticks
         pool.read("b", KEYS[:6])
     assert pool.store("a", KEYS[20:21]) == [victim]
 
@@ -28,7 +28,7 @@ def test_another_node_evicts_only_blocks_idle_locality_times_as_long(locality: f
 def test_reserve_holds_stored_keys_before_it_evicts() -> None:
     pool = Pool(slots=8)
     pool.store("a", KEYS[:7])
-    hold, got = pool.reserve("a", [*KEYS[100:103], *KEYS[:7]])  # its own later keys are the oldest
+    hold, got = pool.reserve("a", [*KEYS[100:103], *KEYS[:7]])  # the oldest blocks are those of its own later keys
     assert got.covered == 0 and all(pool.has(KEYS[:7]))
     pool.release("a", hold)
     assert pool.store("a", [*KEYS[:5], *KEYS[100:102]]) == ["a", "a"]

@@ -1,4 +1,4 @@
-"""How the hit curve says to use the memory: room for copies where some is to spare, one LRU where none is."""
+"""Plans by the hit curve: room for copies if there is memory to spare, and one LRU if there is none."""
 
 import itertools
 
@@ -23,7 +23,7 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def curve_of(cycles: dict[int, int], found: float) -> HitCurve:
-    """Of blocks that are used again after so many others, so often. found: share of the keys asked for."""
+    """A hit curve. cycles: how often each cycle of so many blocks is used. found: share of keys that were found."""
     curve = HitCurve()
     curve.resize(MEMORY)
     for blocks, times in cycles.items():

@@ -1,4 +1,4 @@
-"""Which prefixes look-ups end with, and how often."""
+"""The prefixes at which look-ups end, and how often they end there."""
 
 import itertools
 import os

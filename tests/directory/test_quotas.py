@@ -1,4 +1,4 @@
-"""Tenants' shares of memory, by example. Of 17 slots a node has one as a staging window: a share of 1 is 16 blocks."""
+"""Tenants' shares of memory, by example. A node has 16 slots for blocks, which are a share of 1, and a staging slot."""
 
 import pytest
 from helpers.directory.checks import check_invariants
@@ -18,7 +18,7 @@ def pool_with(nodes: str = "n", locality: float = 1.5, slots: int = 17, slabs: i
 
 
 def used(pool: Pool) -> dict[str, int]:
-    """Blocks of each tenant."""
+    """How many blocks each tenant is charged for."""
     check_invariants(pool.directory)
     return {name: record["used"] // PAGE for name, record in pool.directory.stats(pool.now)["tenants"].items()}
 
@@ -35,7 +35,7 @@ def test_a_flood_takes_nothing_of_a_minimum() -> None:
     pool = pool_with(b=Quota(minimum=0.5))
     pool.store("n", B[:10], tenant="b")
     flood(pool, A[:100])
-    assert pool.has(B[:10]) == [True] * 8 + [False] * 2  # those that b read last: parents before children
+    assert pool.has(B[:10]) == [True] * 8 + [False] * 2  # children go first, parents stay
     assert used(pool) == {"": 8, "b": 8}
 
 
@@ -50,11 +50,11 @@ def test_what_nobody_needs_anybody_may_use_until_it_is_needed() -> None:
     pool = pool_with(b=Quota(minimum=0.5))
     flood(pool, A[:100])
     assert used(pool) == {"": 16, "b": 0}
-    for n in range(8):  # while a goes on, whose blocks are all younger than b's
+    for n in range(8):  # while a goes on storing blocks, all younger than b's
         pool.store("n", B[n : n + 1], tenant="b")
         flood(pool, A[100 + 20 * n : 120 + 20 * n])
         assert used(pool) == {"": 15 - n, "b": n + 1}
-    pool.store("n", B[8:9], tenant="b")  # has its minimum: the oldest of all goes, which is its own
+    pool.store("n", B[8:9], tenant="b")  # b has its minimum, so the oldest block of all goes: one of b's
     assert used(pool) == {"": 8, "b": 8} and pool.has(B[:9]) == [False] + [True] * 8
 
 
@@ -123,7 +123,7 @@ def test_the_last_who_stored_or_matched_a_block_is_charged() -> None:
     pool.store("n", A[:4], tenant="a")
     assert pool.read("n", A[:2], tenant="b") == 2
     assert used(pool) == {"": 0, "a": 2, "b": 2}
-    pool.reserve("n", A[:3], tenant="b")  # it has nothing to store: they are there
+    pool.reserve("n", A[:3], tenant="b")  # b has nothing to store: the blocks are there
     assert used(pool) == {"": 0, "a": 1, "b": 3}
     pool.read("n", A[:4])
     assert used(pool) == {"": 4, "a": 0, "b": 0}
@@ -161,7 +161,7 @@ def test_a_removed_quota_leaves_the_blocks_to_all_by_age() -> None:
     assert used(pool) == {"": 16, "b": 0}
     pool.store("n", KEYS[900:906])
     assert pool.has(A[:8]) == pool.has(B[:8]) == [False] * 3 + [True] * 5
-    pool.directory.set_quota("c", Quota(minimum=0.5), pool.now)  # the number of a, who has nothing there
+    pool.directory.set_quota("c", Quota(minimum=0.5), pool.now)  # c gets the number that a had, but none of a's blocks
     assert used(pool) == {"": 16, "b": 0, "c": 0}
 
 
@@ -181,7 +181,7 @@ def test_a_slab_of_another_block_size_is_not_taken_from_a_minimum() -> None:
     pool.store("n", B[:9], tenant="b")
     flood(pool, A[:100], size=2 * PAGE)
     assert pool.has(B[:9]) == [True] * 9
-    pool.store("n", KEYS[900:901], size=4 * PAGE, tenant="c")  # which has none: a slab of a's goes, however young
+    pool.store("n", KEYS[900:901], size=4 * PAGE, tenant="c")  # c has no block: a young slab of a's goes for it
     assert used(pool)["c"] == 4 and pool.has(B[:9]) == [True] * 9
 
 

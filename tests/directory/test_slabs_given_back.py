@@ -11,18 +11,18 @@ from raykv.directory.state.allocator import staging_window
 from raykv.protocol.stores import FREED, Inventory, SlabReport, SweepResult
 
 SLOTS = 8
-PART = SLOTS - 1  # blocks: the last slot is the staging window's, of one slot a slab
+PART = SLOTS - 1  # blocks that fill a slab beside a slot of the staging window
 
 
 def set_slab_target(pool: Pool, limit: int, given_back: list[int], node: str = "a") -> list[int]:
-    """Numbers of slabs that are to be given back."""
+    """Report a node's size. Returns the numbers of the slabs that it is to give back."""
     target = pool.directory.set_slab_target(node, report(limit, given_back), pool.now)
     check_invariants(pool.directory)
     return [int(number) for number in np.frombuffer(target.numbers, np.int32)]
 
 
 def report(limit: int, given_back: list[int]) -> SlabReport:
-    return SlabReport(0, limit, np.array(given_back, np.int32).tobytes())  # `offered` is the heartbeat's
+    return SlabReport(0, limit, np.array(given_back, np.int32).tobytes())  # only heartbeats use `offered`
 
 
 def pool_of(slabs: int, nodes: str = "a", slots: int = SLOTS) -> Pool:
@@ -30,7 +30,7 @@ def pool_of(slabs: int, nodes: str = "a", slots: int = SLOTS) -> Pool:
 
 
 def sizes(pool: Pool, node: str = "a") -> tuple[int, int, int]:
-    """Slabs in use, spare ones, and how many there are to be."""
+    """(slabs in use, spare slabs, slabs that there are to be)."""
     stats = pool.directory.stats(pool.now)["nodes"][node]
     return stats["slabs"], stats["spare_slabs"], stats["limit"]
 
@@ -42,7 +42,7 @@ def slab_of(pool: Pool, key: bytes, node: str = "a") -> int:
 
 
 def fill(pool: Pool, slabs: int, first: int = 0) -> list[list[bytes]]:
-    """Store what fills so many slabs; keys by slab, in the order in which these were filled."""
+    """Store blocks that fill so many slabs. Returns the keys of each slab, in the order of filling."""
     parts = [KEYS[first + i * PART :][:PART] for i in range(slabs)]
     for part in parts:
         pool.store("a", part)
@@ -90,7 +90,7 @@ def test_the_generation_is_newer_than_every_grant_there() -> None:
 
 
 def test_a_slab_that_was_not_given_back_after_all_is_spare_again() -> None:
-    """The answer was lost, or somebody wrote there."""
+    """The store did not get the answer, or could not give the slab back because of a writer."""
     pool = pool_of(4)
     fill(pool, 2)
     first = set_slab_target(pool, 2, [])
@@ -103,7 +103,7 @@ def test_a_slab_that_was_not_given_back_after_all_is_spare_again() -> None:
 
 
 def test_a_slab_in_use_that_was_given_back_is_closed() -> None:
-    """The store knows best what it has: an answer may have come late."""
+    """The store's report decides: it may have got an answer late."""
     pool = pool_of(2)
     parts = fill(pool, 2)
     lease, got = pool.match("a", parts[0])
@@ -205,7 +205,7 @@ def test_the_slab_of_a_writer_that_vanished_is_kept_until_it_was_swept() -> None
     fill(pool, 1)
     _, got = pool.reserve("a", KEYS[100 : 100 + PART])
     writing = {location[1] for location in unpack(got.locations)}
-    pool.now += 20.0  # that client is gone
+    pool.now += 20.0  # the client has expired
     answer = pool.directory.heartbeat("a", 2, pool.now)
     assert answer and len(unpack(answer.sweep)) == PART
     _, leased = pool.match("a", KEYS[:1])
@@ -218,7 +218,7 @@ def test_the_slab_of_a_writer_that_vanished_is_kept_until_it_was_swept() -> None
 
 
 def test_pinned_blocks_keep_their_slab() -> None:
-    """With all blocks in it, since its memory can't be given back."""
+    """The slab stays with all its blocks, since its memory can't be given back."""
     pool = pool_of(4)
     parts = fill(pool, 4)
     numbers = [slab_of(pool, part[0]) for part in parts]
@@ -274,7 +274,7 @@ def test_staging_under_way_outlives_a_smaller_window() -> None:
     parts = fill(pool, 2)
     lease, got = pool.match("b", parts[0])
     assert blocks(got) == PART
-    set_slab_target(pool, 1, [], node="b")  # also checks that no more is staging than the window has
+    set_slab_target(pool, 1, [], node="b")  # also checks that no more slots are staging than the window has
     pool.heartbeat("b", pulled=got.staged)
     pool.release("b", lease)
     gone = set_slab_target(pool, 1, [], node="b")
@@ -309,7 +309,7 @@ def test_a_new_directory_knows_what_was_given_back_before_it_offers_anything() -
 
 
 def test_slabs_given_back_may_be_reported_before_the_slabs_are_offered() -> None:
-    """A store that took slabs up again while a directory that restarted had not heard how many there are."""
+    """The store took slabs up again before a restarted directory had heard how many slabs there are."""
     pool = Pool(nodes="")
     pool.join("a", slabs=4)
     set_slab_target(pool, 4, [1, 2])

@@ -20,7 +20,7 @@ def test_a_match_longer_than_the_window_streams_through_it() -> None:
     pool.store("b", KEYS[100:113])
     lease, got = pool.match("b", KEYS[:8])
     assert (blocks(got), staged(got)) == (8, 3)
-    for first in (3, 6, 0, 5):  # and again
+    for first in (3, 6, 0, 5):  # forward, and back again
         more = pool.next_window("b", lease, first)
         assert more.source == got.source[first * LOCATION.size :]
         assert staged(more) == min(3, 8 - first) == pool.count("staging", "b")
@@ -144,7 +144,7 @@ def test_a_reader_does_not_wait_for_what_it_holds_behind() -> None:
 
 
 def test_a_reader_that_others_hold_up_gets_the_slots_of_the_oldest_blocks() -> None:
-    """Two readers may each hold what the other one waits for."""
+    """Each of two readers may hold slots that the other one waits for."""
     pool = Pool(slots=16, window=3, nodes="ab")
     pool.store("a", KEYS[:8])
     pool.store("b", KEYS[100:113])

@@ -1,4 +1,4 @@
-"""External tiers of nodes that come and go, and exactly what is in one."""
+"""External tiers of nodes that come and go, and the exact content of a tier."""
 
 from random import Random
 
@@ -93,13 +93,13 @@ def test_demotions_of_a_node_that_died_are_done_by_another() -> None:
 
 @pytest.mark.parametrize("seed", range(8))
 def test_the_directory_knows_exactly_what_is_in_a_tier(seed: int) -> None:
-    """A store carries out its answers, though some of its writes fail."""
+    """The store carries out all answers that it gets, but some of its writes fail."""
     rng = Random(seed)
     pool = Pool(slots=8, window=2, share=rng.choice([0.25, 1.0]))
     slabs = rng.randint(1, 5)
     heartbeat(pool, slabs=slabs)
     list_existing(pool, [])
-    content: set[bytes] = set()  # what the tier holds
+    content: set[bytes] = set()  # keys that the tier holds
     last, stored = NOTHING, b""
     documents = DOCUMENTS[4096]
     every = set().union(*documents)
@@ -122,7 +122,7 @@ def test_the_directory_knows_exactly_what_is_in_a_tier(seed: int) -> None:
                 last = answer
                 content -= set(split(last.to_delete))
                 stored = bytes(rng.random() < 0.9 for _ in split(last.keys))
-                written = [done or rng.random() < 0.5 for done in stored]  # what failed may lie there all the same
+                written = [done or rng.random() < 0.5 for done in stored]  # a failed write may have left the block
                 content |= {key for key, done in zip(split(last.keys), written, strict=True) if done}
                 if rng.random() < 0.05:  # the store restarts
                     last, stored = NOTHING, b""
@@ -137,7 +137,7 @@ def test_the_directory_knows_exactly_what_is_in_a_tier(seed: int) -> None:
         known = {key for key in every if in_external_tier(pool, [key])[0]}
         on_their_way = {key for key in every if in_external_tier(pool, [key], columns.DEMOTING)[0]}
         there = pool.directory.tier_catalog.tiers["a"]
-        deleting = {key for _, keys in there.deleting.values() for key in keys}  # once that answer is there
+        deleting = {key for _, keys in there.deleting.values() for key in keys}  # of answers that may not have come
         assert known <= content <= known | on_their_way | there.to_delete.keys() | deleting
     check_invariants(pool.directory)
     assert tier(pool)["demoted"] and pool.directory.counters["external_hits"]
@@ -150,7 +150,7 @@ def test_calls_of_unknown_nodes_change_nothing() -> None:
     existing = ExistingBlocks(KEYS[0], bytes(8), True)
     assert directory.tier_heartbeat("x", reached, 0.0) is None
     directory.report_existing("x", existing, 0.0)
-    directory.report_existing("a", existing, 0.0)  # which has no tier
+    directory.report_existing("a", existing, 0.0)  # a has no tier
     assert directory.demote("x", nothing, 0.0) == directory.demote("a", nothing, 0.0) == NOTHING
     assert directory.demote("a", nothing._replace(locations=bytes(32), keys=KEYS[0]), 0.0) == NOTHING
     directory.join("new", ArenaDescription(b"new", SLAB, 1, 0), 0.0)

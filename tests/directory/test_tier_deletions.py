@@ -16,8 +16,8 @@ def test_a_block_evicted_from_the_tier_is_deleted_unless_it_is_demoted_again() -
     pool.store("a", KEYS[:5])
     got = pool.demote("a", whole=True)
     assert split(got.keys) == [KEYS[4], KEYS[3], KEYS[2], KEYS[1]], "as many as there are slots"
-    pool.read("a", KEYS[4:5])  # the youngest in memory, and the oldest in the tier
-    got = pool.demote("a", got, whole=True)  # KEYS[4] is evicted for KEYS[0], then another for KEYS[4]
+    pool.read("a", KEYS[4:5])  # now the youngest in memory, but the oldest in the tier
+    got = pool.demote("a", got, whole=True)  # the tier evicts KEYS[4] for KEYS[0], then another key for KEYS[4]
     assert split(got.keys) == [KEYS[0], KEYS[4]]
     assert len(split(got.to_delete)) == 1 and split(got.to_delete)[0] in KEYS[1:4]
     assert not pool.demote("a", got).to_delete, "each deletion is asked for once"
@@ -120,7 +120,7 @@ def test_deletions_of_a_lost_answer_are_repeated_unless_the_keys_were_demoted_si
     pool.store("a", KEYS[:1])
     got = pool.demote("a", lost=True)
     assert split(got.keys) == KEYS[:1] and sorted(split(got.to_delete)) == KEYS[1:3], "the first is demoted again"
-    got = pool.demote("a", got)  # stored, but the deletions were not carried out
+    got = pool.demote("a", got)  # the blocks were stored, but the deletions were not carried out
     assert all(in_external_tier(pool, KEYS[:1])) and sorted(split(got.to_delete)) == KEYS[1:3]
     assert not pool.demote("a").to_delete, "and no more once the store has seen the answer"
 

@@ -1,4 +1,4 @@
-"""Which blocks are demoted to external tiers, and what nodes report of that, by example."""
+"""Which blocks are demoted to external tiers, and nodes' reports on demotions, by example."""
 
 import pytest
 from helpers.directory.checks import check_invariants
@@ -43,7 +43,7 @@ def test_a_share_of_the_slots_is_kept_free_or_clean() -> None:
     assert len(pool.demote_all("a")) == 1
     pool.store("a", KEYS[6:7])
     assert len(pool.demote_all("a")) == 1
-    pool.store("a", KEYS[100:101])  # in the place of a clean block
+    pool.store("a", KEYS[100:101])  # takes the slot of a clean block
     assert len(pool.demote_all("a")) == 1
 
 
@@ -141,7 +141,7 @@ def test_a_report_may_come_twice() -> None:
 
 
 def test_a_failed_demotion_is_deleted_unless_it_is_tried_again() -> None:
-    """Else bytes that a store wrote before it died, or a tier before it failed, would stay there for ever."""
+    """Otherwise bytes that were written before a store died or a tier failed would stay in the tier for ever."""
     pool = tiered(share=1.0)
     pool.store("a", KEYS[:3])
     got = pool.demote("a")
@@ -159,7 +159,7 @@ def test_a_block_stored_too_late_is_deleted_unless_it_was_demoted_again() -> Non
     pool = tiered(share=1.0)
     pool.store("a", KEYS[:2])
     late = pool.demote("a")
-    got = pool.demote("a")  # the same blocks, in other slots
+    got = pool.demote("a")  # the same blocks, for other slots
     pool.demote("a", got)
     assert not pool.demote("a", late).to_delete, "those bytes are those of the second answer"
     pool.directory.clear(pool.now)

@@ -1,4 +1,4 @@
-"""What lies in a tier from before: the store leaves out as much as the directory has no slots for, and no more."""
+"""Old blocks in a tier: the store leaves out exactly those for which the directory has no slots."""
 
 import numpy as np
 import pytest

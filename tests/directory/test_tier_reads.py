@@ -79,7 +79,7 @@ def test_a_block_in_a_tier_out_of_reach_is_stored_again() -> None:
 def test_a_block_read_from_the_tier_is_evicted_last_there(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = tiered(slabs=1)
     only_in_tier(pool, KEYS[:4])
-    pool.read("a", [KEYS[3]])  # which was demoted first
+    pool.read("a", [KEYS[3]])  # KEYS[3] was demoted first
     monkeypatch.setattr(demotion_batch, "KEYS_PER_CALL", 3)
     assert split(pool.demote("a", whole=True).to_delete) == [KEYS[2], KEYS[1], KEYS[0]]
     assert in_external_tier(pool, KEYS[3:4]) == [True]
@@ -105,7 +105,7 @@ def test_a_tier_whose_owner_is_silent_is_not_offered() -> None:
     assert not any(pool.has(KEYS[:1])) and pool.read("b", KEYS[:1]) == 1
     pool.tick(4.0, alive="b")
     assert pool.read("b", KEYS[:1]) == 0
-    heartbeat(pool, "a")  # which does not show that others can read it
+    heartbeat(pool, "a")  # this does not show that other nodes reach the tier
     assert pool.read("b", KEYS[:1]) == 0
     pool.tick(1.0)
     assert pool.read("b", KEYS[:1]) == 1

@@ -1,4 +1,4 @@
-"""What followers of requests are told of a block that ended a match, by example."""
+"""Why the block after a match is missing, as followers of requests learn it, by example."""
 
 from helpers.directory.pool import KEYS, Pool
 from helpers.directory.tiers import heartbeat, only_in_tier, tiered

@@ -1,4 +1,4 @@
-"""The cluster and the pool of a user. Nothing of the tests is on its PYTHONPATH but what lets vLLM do without a GPU."""
+"""A user's cluster and pool. Of the tests only the platform that lets vLLM run without a GPU is on PYTHONPATH."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from helpers.project.pages import ROOT
 import raykv
 
 CPU_ONLY = str(Path(__file__).parents[1] / "helpers" / "engines" / "vllm" / "ray_cpu")
-# vLLM's own settings for machines without a GPU, and without a network
+# vLLM's own settings for machines without a GPU or a network
 ENVIRONMENT = {
     "PYTHONPATH": CPU_ONLY,
     "HF_HUB_OFFLINE": "1",
@@ -29,7 +29,7 @@ ENVIRONMENT = {
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
-    """Two raylets with a dashboard; each says that it has a GPU, which `deploy/serve.yaml` asks for."""
+    """Two raylets with a dashboard. Each claims a GPU, which `deploy/serve.yaml` asks for."""
     import ray
     from ray.cluster_utils import Cluster
 
@@ -51,7 +51,7 @@ def cluster() -> Iterator[Any]:
 
 @pytest.fixture
 def pool(cluster: Any) -> Iterator[raykv.KVPool]:
-    """The pool of docs and examples, patient: a busy machine must not make a miss of a hit."""
+    """The pool of docs and examples, with a long deadline, so that a busy machine does not turn hits into misses."""
     typed("raykv start --cpu-memory 512MiB --deadline 10", ROOT, RAY_ADDRESS=cluster.address)
     with left_over.removed():
         yield raykv.attach("default")

@@ -1,4 +1,4 @@
-"""Each file of examples/ does what its docstring says, by the command that starts it alone."""
+"""Each file of examples/ does what its docstring says, started by the command that needs no cluster."""
 
 import re
 
@@ -10,7 +10,7 @@ from helpers.project.pages import ROOT
 pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'raykv[vllm]'")
 
 pytestmark = pytest.mark.timeout(900)
-# what is printed where prefixes were found
+# output that shows that prefixes were found
 FOUND = {
     "batch_ray_data": r"stored, [1-9]\d* read from the pool",
     "engine": r"\[\d{4}, \d{4}\] of \d{5} prompt tokens computed",

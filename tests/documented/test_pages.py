@@ -1,4 +1,4 @@
-"""Every code block of README.md and docs/ that can run here does, page by page, on one cluster."""
+"""Runs every code block of README.md and docs/ that can run here, page by page, on one cluster."""
 
 import contextlib
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ SMALL = {"--cpu-memory 0.3": "--cpu-memory 64MiB", "cpu_memory=0.3": f"cpu_memor
 
 @pytest.fixture
 def no_pool(cluster: Any) -> Iterator[None]:
-    """The page's own pool is gone when it ends, even where the page does not stop it."""
+    """End the page's pool after the test, even if the page does not."""
     yield
     with contextlib.suppress(raykv.PoolNotFound):
         raykv.attach(POOL).stop()
@@ -81,7 +81,7 @@ def test_engines(cluster: Any, no_pool: None, tmp_path: Path, monkeypatch: pytes
 
 
 def make_model(folder: Path) -> str:
-    """A small Llama of random weights."""
+    """Save a small Llama of random weights."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 

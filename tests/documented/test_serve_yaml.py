@@ -1,6 +1,6 @@
-"""`deploy/serve.yaml` by `serve deploy`, with the model's name replaced, and the cached tokens of an answer told.
+"""`deploy/serve.yaml` by `serve deploy`. The test replaces the model's name, and has answers tell their cached tokens.
 
-The file is for GPUs. On CPUs the nodes say that they have a GPU each, and a platform plugin tells vLLM to take it.
+The file is for GPUs. Here each node claims a GPU, and a platform plugin has vLLM run on the CPU.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'raykv[vl
 from examples import serve_vllm
 
 pytestmark = pytest.mark.timeout(900)
-BLOCK, WORDS = 128, 1500  # tokens of a block of vLLM on CPUs, which is a block of the pool too; of a document
+BLOCK, WORDS = 128, 1500  # tokens of a block, of vLLM on CPUs and of the pool; tokens of a document
 
 
 class App(NamedTuple):

@@ -1,4 +1,4 @@
-"""What `make dist` makes: the wheel runs in an environment of its own, with no sources beside it."""
+"""The wheel of `make dist` runs in an environment of its own, without the sources."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def wheel(dist: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def elsewhere(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a virtual environment, `env`, that has the wheel and what it asks for."""
+    """A folder with a virtual environment, `env`, that has the wheel and its dependencies."""
     folder = tmp_path_factory.mktemp("elsewhere")
     typed(f"python -m venv env; env/bin/pip install --no-compile {wheel}", folder)
     return folder

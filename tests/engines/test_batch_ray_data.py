@@ -1,4 +1,4 @@
-"""Engines of Ray Data share documents by way of a pool: those of LLMPredictor, and of examples/batch_ray_data.py."""
+"""Engines of Ray Data share documents through a pool: with LLMPredictor, and in examples/batch_ray_data.py."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ from raykv.integrations.vllm import kv_transfer_config
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.slow]
 HEADERS, HEADER_TOKENS, QUESTION_TOKENS, ENGINES = 3, 512, 32, 2
-CHUNK = 64  # tokens, of 1 MiB; in float32 half as many
+CHUNK = 64  # tokens in 1 MiB; in float32 half as many
 Row = dict[str, Any]
 
 
 def questions(numbers: range) -> list[Row]:
-    """So many rows, each with one of the headers, which nobody sees one after the other."""
+    """A row for each number, each with one of the headers, in an order that separates equal headers."""
     return [
         {"id": i, "prompt": f"{words(i % HEADERS, HEADER_TOKENS)} {words(100 + i, QUESTION_TOKENS)}"} for i in numbers
     ]
 
 
 def predicted(dataset: Dataset, pool: str, model: str, engines: int) -> list[Row]:
-    """Rows with their answers, by engines of this job."""
+    """The rows with their answers, from new engines."""
     engine = {
         "kv_transfer_config": kv_transfer_config(pool),
         "block_size": CHUNK,

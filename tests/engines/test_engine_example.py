@@ -1,4 +1,4 @@
-"""`examples/engine.py`: its tokens are those of `model.generate`, and what is cached is not computed."""
+"""`examples/engine.py` gives the tokens of `model.generate`, and computes no cached token."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def tokens(seed: int, count: int) -> list[int]:
 
 @functools.cache
 def right(model: Any, prompt: tuple[int, ...], count: int) -> list[int]:
-    """What the model says by itself."""
+    """The tokens that the model itself generates."""
     asked = torch.tensor([prompt])
     said = model.generate(asked, attention_mask=torch.ones_like(asked), max_new_tokens=count, do_sample=False)
     return said[0, len(prompt) :].tolist()  # type: ignore[no-any-return]
@@ -53,13 +53,13 @@ def pool(start_for_module: Callable[..., raykv.KVPool]) -> raykv.KVPool:
 
 @pytest.fixture
 def cache(pool: raykv.KVPool, model: Any, request: pytest.FixtureRequest) -> raykv.KVCache:
-    """Of a model's name that no other test has."""
+    """A cache with a model name that no other test has."""
     return model_cache(pool, model, name=f"{MODEL} {request.node.name}")
 
 
 @pytest.mark.parametrize(
     "blocks", [200, 30]
-)  # of 30 some leave while their prompt is wanted, and requests are preempted
+)  # with 30 blocks, some leave while they are wanted, and requests are preempted
 def test_tokens_are_those_of_the_model_however_few_blocks_there_are(
     cache: raykv.KVCache, model: Any, blocks: int
 ) -> None:

@@ -1,4 +1,4 @@
-"""Engines on two Ray nodes, each a real transformers model, share what they have read."""
+"""Engines on two Ray nodes, each with a real transformers model, share the KV of their prompts."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,11 +14,11 @@ import raykv
 from raykv.cluster import named_actors
 from raykv.integrations.transformers import model_cache, prefill
 
-PROMPT = np.random.default_rng(0).integers(0, 500, 205).tolist()  # 12 full blocks, and 13 tokens
+PROMPT = np.random.default_rng(0).integers(0, 500, 205).tolist()  # 12 full blocks and 13 tokens
 
 
 class Engine:
-    """A tiny Llama; the same weights in every engine of a seed."""
+    """A tiny Llama. Engines with equal seeds have equal weights."""
 
     def __init__(self, pool: str) -> None:
         torch.manual_seed(0)
@@ -29,7 +29,7 @@ class Engine:
         self.cache = model_cache(self.pool, self.model, name="tiny")
 
     def answer(self, prompt: list[int], **fields: Any) -> tuple[int, tuple[str, ...], list[int], list[int]]:
-        """(tokens from the pool, their nodes, greedy tokens, those without the pool)."""
+        """(number of tokens from the pool, their nodes, greedy tokens, greedy tokens without the pool)."""
         start = prefill(self.model, self.cache, prompt, **fields)
         plain = self.model.generate(torch.tensor([prompt]), max_new_tokens=8, do_sample=False)[0, len(prompt) :]
         tokens = [int(start.logits.argmax())]
