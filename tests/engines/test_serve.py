@@ -1,4 +1,4 @@
-"""Ray Serve on a pool: requests follow their prefix, within reason, and are answered whatever the pool does."""
+"""Ray Serve on a pool: requests go where their prefix is, unless queues are long, and always get an answer."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ from raykv.integrations.serve import WORTH, PrefixRouter, announce, ranked
 BLOCK_TOKENS = 4
 ROOT = keys.root(b"secret", model="m")
 
-# ---------------------------------------------------------------------- who is best
+# ---------------------------------------------------------------------- which replica is best
 
 
 def replica(node: str, number: int = 0) -> Any:
-    """Stands in for a running replica: all that a router asks of it."""
+    """A stand-in for a running replica, with all that a router asks of it."""
 
     async def get_queue_len(deadline_s: float) -> int:
         return 0
@@ -58,10 +58,10 @@ A, B, C = replica("a"), replica("b"), replica("c")
     ("shares", "queues", "groups"),
     [
         ({}, (0, 0, 0), []),
-        ({"a": 0.9 / WORTH}, (9, 0, 0), []),  # a common first block decides nothing
+        ({"a": 0.9 / WORTH}, (9, 0, 0), []),  # a first block that all prompts share decides nothing
         ({"b": 1.0}, (0, 0, 0), [[B], [A, C]]),
         ({"b": 1.0}, (0, WORTH - 1, 0), [[B], [A, C]]),
-        ({"b": 1.0}, (0, WORTH, 0), [[A, B, C]]),  # of which Serve takes the one with the shortest queue
+        ({"b": 1.0}, (0, WORTH, 0), [[A, B, C]]),  # Serve takes the replica with the shortest queue
         ({"b": 1.0}, (0, WORTH + 1, 1), [[A], [B, C]]),
         ({"a": 0.5, "b": 1.0}, (0, 0, 0), [[B], [A], [C]]),
         ({"a": 1.0, "b": 1.0, "c": 1.0}, (2, 1, 2), [[B], [A, C]]),
@@ -76,7 +76,7 @@ def test_a_prefix_is_weighed_against_queues(shares: dict[str, float], queues: tu
 
 
 class FakeLookup:
-    """Stands in for the lookup: answers when lookup to, and counts questions."""
+    """A stand-in for the look-up, which answers when a test says so, and counts questions."""
 
     def __init__(self) -> None:
         self.announced: dict[str, Any] | None = {"root": ROOT.hex(), "block_tokens": BLOCK_TOKENS}
@@ -132,9 +132,9 @@ def test_a_request_gets_the_replica_that_was_chosen_for_it() -> None:
     [
         ((A, B), {}),
         ((A, B), {"token_ids": [1, 2, 3]}),  # less than a block
-        ((A, B), {"token_ids": "text"}),  # the replica is to say what is wrong
+        ((A, B), {"token_ids": "text"}),  # wrong: the replica will say so
         ((A,), {"token_ids": [1] * 8}),
-        ((A, replica("a", 1)), {"token_ids": [1] * 8}),  # no node to choose
+        ((A, replica("a", 1)), {"token_ids": [1] * 8}),  # both on one node
     ],
 )
 def test_the_directory_is_not_asked_about_a_request_that_it_cannot_help(replicas: Any, asked: dict[str, Any]) -> None:
@@ -292,7 +292,7 @@ def test_requests_follow_their_prefix(app: App) -> None:
 
 def test_a_hot_prefix_uses_both_nodes_and_the_pool_between_them(app: App) -> None:
     first = app.ask(text(10))
-    ray.get(app.gate.close.remote(enough=2))  # else a slow machine answers before enough of them wait at once
+    ray.get(app.gate.close.remote(enough=2))  # or a slow machine answers before enough requests wait at once
     with ThreadPoolExecutor(4 * WORTH) as threads:
         answers = list(threads.map(app.ask, [text(10)] * (8 * WORTH)))
     assert {answer.node for answer in answers} == {app.pool.node_id, other_node(app.pool)}

@@ -1,4 +1,4 @@
-"""Engines of ray.serve.llm in data parallel on a pool, over HTTP: a replica a rank, and a rank a node."""
+"""Engines of ray.serve.llm in data parallel on a pool, over HTTP. Each rank is a replica on a node of its own."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from ray.serve.llm import build_dp_openai_app
 from examples import serve_vllm
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.slow]
-MODEL, RANKS, PARTS = "ranked", 2, 4  # a part a KV head
+MODEL, RANKS, PARTS = "ranked", 2, 4  # a part for each KV head
 CHUNKS = 3
 LONG = CHUNKS * CHUNK + 20  # tokens of a prompt
 
@@ -39,7 +39,7 @@ class App(NamedTuple):
         return llm_app.ask(self.url, MODEL, serve_vllm.words(document, LONG), max_tokens)
 
     def computed(self, document: int) -> Answer:
-        """What is said of a new document. All of its chunks are in the pool then."""
+        """The answer to a new document, once all of its chunks are in the pool."""
         before = self.pool.stats()["keys"]
         answer = self.ask(document)
         assert answer.cached == 0
@@ -47,7 +47,7 @@ class App(NamedTuple):
         return answer
 
     def crossed(self) -> int:
-        """Blocks that were read from another node."""
+        """How many blocks were read from another node."""
         return int(self.pool.stats()["remote_hits"])
 
 
@@ -94,7 +94,7 @@ def test_the_other_rank_reads_it_when_there_are_many_requests(app: App) -> None:
 
 
 def test_ranks_that_start_anew_read_what_the_killed_ones_computed(app: App) -> None:
-    """Ray Serve starts all ranks again where one was killed."""
+    """If one rank is killed, Ray Serve starts all ranks again."""
     answers = {document: app.computed(document) for document in range(20, 24)}
     old = {rank.pid for rank in ranks()}
     os.kill(min(old), signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""ray.serve.llm on a pool, over HTTP: ranks on two nodes, replicas that come and go, several models, LoRA adapters."""
+"""ray.serve.llm on a pool, over HTTP: ranks on two nodes, replicas that come and go, two models, LoRA adapters."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ LONG = CHUNKS * CHUNK + 20  # tokens of a prompt
 class App(NamedTuple):
     pool: raykv.KVPool
     url: str
-    adapters: list[str]  # models that are adapters of SCALED
+    adapters: list[str]  # names of models that are adapters of SCALED
     places: list[str]  # nodes with a GPU
 
     def ask(self, model: str, document: int, max_tokens: int = 6) -> Answer:
         return llm_app.ask(self.url, model, serve_vllm.words(document, LONG), max_tokens)
 
     def computed(self, model: str, document: int) -> Answer:
-        """What is said of a new document. All of its chunks are in the pool then."""
+        """The answer to a new document, once all of its chunks are in the pool."""
         before = self.pool.stats()["keys"]
         answer = self.ask(model, document)
         assert answer.cached == 0
@@ -61,7 +61,7 @@ class App(NamedTuple):
         return [stats[node]["ready"] for node in nodes]
 
     def forget(self, model: str, document: int) -> None:
-        """Empty the engine's own cache, which it refuses as long as it stores. document: one that it has computed."""
+        """Empty the engine's own cache; the engine refuses while it stores. document: one that it has computed."""
         eventually(lambda: self._reads(model, document))
 
     def _reads(self, model: str, document: int) -> bool:
@@ -82,7 +82,7 @@ def app(
     pool = start_for_module(cpu_memory=256 << 20, deadline=ROUTED_S)
     port, folder = free_port(), tmp_path_factory.mktemp("llm")
     models = [serve_vllm.make_model(folder / f"model-{seed}", seed) for seed in range(2)]
-    names = [f"{secrets.token_hex(4)}-{seed}" for seed in range(2)]  # other runs keep theirs in the same folder
+    names = [f"{secrets.token_hex(4)}-{seed}" for seed in range(2)]  # other runs keep adapters in the same folder
     serve.start(proxy_location="HeadOnly", http_options={"port": port})
     with left_over.removed(), llm_app.bucket() as environment, llm_app.adapters(folder, *names):
         configs = [
@@ -99,7 +99,7 @@ def app(
 
 def test_ray_is_told_of_the_connectors(cluster: Any) -> None:
     in_ray = ComponentRegistry("kv_connector_backend")
-    in_ray.unregister("RayKVConnector")  # as in a cluster that this process joined later
+    in_ray.unregister("RayKVConnector")  # as if this process had joined the cluster later
     kv_transfer_config("default")
     assert in_ray.contains("RayKVConnector")
     for name in ("RayKVConnector", "RoutedConnector"):
@@ -161,10 +161,10 @@ def test_autoscaling_loses_nothing_that_the_pool_has(app: App) -> None:
     (first,) = replicas(SCALED)
     documents, said = itertools.count(1000), dict[int, Answer]()
     with ThreadPoolExecutor(8) as threads:
-        while len(replicas(SCALED)) < 2:  # more at once than one replica is to have
+        while len(replicas(SCALED)) < 2:  # ask more at once than one replica takes
             list(threads.map(lambda document: app.ask(SCALED, document, max_tokens=100), range(100, 108)))
         (second,) = {one.node for one in replicas(SCALED)} - {first.node}
-        while not app.ready([second])[0]:  # until it has computed something too
+        while not app.ready([second])[0]:  # until the second has computed something too
             some = list(itertools.islice(documents, 4))
             said |= zip(some, threads.map(lambda document: app.ask(SCALED, document), some), strict=True)
     eventually(lambda: settled(app.pool))

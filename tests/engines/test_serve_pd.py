@@ -1,4 +1,4 @@
-"""Prefill apart from decode in ray.serve.llm, with a pool between the engines: its own application, on two raylets."""
+"""ray.serve.llm's own application for prefill apart from decode, with a pool between the engines, on two raylets."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from examples import serve_pd, serve_vllm
 from raykv.integrations.vllm import kv_transfer_config
 
 pytestmark = pytest.mark.timeout(600)
-AHEAD = 1000  # times as long as computing takes: a test's machine may be busy
+AHEAD = 1000  # wait so many times as long as computing takes, as a machine may be busy
 
 
 class App(NamedTuple):
@@ -47,7 +47,7 @@ def test_what_one_engine_prefills_the_other_decodes_to_the_last_token(app: App) 
     for words in (1500, 1501, 1530, 100):
         crossed = app.pool.stats()["remote_hits"]
         answer = serve_vllm.ask(serve_vllm.words(words, words), url=app.url)
-        tokens = words + 2  # of the chat's template
+        tokens = words + 2  # the chat template adds two
         assert answer.cached >= tokens - 1 and len(answer.text.split()) == 8
         assert app.pool.stats()["remote_hits"] > crossed, "the engines are on two nodes"
     again = serve_vllm.ask(serve_vllm.words(100, 100), url=app.url)

@@ -1,6 +1,6 @@
-"""vLLM in ray.serve.llm on a pool: the router calls a prompt's blocks what the engine calls them.
+"""vLLM in ray.serve.llm on a pool: the router makes the same keys for a prompt's blocks as the engine.
 
-That it follows them, over HTTP, is in tests/documented.
+tests/documented checks over HTTP that requests go where their blocks are.
 """
 
 from __future__ import annotations

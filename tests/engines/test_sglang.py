@@ -1,4 +1,4 @@
-"""SGLang's HiCache on a pool: every method that it calls, with its own host pools where its sources are here."""
+"""SGLang's HiCache on a pool: every method that SGLang calls, with SGLang's own host pools if its sources are here."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def hicache(request: pytest.FixtureRequest) -> Iterator[SimpleNamespace]:
 
 @pytest.fixture(scope="module")
 def shared(start_for_module: Start) -> raykv.KVPool:
-    """Every test has prompts of its own."""
+    """A pool for all tests of the file, each of which has its own prompts."""
     return start_for_module()
 
 
@@ -40,12 +40,12 @@ def pool(shared: raykv.KVPool) -> raykv.KVPool:
 
 @pytest.fixture
 def own_pool(start: Start) -> raykv.KVPool:
-    """For a test that ends it, or parts of it."""
+    """A pool for a test that ends it, or parts of it."""
     return start()
 
 
 def storage(hicache: SimpleNamespace, pool: raykv.KVPool, host: Any, **config: Any) -> Any:
-    """As SGLang makes it, with a host pool."""
+    """Our storage with a host pool, made as SGLang makes it."""
     whole = {
         "tp_rank": 0,
         "tp_size": 1,
@@ -65,7 +65,7 @@ def storage(hicache: SimpleNamespace, pool: raykv.KVPool, host: Any, **config: A
 
 
 def hashes(prompt: int, pages: int) -> list[str]:
-    """Chained, as SGLang's, which its native code makes: of the same length and alphabet."""
+    """Chained hashes of the length and alphabet of SGLang's, which its native code makes."""
     found, before = [], b""
     for page in range(pages):
         before = hashlib.sha256(before + b"%d/%d" % (prompt, page)).digest()
@@ -81,7 +81,7 @@ def content(host: Any, key: str) -> torch.Tensor:
 
 
 def raw(host: Any, page: int) -> torch.Tensor:
-    """Bytes of a page, as SGLang's own copy reads them."""
+    """Bytes of a page, read by SGLang's own copy."""
     found: torch.Tensor = host.get_data_page(page * host.page_size)
     return found.contiguous().view(torch.uint8)
 
@@ -121,8 +121,8 @@ def test_pages_come_back_to_other_places_and_touch_no_others(
     assert read == [True] * 4 + [False] * 2
     assert all(is_right(host, page, key) for page, key in zip([15, 9, 2, 11], keys, strict=False))
     assert all(torch.equal(raw(host, page), before[page]) for page in range(16) if page not in (15, 9, 2, 11))
-    assert put(made, host, keys, [0, 1, 2, 3, 4, 5]) == [True] * 6  # four of them were there
-    assert made.batch_exists(keys[2:]) == 4  # a prompt whose beginning SGLang has itself
+    assert put(made, host, keys, [0, 1, 2, 3, 4, 5]) == [True] * 6  # the pool had four of them
+    assert made.batch_exists(keys[2:]) == 4  # SGLang asks only for what follows the prefix that it has itself
     assert pool.stats()["faults"] == {}
 
 
@@ -192,7 +192,7 @@ def test_who_has_other_kv_finds_nothing(hicache: SimpleNamespace, pool: raykv.KV
 def test_engines_with_other_options_share_nothing(
     hicache: SimpleNamespace, pool: raykv.KVPool, monkeypatch: pytest.MonkeyPatch, option: str
 ) -> None:
-    """SGLang's host pools have uint8 for all kinds of fp8, and the model's name for all kinds of weights."""
+    """For SGLang's host pools all kinds of fp8 are uint8, and all weights of a model have one name."""
     host, keys = hicache.kv_pool("page_first", PAGE), hashes(hash(option), 2)
     one = storage(hicache, pool, host)
     assert put(one, host, keys, [0, 1]) == [True, True]
@@ -238,7 +238,7 @@ def test_without_zero_copy_sglang_copies_pages_itself(
     for number, key in enumerate(keys[:2]):
         host.set_from_flat_data_page(number * PAGE, pages[number])
         assert is_right(host, number, key)
-    assert storage(hicache, pool, host).batch_exists(keys) == 0  # those are in another order
+    assert storage(hicache, pool, host).batch_exists(keys) == 0  # the stored blocks have another layout
 
 
 def test_what_does_not_fit_is_a_miss_and_touches_nothing(hicache: SimpleNamespace, pool: raykv.KVPool) -> None:
@@ -338,7 +338,7 @@ def test_clear_forgets_all(hicache: SimpleNamespace, pool: raykv.KVPool) -> None
 
 
 def all_methods(made: Any, hicache: SimpleNamespace, host: Any, state: Any, keys: list[str]) -> list[Any]:
-    """What every method answers."""
+    """The results of all methods."""
     pages, last = list(range(len(keys))), keys[-1:]
     trailing = transfer(hicache, state, last, [0], "mamba", "TRAILING_PAGES")
     return [
@@ -376,7 +376,7 @@ def test_a_stopped_pool_is_all_misses(hicache: SimpleNamespace, own_pool: raykv.
 def test_killed_actors_cost_hits_and_never_a_wrong_byte(
     hicache: SimpleNamespace, own_pool: raykv.KVPool, what: str
 ) -> None:
-    """Two threads store and read while it is killed, twice; afterwards all is found again."""
+    """Two threads store and read while an actor is killed, twice. Afterwards all is found again."""
     part = own_pool.node_id if what == "store" else what
     end, counts = threading.Event(), {"read": 0, "missed": 0}
     wrong: list[str] = []

@@ -1,4 +1,4 @@
-"""The transformers integration: what is packed into blocks comes out as it went in, and the model cannot tell."""
+"""The transformers integration: KV comes out of blocks as it went in, and the model gives the same tokens."""
 
 import subprocess
 import sys
@@ -18,7 +18,7 @@ BLOCK = 4
 
 
 class SizeClass:
-    """Stands in for a pool and its one cache. A read gives at most `reads` blocks, as from a pool that loses some."""
+    """A stand-in for a pool with one cache. A read gives at most `reads` blocks, as if others were lost."""
 
     node_id = "here"
 
@@ -51,7 +51,7 @@ class SizeClass:
 
     def read(self, out: torch.Tensor) -> int:
         assert out.shape == (self.num_blocks, self.block_bytes)
-        out.fill_(0xFF)  # what was not read is not zero either
+        out.fill_(0xFF)  # garbage where nothing is read
         for row, key in zip(out[: self.reads], self.wanted, strict=False):
             row.copy_(torch.frombuffer(bytearray(self.blocks[key]), dtype=torch.uint8))
         return min(self.reads, self.num_blocks)
@@ -85,7 +85,7 @@ def cache(model: Any) -> Any:
 
 
 def plain(model: Any, ids: torch.Tensor, split: int = 0) -> tuple[torch.Tensor, DynamicCache]:
-    """What the model says without a pool, its prefill cut in two at `split`: float sums depend on the cut."""
+    """The model's answer without a pool. Prefill is cut in two at `split`, because float sums depend on the cut."""
     past = DynamicCache(config=model.config)
     with torch.no_grad():
         for part in (ids[:split], ids[split:]):
@@ -134,7 +134,7 @@ def test_a_warm_prefill_gives_the_logits_of_a_cold_one(model: Any, cache: Any, l
     cold = prefill(model, cache, ids)
     assert (cold.pool_tokens, cold.nodes) == (0, ())
     assert torch.equal(cold.logits, logits) and same(cold.past_key_values, past)
-    assert len(cache.blocks) == length // BLOCK  # the last block too, where it is full
+    assert len(cache.blocks) == length // BLOCK  # the last block too, if it is full
 
     split = (length - 1) // BLOCK * BLOCK
     if split:

@@ -37,7 +37,7 @@ CHUNK = 128  # tokens: 8 KiB each
 
 
 class Engines(NamedTuple):
-    """One on this node, and one on `node`, that may be killed."""
+    """here: an engine on this node. there: an engine on `node`, which may be killed."""
 
     pool: raykv.KVPool
     node: Any
@@ -50,12 +50,12 @@ class Engines(NamedTuple):
         return ray.get(engine.answer.remote(*prompts, **how))  # type: ignore[no-any-return]
 
     def afresh(self, engine: Any, prompt: list[int]) -> tuple[list[int], int]:
-        """The same of an engine that has nothing in a cache of its own."""
+        """`answer`, after the engine has emptied its own cache."""
         eventually(lambda: ray.get(engine.reset.remote()))
         return self.answer(engine, prompt)[0]
 
     def stored(self, prompt: list[int]) -> None:
-        """Have it computed here for the first time, and in the pool: offered again until it is, as after a fault."""
+        """Have a new prompt computed here until the pool has it: after a fault the engine must store it again."""
         before = eventually(lambda: self.pool.stats().get("stored", -1) + 1) - 1
 
         def there() -> bool:
@@ -130,8 +130,8 @@ def test_decoded_blocks_are_stored(engines: Engines) -> None:
 
 def test_a_chunk_whose_last_token_was_not_computed_is_not_stored(engines: Engines) -> None:
     question = prompt(70, CHUNK - 8)
-    answer = engines.answer(engines.here, question, tokens=8)[0][0]  # the last one is sampled, that is all
-    engines.stored(prompt(71, 200))  # after it
+    answer = engines.answer(engines.here, question, tokens=8)[0][0]  # its last token has no KV yet
+    engines.stored(prompt(71, 200))  # stored after the answer
     turn = question + answer + prompt(72, 20)
     said = engines.afresh(engines.there, turn)
     assert said == (engines.answer(engines.here, turn, cold=True)[0][0], 0)
@@ -153,7 +153,7 @@ def test_a_request_whose_load_fails_is_computed(engines: Engines) -> None:
 
 
 def test_a_pool_hit_gives_the_tokens_of_a_hit_in_the_engines_own_cache(engines: Engines, small: Any) -> None:
-    """Exactly: prompts of which the pool has as many tokens as the engine's own cache, so that the same is computed."""
+    """The pool has as many tokens of these prompts as the engine's own cache. So equal pieces are computed."""
     prompts = [prompt(100 + i, CHUNK * (1 + i % 6) + 1 + i) for i in range(20)]
     for known in prompts:
         engines.stored(known)
@@ -165,7 +165,7 @@ def test_a_pool_hit_gives_the_tokens_of_a_hit_in_the_engines_own_cache(engines: 
 
 
 def test_500_mixed_requests_get_the_right_tokens(engines: Engines, small: Any) -> None:
-    """Common prefixes, aborts and resets, in an engine with room for a tenth of what is asked at a time."""
+    """Common prefixes, aborts and resets, in an engine with room for a tenth of the prompts at a time."""
     random = np.random.default_rng(6)
     common = [prompt(200 + i, 60 + 60 * i) for i in range(5)]
     prompts = [common[random.integers(5)] + prompt(300 + i, int(random.integers(10, 120))) for i in range(500)]
@@ -173,7 +173,7 @@ def test_500_mixed_requests_get_the_right_tokens(engines: Engines, small: Any) -
     before = ray.get(small.metrics.remote())
     finished = 0
     for first in range(0, 500, 100):
-        engine = engines.there if first == 200 else small  # there its blocks are on another node
+        engine = engines.there if first == 200 else small  # for `there`, the blocks are on another node
         wave = ray.get(engine.mix.remote(*prompts[first : first + 100], tokens=20))
         assert wave == {i: right[first + i] for i in wave}
         finished += len(wave)
@@ -189,7 +189,7 @@ def test_other_weights_share_nothing(engines: Engines, small: Any) -> None:
     engines.stored(known)
     assert ray.get(small.reset.remote(connector=True))
     assert engines.answer(small, known)[0][1] == 0
-    eventually(lambda: engines.afresh(small, known)[1] == 384)  # what it stored since is its own
+    eventually(lambda: engines.afresh(small, known)[1] == 384)  # it stores and finds blocks by its new weights
     eventually(lambda: settled(engines.pool))
 
 
@@ -216,7 +216,7 @@ EAGLE = SimpleNamespace(method="eagle")
 
 
 def engine(**other: Any) -> tuple[str, Any, Any]:
-    """Arguments of `check`, of an engine that passes it but for what is given."""
+    """Arguments with which `check` passes, except for what `other` changes."""
     spec = other.get("kind", FullAttentionSpec)(block_size=32, num_kv_heads=1, head_size=64, dtype=torch.float32)
     parallel: dict[str, Any] = {
         "prefill_context_parallel_size": 1,
@@ -262,7 +262,7 @@ def test_engines_that_are_not_supported_are_refused(other: dict[str, Any], said:
 
 
 def test_how_fast_the_engine_computes_is_learned_from_what_it_computed(start: Callable[..., raykv.KVPool]) -> None:
-    """Not from what it had itself, nor from what the pool had, nor before it was done."""
+    """Neither from tokens that the engine or the pool had cached, nor before the computation was done."""
     pool = raykv.attach(start(cpu_memory=64 * MIB).name)
     manager = RayKVManager(pool, {"model": "m", "dtype": "uint8", "layout": "rows"})
     manager.set_ranks([Rank(pool.session.memory_name, (0,), (4096,))], [Group(0, 0, 16, 0)])
@@ -271,7 +271,7 @@ def test_how_fast_the_engine_computes_is_learned_from_what_it_computed(start: Ca
     contexts: list[ReqContext] = []
 
     def ask(first: int) -> bool:
-        """Whether the pool has what a new request's engine does not: all chunks from that one on."""
+        """Whether the pool has all chunks from number `first` on, for a new request."""
         context = request(f"request {len(contexts)}", keys)
         contexts.append(context)
         answers = iter(lambda: manager.lookup(keys[first], context), None)
@@ -294,7 +294,7 @@ def test_how_fast_the_engine_computes_is_learned_from_what_it_computed(start: Ca
     manager.shutdown()
 
 
-# the last: as long as Ray has not noticed that a raylet was killed, a new pool takes a minute to start
+# The last test of the file: until Ray notices that a raylet was killed, a new pool takes a minute to start.
 def test_streams_go_on_while_parts_of_the_pool_die(engines: Engines, cluster: Any) -> None:
     pool, here, there = engines.pool, engines.here, engines.there
     for first, what in ((400, "directory"), (420, pool.node_id)):
@@ -302,14 +302,14 @@ def test_streams_go_on_while_parts_of_the_pool_die(engines: Engines, cluster: An
         assert answers_while(engines, there, prompts, lambda what=what: kill(pool, what)) == right  # type: ignore[misc]
         eventually(lambda first=first: engines.afresh(there, prompt(first, 1000))[1] == 896)  # type: ignore[misc]
     prompts, right = computed(engines, there, 440)
-    ray.get(there.close.remote())  # else the raylet's death leaves files of vLLM in /dev/shm
+    ray.get(there.close.remote())  # or the raylet's death leaves files of vLLM in /dev/shm
     answers = answers_while(engines, here, prompts, lambda: cluster.remove_node(engines.node, allow_graceful=False))
     assert answers == right
     eventually(lambda: settled(pool))
 
 
 def computed(engines: Engines, writer: Any, first: int) -> tuple[list[list[int]], list[list[int]]]:
-    """Eight prompts with a common prefix that is in the pool, on the writer's node; and what is to be said to them."""
+    """(prompts, right answers): eight prompts with a common prefix, which the pool has on the writer's node."""
     common = prompt(first, 1000)
     prompts = [common + prompt(first + 1 + i, 100) for i in range(8)]
     right = engines.answer(writer, *prompts, tokens=100, cold=True)
@@ -318,7 +318,7 @@ def computed(engines: Engines, writer: Any, first: int) -> tuple[list[list[int]]
 
 
 def answers_while(engines: Engines, reader: Any, prompts: list[list[int]], end: Callable[[], None]) -> list[list[int]]:
-    """What an engine that has cached nothing says to prompts that it is asked together, while something ends."""
+    """The answers of an engine with an empty cache to prompts asked together, while something ends."""
     eventually(lambda: ray.get(reader.reset.remote()))
     killer = threading.Timer(0.05, end)
     killer.start()

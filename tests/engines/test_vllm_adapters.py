@@ -1,4 +1,4 @@
-"""Engines read no KV but that of the weights which their LoRA adapters were loaded with."""
+"""Engines read only KV of the weights from which their LoRA adapters were loaded."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from vllm.lora.request import LoRARequest
 
 pytestmark = pytest.mark.timeout(600)
 CHUNK = 128  # tokens
-WHOLE = 3 * CHUNK  # what is read of a prompt
+WHOLE = 3 * CHUNK  # tokens of a prompt that can be read
 
 
 class Engines(NamedTuple):
-    """Two, of which each has a number. folder: of their adapters."""
+    """actors: two engines, called by number. folder: has their adapters."""
 
     actors: tuple[Any, Any]
     folder: Path
 
     def adapter(self, name: str, seed: int, number: int = 1, **fields: Any) -> LoRARequest:
-        """Files of other weights under that name, and a request for them."""
+        """Write an adapter with the weights of a seed. Returns a request for the adapter."""
         save_adapter(self.folder / name, seed, layers=4, size=256)
         return LoRARequest(name, number, str(self.folder / name), **fields)
 
@@ -39,16 +39,16 @@ class Engines(NamedTuple):
         assert ray.get(self.actors[engine].load.remote(lora))
 
     def answer(self, engine: int, prompt: list[int], lora: LoRARequest, cold: bool = False) -> tuple[list[int], int]:
-        """Of an engine that has nothing in a cache of its own, and how many tokens it read."""
+        """(tokens, how many tokens were read) from an engine, after it has emptied its own cache."""
         eventually(lambda: ray.get(self.actors[engine].reset.remote()))
         return ray.get(self.actors[engine].answer.remote(prompt, cold=cold, lora=lora))[0]  # type: ignore[no-any-return]
 
     def again(self, engine: int, prompt: list[int], lora: LoRARequest) -> list[int]:
-        """The same, but for what its own cache has."""
+        """The tokens of an engine that may use its own cache."""
         return ray.get(self.actors[engine].answer.remote(prompt, lora=lora))[0][0]  # type: ignore[no-any-return]
 
     def read(self, engine: int, prompt: list[int], lora: LoRARequest) -> list[int]:
-        """The answer once all of the prompt can be read, which is the same as of who computes it."""
+        """The tokens of an engine once it reads all of the prompt, after a check that computing gives the same."""
         eventually(lambda: self.answer(engine, prompt, lora)[1] == WHOLE)
         said, found = self.answer(engine, prompt, lora)
         assert found == WHOLE and said == self.answer(engine, prompt, lora, cold=True)[0]
@@ -73,7 +73,7 @@ def engines(
 
 
 def test_engines_share_what_they_compute_for_an_adapter(engines: Engines) -> None:
-    """The first request that has it loaded is stored; one for an adapter that was loaded before reads."""
+    """The request that loads an adapter is stored, and one that finds the adapter loaded reads."""
     lora, asked = engines.adapter("shared", 1), prompt(1)
     said, found = engines.answer(0, asked, lora)
     assert not found
@@ -95,7 +95,7 @@ def test_an_adapter_that_is_loaded_in_place_has_keys_of_its_own(engines: Engines
 
 
 def test_files_that_change_after_an_adapter_was_loaded_name_nothing(engines: Engines) -> None:
-    """Who loads the new ones reads nothing of the old ones, and the other way round."""
+    """An engine that loads the new files reads no KV of the old ones, and the other way round."""
     lora, asked = engines.adapter("replaced", 4, 3), prompt(3)
     engines.load(0, lora)
     engines.adapter("replaced", 5, 3)
@@ -110,7 +110,7 @@ def test_files_that_change_after_an_adapter_was_loaded_name_nothing(engines: Eng
 
 
 def test_an_adapter_that_was_let_go_is_named_by_what_is_loaded_then(engines: Engines) -> None:
-    """A worker has room for two; what it lets go it loads again from files, which may be others."""
+    """A worker has room for two adapters. It evicts one for a third, and may load that again from new files."""
     lora, asked = engines.adapter("evicted", 6, 4), prompt(4)
     old = engines.answer(0, asked, lora)[0]
     assert engines.read(0, asked, lora) == old
@@ -122,7 +122,7 @@ def test_an_adapter_that_was_let_go_is_named_by_what_is_loaded_then(engines: Eng
 
 
 def test_an_engines_own_cache_gives_the_pool_no_kv_of_old_weights(engines: Engines) -> None:
-    """vLLM finds its blocks by an adapter's name. Nobody resets its cache here."""
+    """vLLM's own cache finds blocks by an adapter's name, and is not reset here."""
     lora, asked = engines.adapter("kept", 8, 7), prompt(6)
     old = engines.again(0, asked, lora)
     assert engines.read(0, asked, lora) == old
@@ -131,7 +131,7 @@ def test_an_engines_own_cache_gives_the_pool_no_kv_of_old_weights(engines: Engin
     assert new != old
     engines.load(1, engines.adapter("kept", 9, 7))
     assert engines.read(1, asked, lora) == new
-    renamed = engines.adapter("kept", 10, 8)  # unloaded, and loaded under another number
+    renamed = engines.adapter("kept", 10, 8)  # the same name, loaded under another number
     engines.load(0, renamed)
     newest = engines.again(0, asked, renamed)
     assert newest not in (old, new)

@@ -1,4 +1,4 @@
-"""What only vLLM's AsyncLLM does: sessions whose prompt grows, and resets while requests load."""
+"""Features of vLLM's AsyncLLM alone: sessions whose prompt grows, and resets while requests load."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ CHUNK = 128  # tokens
 
 
 class Engines(NamedTuple):
-    """reader: on the other node."""
+    """streamed: an AsyncLLM. reader: an engine on the other node."""
 
     pool: raykv.KVPool
     streamed: Any
     reader: Any
 
     def afresh(self, prompt: list[int], cold: bool = False) -> tuple[list[int], int]:
-        """The answer of an engine that has nothing in a cache of its own, and how many tokens it read."""
+        """(answer, how many tokens were read) from the reader, after it has emptied its own cache."""
         eventually(lambda: ray.get(self.reader.reset.remote()))
         return ray.get(self.reader.answer.remote(prompt, cold=cold))[0]  # type: ignore[no-any-return]
 
@@ -67,7 +67,7 @@ def engines(
     ("lengths", "tokens"),
     [
         ((128, 128, 128), 1),
-        ((127, 128, 128), 1),  # what is sampled ends a block, and is dropped
+        ((127, 128, 128), 1),  # the sampled token ends a block, and is dropped
         ((100, 60, 200, 31), 29),
         ((300, 10, 10, 300), 8),
     ],
@@ -78,7 +78,7 @@ def test_a_session_that_grows_is_read_right_by_others(engines: Engines, lengths:
     turns: list[list[int]] = [random.integers(3, 500, length).tolist() for length in lengths]
     answers = ray.get(engines.streamed.session.remote(turns, tokens))
     assert [len(answer) for answer in answers] == [tokens] * len(turns)
-    # vLLM drops an answer's last token when the next turn comes
+    # vLLM drops the last token of an answer when the next turn comes
     kept = [turn + answer[:-1] for turn, answer in zip(turns, answers, strict=True)]
     said = [token for turn in kept for token in turn]
     stored = len(said if TRIMS_HASHES else kept[0]) // CHUNK * CHUNK
@@ -90,14 +90,14 @@ def test_a_session_that_grows_is_read_right_by_others(engines: Engines, lengths:
 
 @pytest.mark.parametrize("how", ["reset_all", "pause"])
 def test_a_reset_while_a_request_loads_succeeds_when_tried_again(engines: Engines, how: str) -> None:
-    """Of what lies on a node whose store hangs: the load can't end before the first try."""
+    """The blocks are on a node whose store hangs, so the load can't end before the first try."""
     prompt = np.random.default_rng(len(how)).integers(3, 500, 3 * CHUNK + 40).tolist()
     before = engines.pool.stats()["keys"]
     right = engines.afresh(prompt)[0]
     eventually(lambda: engines.pool.stats()["keys"] >= before + 3)
     with stopped(pid(node_store(engines.pool, other_node(engines.pool)))):
         asked = engines.streamed.answer.remote(prompt)
-        eventually(lambda: not ray.get(engines.streamed.reset.remote()))  # it has blocks
+        eventually(lambda: not ray.get(engines.streamed.reset.remote()))  # refused: the request has blocks
         with pytest.raises(Exception, match="Failed to reset"):
             ray.get(engines.streamed.reset.remote(reset_running_requests=True, reset_connector=True))
         ray.get(getattr(engines.streamed, how).remote())

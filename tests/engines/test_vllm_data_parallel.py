@@ -33,7 +33,7 @@ MODELS = {"experts": save_model_of_experts, "dense": save_model}
 
 
 class Engines(NamedTuple):
-    """ranked: in data parallel. alone: of one rank, on the other node. heard: by rank, what its KV events say."""
+    """ranked: an engine in data parallel. alone: one with one rank, on the other node. heard: each rank's KV events."""
 
     pool: raykv.KVPool
     ranked: Any
@@ -44,7 +44,7 @@ class Engines(NamedTuple):
         return self.ranked.answer.remote(asked, rank=rank)
 
     def reset(self) -> None:
-        """No engine has anything in a cache of its own."""
+        """Empty the own caches of all engines."""
         for engine in (self.ranked, self.alone):
             eventually(lambda engine=engine: ray.get(engine.reset.remote()))  # type: ignore[misc]
         eventually(lambda: settled(self.pool))
@@ -114,7 +114,7 @@ def test_ranks_that_compute_and_read_in_the_same_steps(engines: Engines) -> None
 
 
 def test_a_rank_that_waits_for_the_pool_holds_no_other(engines: Engines) -> None:
-    """What it asks for lies on a node whose store hangs."""
+    """The rank asks for blocks on a node whose store hangs."""
     asked, other = prompt(30, 3 * CHUNK + 20), prompt(31, 3 * CHUNK + 20)
     before = engines.pool.stats()["keys"]
     ((right, _),) = ray.get(engines.alone.answer.remote(asked))

@@ -1,4 +1,4 @@
-"""Engines that draft: the drafter's KV comes from the pool too, and engines without a drafter share the target's."""
+"""Engines with drafters read the drafter's KV from the pool too. Engines without one share the target's KV."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ACCEPTED = "vllm:spec_decode_num_accepted_tokens"
 
 
 class Engines(NamedTuple):
-    """One and two draft, on two raylets. Plain does not, beside the first."""
+    """one, two: engines that draft, on two raylets. plain: an engine that does not, on the first's raylet."""
 
     pool: raykv.KVPool
     one: Any
@@ -31,17 +31,17 @@ class Engines(NamedTuple):
     plain: Any
 
     def reset(self, engine: Any) -> None:
-        """The engine has nothing in a cache of its own."""
+        """Empty an engine's own cache."""
         eventually(lambda: ray.get(engine.reset.remote()))
         eventually(lambda: settled(self.pool))
 
     def cached(self, engine: Any, prompt: list[int]) -> int:
-        """Tokens that an engine reads from the pool."""
+        """How many tokens an engine reads from the pool."""
         self.reset(engine)
         return ask(engine, prompt, 1)[1]
 
     def stored(self, engine: Any, prompt: list[int]) -> list[int]:
-        """What an engine says without any cache. The pool has the prompt then."""
+        """An engine's answer to a new prompt, once the pool has the prompt."""
         said, cached, _ = ask(engine, prompt)
         assert cached == 0
         eventually(lambda: self.cached(engine, prompt) == len(prompt) // CHUNK * CHUNK)
@@ -49,7 +49,7 @@ class Engines(NamedTuple):
 
 
 def ask(engine: Any, asked: list[int], tokens: int = 100, **how: Any) -> tuple[list[int], int, float]:
-    """(what follows, how many of the prompt's tokens were cached, how many guesses were accepted)."""
+    """(tokens that follow, how many of the prompt's tokens were cached, how many guesses were accepted)."""
     before = ray.get(engine.metrics.remote()).get(ACCEPTED, 0.0)
     ((said, cached),) = ray.get(engine.answer.remote(asked, tokens=tokens, **how))
     return said, cached, ray.get(engine.metrics.remote()).get(ACCEPTED, 0.0) - before
@@ -73,7 +73,7 @@ def engines(
 
 
 def test_a_hit_drafts_as_well_as_the_engines_own_cache(engines: Engines) -> None:
-    """The accepted guesses tell: the target would mend a wrong KV of the drafter."""
+    """Compares accepted guesses: with wrong KV of the drafter the tokens would still be right."""
     total = {"own": 0.0, "pool": 0.0, "computed": 0.0}
     for seed in range(1, 4):
         asked = prompt(seed, 500)
@@ -100,7 +100,7 @@ def test_engines_without_a_drafter_read_what_engines_with_one_stored(engines: En
 
 
 def test_what_an_engine_without_a_drafter_stored_lacks_the_drafters_part(engines: Engines) -> None:
-    """So it is computed, once, and stored."""
+    """So the prompt is computed once with the drafter, and stored."""
     asked = prompt(12, 500)
     right = engines.stored(engines.plain, asked)
     said, cached, _ = ask(engines.one, asked)
@@ -111,7 +111,7 @@ def test_what_an_engine_without_a_drafter_stored_lacks_the_drafters_part(engines
 
 
 def test_what_was_drafted_is_read_in_the_next_turn(engines: Engines) -> None:
-    """With aborts in between, and more requests than the engine has blocks for."""
+    """Aborts come in between, and more requests than the engine has blocks for."""
     first = prompt(13, 500)
     turn = first + ask(engines.one, first, 200)[0]
     ray.get(engines.one.abort.remote(prompt(14, 500), 6))
@@ -131,7 +131,7 @@ def test_ranks_have_a_part_of_the_drafters_layers_each(
     engine = engine_on(pool.node_id, pool.name, str(target), 64 * MIB, str(tmp_path / "fault"), apart=True, **drafts)
     engines, asked = Engines(pool, engine, engine, engine), prompt(1, 500)
     right = ask(engine, asked, 8)[0]
-    chunk = 2 * CHUNK  # of a rank's half of each block
+    chunk = 2 * CHUNK  # twice the tokens, as a rank has half of each block
     eventually(lambda: engines.cached(engine, asked) == chunk)
     assert pool.stats()["keys"] == 2 * 2, "of each rank, the target's layers and the drafter's"
     engines.reset(engine)

@@ -1,4 +1,4 @@
-"""Two vLLM engines that get the same new prompt at once: one computes it, the other reads it."""
+"""If two vLLM engines get the same new prompt at once, one computes the prompt and the other reads it."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from raykv.integrations.vllm.scheduler.manager import WAITED
 pytestmark = pytest.mark.timeout(600)
 CHUNK = 128  # tokens
 LONG = 3000
-AHEAD = 100  # times as long as computing takes: a test's machine may be busy
+AHEAD = 100  # wait so many times as long as computing takes, as a machine may be busy
 Answers = list[tuple[list[int], int]]
 
 
 class Engines(NamedTuple):
-    """Two on two nodes, which wait for each other as long as it takes, and one that is not as patient."""
+    """Two engines on two nodes, which wait long for each other, and one with the usual patience."""
 
     pool: raykv.KVPool
     one: Any
@@ -41,7 +41,7 @@ def prompt(seed: int, tokens: int = LONG) -> list[int]:
 
 
 def ask(*engines: Any, prompts: list[list[int]]) -> list[Answers]:
-    """What each engine says to all of the prompts, asked at once."""
+    """The answers of each engine to all prompts, asked at once."""
     return ray.get([engine.answer.remote(*prompts) for engine in engines])
 
 
@@ -60,9 +60,9 @@ def engines(
     arguments = (pool.name, str(model), 128 * MIB, str(fault))
     here, there, patient = pool.node_id, other_node(pool), {"patience": AHEAD}
     one = engine_on(here, *arguments, extra=patient)
-    two = engine_on(there, *arguments, extra=patient, apart=True)  # whose processes are killed
+    two = engine_on(there, *arguments, extra=patient, apart=True)  # apart, because its processes are killed
     actors = one, two, engine_on(there, *arguments)
-    for number, actor in enumerate(actors):  # it learns how fast it computes
+    for number, actor in enumerate(actors):  # so each engine learns how fast it computes
         ask(actor, prompts=[prompt(number)])
     yield Engines(pool, *actors)
     close_engines(*actors)
@@ -73,7 +73,7 @@ def test_eight_requests_of_two_engines_compute_a_prompt_once(engines: Engines) -
         new, before = prompt(seed), waits(engines.one) + waits(engines.two)
         eventually(lambda: engines.pool.stats()["intents"] == 0)
         asked = engines.two.answer.remote(*[new] * 4)
-        eventually(lambda: engines.pool.stats()["intents"])  # on a busy machine one may be done before the other begins
+        eventually(lambda: engines.pool.stats()["intents"])  # so that one engine computes before the other is asked
         both = ray.get([engines.one.answer.remote(*[new] * 4), asked])
         said = [answer for answers in both for answer in answers]
         assert sorted(cached for _, cached in said)[:2] in ([0, LONG // CHUNK * CHUNK], [0, LONG // 32 * 32])
@@ -101,7 +101,7 @@ def test_engines_that_get_the_same_prompts_in_another_order_do_not_wait_for_ever
 def test_an_engine_that_is_killed_while_it_computes_is_waited_for_no_longer_than_computing_takes(
     engines: Engines,
 ) -> None:
-    """Its client is not known to be gone for ten seconds."""
+    """The directory takes ten seconds to notice that the engine's client is gone."""
     new = prompt(40)
     processes = ray.get(engines.two.processes.remote())
     ray.get(engines.two.begin.remote(new))

@@ -1,4 +1,4 @@
-"""vLLM's worker with KV tensors on a GPU, as far as that goes without one: on a stand-in for CuPy."""
+"""The vLLM worker with KV tensors on a GPU, tested without a GPU on a stand-in for CuPy."""
 
 import ctypes
 import importlib
@@ -29,9 +29,9 @@ CHUNK = LAYERS * PAGE * PER_CHUNK
 
 
 class Tensor:
-    """A KV tensor on a GPU, as the worker looks at it."""
+    """A KV tensor on a GPU, with the attributes that the worker uses."""
 
-    device = torch.device("cpu")  # of the memory that takes what is not wanted: nothing is, here
+    device = torch.device("cpu")  # where the worker makes memory for unwanted pages, of which there are none here
 
     def __init__(self, pages: NDArray[np.uint8]) -> None:
         self.array = cuda.cupy().asarray(pages)
@@ -49,7 +49,7 @@ class Tensor:
 def on_host(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.syspath_prepend(ON_HOST)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    monkeypatch.setattr(ctypes, "CDLL", ctypes.CDLL)  # which the stand-in replaces
+    monkeypatch.setattr(ctypes, "CDLL", ctypes.CDLL)  # restores the CDLL that the stand-in replaces
     for cached in (cuda.uuid, cuda._context, cuda._libcuda, devices.device):
         cached.cache_clear()
     yield importlib.import_module("cupy")
@@ -71,7 +71,7 @@ def finished(worker: RayKVWorker, job: int) -> None:
 def test_pages_of_a_gpu_are_stored_and_loaded(
     pool: raykv.KVPool, on_host: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In order after the engine's kernels, into pinned memory, in one launch a job."""
+    """Copies come after the engine's kernels, go into pinned memory, and take one launch a job."""
     content = np.random.default_rng(0).integers(0, 256, (LAYERS, PAGES, PAGE), np.uint8)
     tensors = [Tensor(np.zeros((PAGES, PAGE), np.uint8)) for _ in range(LAYERS)]
     canonical = SimpleNamespace(
@@ -82,7 +82,7 @@ def test_pages_of_a_gpu_are_stored_and_loaded(
     worker = RayKVWorker(pool, [{0: cache}], 0, pages_of(canonical), PER_CHUNK)
     for thread in threading.enumerate():
         if thread.name == "raykv-populate":
-            thread.join()  # else its slab is not there yet, and the first job is bounced
+            thread.join()  # so the slab is page-locked, and the first job does not go through the bounce buffer
     launches: list[int] = []
     copy = devices.Device.copy
 
@@ -93,7 +93,7 @@ def test_pages_of_a_gpu_are_stored_and_loaded(
     monkeypatch.setattr(devices.Device, "copy", counted)
 
     computed = [on_host.asarray(pages) for pages in content]
-    for tensor, made in zip(tensors, computed, strict=True):  # done when somebody waits for the stream, no sooner
+    for tensor, made in zip(tensors, computed, strict=True):  # the stream does this only when somebody waits for it
         on_host.cuda.runtime.memcpyAsync(tensor.array.data.ptr, made.data.ptr, made.nbytes, 4, 0)
     keys = cache.keys(tokens(1, 4))
     ids = np.random.default_rng(1).permutation(PAGES)[: 4 * PER_CHUNK]

@@ -31,7 +31,7 @@ KEPT = 20  # batches that an engine can replay
 
 
 class Told(NamedTuple):
-    """An engine in an actor, where it publishes, where it replays, and who heard it from its start."""
+    """engine: an actor. events, replay: endpoints where it publishes and replays. heard: an index since its start."""
 
     engine: Any
     events: str
@@ -42,13 +42,13 @@ class Told(NamedTuple):
         return ray.get(self.engine.answer.remote(*prompts))  # type: ignore[no-any-return]
 
     def step(self) -> KVIndex:
-        """Events are published as the engine steps: with a prompt that the pool is not asked for."""
+        """Step the engine, which then publishes, by a prompt too short for the pool. Returns the index."""
         self.answer([7] * 10)
         return self.heard.catch_up()
 
 
 class World(NamedTuple):
-    """Two engines on two nodes. announced: how their prompts become keys."""
+    """Two engines on two nodes. announced: the terms by which prompts become keys."""
 
     pool: raykv.KVPool
     here: Told
@@ -56,14 +56,14 @@ class World(NamedTuple):
     announced: dict[str, Any]
 
     def blocks(self, prompt: list[int]) -> int:
-        """How many leading blocks of a prompt the pool has, as its directory says; -1 where it does not answer."""
+        """How many leading blocks of a prompt the pool has, by its directory; -1 if the directory does not answer."""
         chunks = block_hashes(prompt, self.announced)[CHUNK // BLOCK - 1 :: CHUNK // BLOCK]
         keys = key_chain.rekey(bytes.fromhex(self.announced["root"]), chunks)
         answer = self.pool.session.directory.stored(keys.tobytes())
         return (answer.found + b"\0").index(0) * CHUNK // BLOCK if answer else -1
 
     def agree(self, told: Told, *prompts: list[int]) -> bool:
-        """Whether an engine's events say of each prompt what the directory says."""
+        """Whether an engine's events and the directory agree on each prompt."""
         index = told.step()
         return [index.blocks(prompt, BLOCK) for prompt in prompts] == [self.blocks(prompt) for prompt in prompts]
 
@@ -122,15 +122,15 @@ def test_events_say_what_each_engine_can_have(world: World) -> None:
     assert world.there.step().blocks(common, BLOCK) == 0
     assert world.there.answer(theirs)[0][1] == 44 * BLOCK
     eventually(lambda: world.blocks(theirs) == 52)
-    eventually(lambda: world.agree(world.there, theirs, common))  # what it read, and what it stored
+    eventually(lambda: world.agree(world.there, theirs, common))  # one prompt was stored there, the other read
     assert world.there.heard.blocks(mine, BLOCK) == 0
-    # a router that knows no more than this sends each prompt to the engine that has most of it
+    # a router that knows only the events sends each prompt to the engine that has most of it
     best = [max((world.here, world.there), key=lambda one: one.heard.blocks(p, BLOCK)) for p in (mine, theirs)]
     assert best == [world.here, world.there]
 
 
 def test_chunks_that_are_evicted_are_removed(world: World) -> None:
-    prompts = [prompt(100 + i, 1024) for i in range(50)]  # of 8 MiB each: more than all nodes have room for
+    prompts = [prompt(100 + i, 1024) for i in range(50)]  # 8 MiB each: more than all nodes hold
     for one in prompts:
         world.here.answer(one)
     eventually(lambda: world.agree(world.here, *prompts))
@@ -139,7 +139,7 @@ def test_chunks_that_are_evicted_are_removed(world: World) -> None:
 
 
 def test_rays_kv_aware_router_sends_a_prompt_where_the_pool_has_it(world: World) -> None:
-    """By Ray's own router and tracker, and Dynamo's index, which they ask. No engine has it in its own cache."""
+    """Uses Ray's own router and tracker, and Dynamo's index. No engine has the prompt in its own cache."""
     pytest.importorskip("dynamo.llm", reason="no KV-aware router: pip install --no-deps ai-dynamo-runtime")
     mine, theirs = prompt(150, 1000), prompt(151, 1000)
     workers = {world.here: mine, world.there: theirs}
@@ -147,7 +147,7 @@ def test_rays_kv_aware_router_sends_a_prompt_where_the_pool_has_it(world: World)
         told.answer(known)
     eventually(lambda: all(world.blocks(known) == 28 for known in workers.values()))
     for told, known in workers.items():
-        for i in range(5):  # of which four fill an engine's own cache
+        for i in range(5):  # four of these fill an engine's own cache
             told.answer(prompt(160 + i, 1024))
         eventually(lambda told=told, known=known: world.agree(told, known))  # type: ignore[misc]
         assert world.blocks(known) == 28 and not told.heard.blocks(known, BLOCK, "GPU")
@@ -156,16 +156,16 @@ def test_rays_kv_aware_router_sends_a_prompt_where_the_pool_has_it(world: World)
 
 
 async def routed(workers: list[Told], prompts: list[list[int]], blocks: int) -> list[tuple[str, int]]:
-    """Which of the workers, by number, Ray's router chooses for each prompt; and how many tokens it has of it.
+    """For each prompt (the worker that Ray's router chooses, how many tokens of the prompt a worker has).
 
-    blocks: how many one of them has, when the router has heard of all that was stored and removed.
+    blocks: how many blocks of each prompt a worker has once the router has heard all events.
     """
     from ray.llm._internal.serve.routing_policies.kv_aware.constants import REQUEST_TOKEN_IDS_KWARG
     from ray.llm._internal.serve.routing_policies.kv_aware.kv_aware_router import KVAwareRouter
     from ray.llm._internal.serve.routing_policies.kv_aware.kv_token_tracker import KVTokenTracker, get_worker_id
 
     class Tracker(KVTokenTracker):
-        """Is told of its workers, where Serve's controller would."""
+        """A tracker whose workers the test sets, in place of Serve's controller."""
 
         def _start_replica_tracking(self) -> None:
             pass
@@ -200,7 +200,7 @@ def test_who_joins_late_is_told_again(world: World) -> None:
     old = prompt(200, 1000)
     world.here.answer(old)
     eventually(lambda: world.agree(world.here, old))
-    for i in range(2 * KEPT):  # the engine has forgotten by then what it published
+    for i in range(2 * KEPT):  # so many batches that the engine has forgotten the first
         world.here.answer(prompt(210 + i, 64))
     replayed, late = KVIndex(world.here.events, TOPIC), KVIndex(world.here.events, TOPIC)
     try:
@@ -213,7 +213,7 @@ def test_who_joins_late_is_told_again(world: World) -> None:
             return late.catch_up().blocks(old, BLOCK) == whole
 
         eventually(known)
-        for _ in range(10):  # told often, so removed as often
+        for _ in range(10):  # events repeat stored blocks, so each must be removed as often
             assert world.agree(world.here, old)
         world.pool.clear()
         eventually(lambda: not world.here.step().blocks(old, BLOCK))
@@ -236,7 +236,7 @@ def test_a_directory_that_stops_or_dies_removes_nothing(world: World) -> None:
             assert world.here.step().gone["CPU"] == gone
     kill(world.pool, "directory")
     eventually(lambda: world.blocks(known) == 28)
-    end = time.monotonic() + 5  # longer than a new directory is not believed
+    end = time.monotonic() + 5  # longer than a new directory's answers are not believed
     while time.monotonic() < end:
         assert world.here.step().gone["CPU"] == gone
     eventually(lambda: world.here.answer(later) and world.blocks(later) == 28)
@@ -245,7 +245,7 @@ def test_a_directory_that_stops_or_dies_removes_nothing(world: World) -> None:
 
 def test_other_weights_have_nothing(world: World) -> None:
     known = prompt(400, 1000)
-    eventually(lambda: world.there.answer(known) and world.blocks(known) == 28)  # offered again, as after a fault
+    eventually(lambda: world.there.answer(known) and world.blocks(known) == 28)  # again and again, as after a fault
     eventually(lambda: world.agree(world.there, known))
     told = [place for place in world.there.heard.counts if place[0] == "CPU"]
     removed = world.there.heard.removed["CPU"]

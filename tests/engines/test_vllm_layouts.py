@@ -1,4 +1,4 @@
-"""Engines whose layers lie side by side in each block (BLHNC): a block is one piece to copy, instead of one a layer."""
+"""Engines whose layers lie side by side in each block (BLHNC): a block is copied as one piece, not as one per layer."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 from raykv.bench.engines import one_process
 
 pytestmark = pytest.mark.timeout(600)
-WHOLE = 3 * 128  # tokens that are read of a prompt
+WHOLE = 3 * 128  # tokens of a prompt that can be read
 CONNECTOR = ("raykv.integrations.vllm", "RayKVConnector")
 
 
 class PackedEngine(Engine):
-    """An engine of that layout. vLLM's attention on CPUs declares another one, and reads this one as well."""
+    """An engine with layout BLHNC. vLLM's attention on CPUs declares another layout, but reads this one as well."""
 
     def __init__(self, pool: str, model: str, cache_bytes: int, fault: str) -> None:
         os.environ["VLLM_KV_CACHE_LAYOUT"] = KVCacheLayout.BLHNC.name
@@ -38,7 +38,7 @@ class PackedEngine(Engine):
 
 
 def pieces(_: Any) -> int:
-    """Of a block of the engine in this process."""
+    """How many pieces a block of the engine in this process has."""
     (pages,) = get_kv_transfer_group().connector_worker.worker._pages
     return len(pages.lengths)
 
@@ -65,7 +65,7 @@ def test_engines_of_one_layout_share_blocks_of_one_piece(start: Callable[..., ra
     eventually(lambda: afresh(other)[1] == WHOLE)
     assert afresh(other) == afresh(writer) == (said, WHOLE)
     assert [ray.get(engine.__ray_call__.remote(pieces)) for engine in (writer, reader, other)] == [1, 1, 4]
-    for engine in (writer, reader):  # whose process is of no use for other engines
+    for engine in (writer, reader):  # their processes can't serve other engines
         ray.get(engine.close.remote())
         ray.kill(engine)
     close_engines(other)

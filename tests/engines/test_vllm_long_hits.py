@@ -1,4 +1,4 @@
-"""A vLLM engine loads prompts of ten staging windows from another node, as long as they are."""
+"""A vLLM engine loads whole prompts from another node that are ten times as long as its staging window."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from raykv.integrations.vllm.scheduler.manager import FAILED, HITS
 
 pytestmark = pytest.mark.timeout(600)
 CHUNK = 128  # tokens: 1 MiB
-CHUNKS = 20  # of a prompt; the window is an eighth of 16 MiB
+CHUNKS = 20  # of a prompt, 20 MiB; the staging window is an eighth of 16 MiB
 
 
 class Engines(NamedTuple):
-    """`reader` is on this node, whose memory has no room but the window."""
+    """reader: on this node, whose memory is full except for the staging window. writer: on the other node."""
 
     pool: raykv.KVPool
     reader: Any
@@ -41,7 +41,7 @@ class Engines(NamedTuple):
         eventually(lambda: ray.get(engine.reset.remote()))
 
     def stored(self, *prompts: list[int]) -> list[list[int]]:
-        """What follows them, computed by the writer, from where the pool has them."""
+        """Have the writer compute prompts, so that the pool has them. Returns the answers."""
         before = self.pool.stats()["keys"]
         right = [said for said, _ in self.answer(self.writer, *prompts, cold=True)]
         eventually(lambda: self.pool.stats()["keys"] == before + CHUNKS * len(prompts))

@@ -1,4 +1,4 @@
-"""vLLM engines of models whose layers keep KV of several kinds, which share a pool: windows, states, sinks."""
+"""vLLM engines share a pool for models whose layers keep KV of several kinds: windows, states, sinks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PARAMS = [pytest.param(name, marks=[pytest.mark.promise] if name == HYBRID else 
 
 
 class Engines(NamedTuple):
-    """Two on two raylets."""
+    """Two engines on two raylets."""
 
     pool: raykv.KVPool
     model: Model
@@ -33,7 +33,7 @@ class Engines(NamedTuple):
     two: Any
 
     def computed(self, prompt: list[int]) -> tuple[list[int], list[float]]:
-        """What the first engine says without any cache, and to have the pool know the prompt from then on."""
+        """The first engine's answer without any cache, once the pool has the prompt."""
         right = ray.get(self.one.spell.remote(prompt))
         eventually(lambda: ray.get(self.one.reset.remote()))
         eventually(lambda: settled(self.pool))
@@ -41,7 +41,7 @@ class Engines(NamedTuple):
         return right[:2]  # type: ignore[no-any-return]
 
     def afresh(self, engine: Any, prompt: list[int]) -> tuple[list[int], list[float], int]:
-        """What an engine says that has nothing in a cache of its own."""
+        """An engine's answer, after the engine has emptied its own cache."""
         eventually(lambda: ray.get(engine.reset.remote()))
         return ray.get(engine.spell.remote(prompt))  # type: ignore[no-any-return]
 
@@ -67,9 +67,9 @@ def engines(
 
 
 def test_a_prompt_that_another_engine_computed_is_read_to_its_last_chunk(engines: Engines) -> None:
-    """Of lengths around ends of chunks and windows. What is computed in other pieces may differ in the last bits.
+    """Lengths lie around ends of chunks and windows. Logprobs computed in other pieces may differ in the last bits.
 
-    Where all layers have windows, vLLM loads the last chunk of a prompt that ends with it, but for the last token.
+    If all layers have windows, vLLM loads a prompt's last chunk even if the prompt ends with it, except the last token.
     """
     chunk = engines.model.chunk
     for tokens in (chunk - 1, chunk + 1, 2 * chunk, 2 * chunk + 1, WINDOW + chunk + 33, 960, 961, 1500):
@@ -77,7 +77,7 @@ def test_a_prompt_that_another_engine_computed_is_read_to_its_last_chunk(engines
         right = engines.computed(known)
         full = (tokens - 1) // chunk * chunk
         eventually(lambda known=known, full=full: engines.afresh(engines.two, known)[2] >= full)  # type: ignore[misc]
-        for engine in (engines.two, engines.one):  # from the pool, and from its own cache
+        for engine in (engines.two, engines.one):  # two reads from the pool, one has the prompt in its own cache
             for found in (engines.afresh(engine, known), ray.get(engine.spell.remote(known))):
                 assert found[0] == right[0] and found[1] == pytest.approx(right[1], abs=1e-3)
                 assert full <= found[2] < tokens
@@ -96,7 +96,7 @@ def test_a_conversation_that_goes_on_is_read_up_to_the_turn_before(engines: Engi
 
 @pytest.mark.full
 def test_whatever_is_evicted_the_tokens_are_right(engines: Engines) -> None:
-    """Three times as many prompts as the pool has room for: of some it has windows without their prefix, of others the
+    """The pool has room for a third of the prompts. Of some it keeps windows without their prefix, of others the
     prefix without the window."""
     common = [prompt(100 + i, 200 + 60 * i) for i in range(5)]
     random = np.random.default_rng(7)
@@ -124,11 +124,11 @@ def test_a_store_that_is_killed_costs_hits_and_no_token(engines: Engines) -> Non
 def test_an_engine_that_can_not_go_on_from_a_prefix_is_left_alone(
     start: Callable[..., raykv.KVPool], tmp_path: Path
 ) -> None:
-    """vLLM turns its own prefix cache off for a latent in float32 on a CPU: tokens after a prefix would be wrong."""
+    """For a latent in float32 on a CPU vLLM turns its own prefix cache off, as tokens after a prefix would be wrong."""
     pool = start()
     save_mla_model(tmp_path)
     arguments = (pool.name, str(tmp_path), 16 * MIB, str(tmp_path / "fault"))
-    engine = engine_on(pool.node_id, *arguments, attention_backend="CPU_MLA")  # others go on from one, on some CPUs
+    engine = engine_on(pool.node_id, *arguments, attention_backend="CPU_MLA")  # other backends may support prefixes
     said = [ray.get(engine.spell.remote(prompt(1, 1500))) for _ in range(2)]
     assert said[0] == said[1] and said[0][2] == 0
     assert (pool.stats()["lookups"], pool.stats()["keys"]) == (0, 0)

@@ -1,4 +1,4 @@
-"""raykv beside other connectors, in vLLM's MultiConnector: NIXL carries prefills to decoders, the pool is behind."""
+"""raykv beside other connectors in vLLM's MultiConnector: NIXL carries prefills to decoders, the pool keeps them."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from helpers.engines.vllm.engine import close_engines, engine_on, save_model
 
 pytestmark = pytest.mark.timeout(600)
 CHUNK = 128  # tokens
-WHOLE = 3 * CHUNK  # what is read of a prompt
+WHOLE = 3 * CHUNK  # tokens of a prompt that can be read
 NIXL = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": "cpu"}
 ORDERS: dict[str, Any] = {"nixl_first": ([NIXL], []), "raykv_first": ([], [NIXL])}
 
 
 class Place(NamedTuple):
-    """Where engines start. alone: one that has raykv's connector only. fault: while it is there no load succeeds."""
+    """Where engines start. alone: an engine with raykv's connector only. fault: while this file exists, loads fail."""
 
     pool: raykv.KVPool
     model: Path
@@ -38,7 +38,7 @@ class Place(NamedTuple):
 
 
 def afresh(engine: Any, prompt: list[int], cold: bool = False) -> tuple[list[int], int]:
-    """The answer of an engine that has nothing in a cache of its own, and how many tokens it read."""
+    """(answer, how many tokens were read) from an engine, after it has emptied its own cache."""
     eventually(lambda: ray.get(engine.reset.remote()))
     return ray.get(engine.answer.remote(prompt, cold=cold))[0]  # type: ignore[no-any-return]
 

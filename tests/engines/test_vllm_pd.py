@@ -1,4 +1,4 @@
-"""vLLM engines that prefill, and one that decodes: what the first have prefilled the other reads, to the last token."""
+"""A vLLM engine that decodes reads prompts that other engines prefilled, to the last token."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from raykv.integrations.vllm.worker.worker import Pages, RayKVWorker
 
 pytestmark = pytest.mark.timeout(600)
 BLOCK, CHUNK = 32, 128  # tokens
-AHEAD = 1000  # times as long as computing takes: a test's machine may be busy
-# around blocks and chunks of the engine
+AHEAD = 1000  # wait so many times as long as computing takes, as a machine may be busy
+# around the ends of an engine's blocks and chunks
 LENGTHS = [32, 33, 34, 63, 64, 65, 97, 127, 128, 129, 130, 159, 160, 161, 255, 256, 257, 258, 287, 289, 400, 1537]
-Said = tuple[list[int], list[float], int]  # tokens, the logprob of each, and how many of the prompt's were cached
+Said = tuple[list[int], list[float], int]  # (tokens, logprob of each, how many of the prompt's tokens were cached)
 
 
 class Engines(NamedTuple):
-    """Two that prefill, on two nodes, and one that decodes, on the second one's. fault: see `FaultyConnector`."""
+    """Two engines that prefill, on two nodes, and one that decodes, on the second. fault: see `FaultyConnector`."""
 
     pool: raykv.KVPool
     prefill: Any
@@ -60,7 +60,7 @@ def engines(
     save_model(model)
 
     def engine(node: str, role: str) -> Any:
-        # 2,560 tokens, so that blocks are used again and have the KV of other prompts where this one has none
+        # room for 2,560 tokens: so blocks are used again, and may hold KV of other prompts
         arguments = (pool.name, str(model), 20 * MIB, str(fault))
         return engine_on(node, *arguments, extra={"patience": AHEAD}, role=role, max_model_len=2048)
 
@@ -81,7 +81,7 @@ def test_a_chunk_that_is_filled_in_part_has_nothing_else_in_it(start: Callable[.
     ids, keys = [5, 3, 6, 1][:blocks], cache.keys(np.arange(32))
     source = GPULoadStoreSpec(ids, [blocks], [0])
     whole, tail = (ChunksOfLayers({0: keys[i : i + 1].tobytes()}, i, i * blocks) for i in range(2))
-    worker.submit_store(1, source, ChunksToStore({0: whole}))  # that they are fewer is not said
+    worker.submit_store(1, source, ChunksToStore({0: whole}))  # without the number of blocks in the chunk
     worker.submit_store(2, source, ChunksToStore({0: tail}))
     eventually(lambda: pool.stats()["keys"] == 1 + (blocks == 4))
     out = np.full((1, cache.block_bytes), 7, np.uint8)
@@ -93,7 +93,7 @@ def test_a_chunk_that_is_filled_in_part_has_nothing_else_in_it(start: Callable[.
 
 
 def test_a_producer_waits_for_slots_before_its_blocks_are_used_again(start: Callable[..., raykv.KVPool]) -> None:
-    """vLLM takes the last block of a prompt, which is not full, for the next one."""
+    """vLLM uses the last block of a prompt, which is not full, again for the next prompt."""
     pool = start(deadline=10.0)
     pages = torch.randint(0, 127, (8, 4096), dtype=torch.int8)
     cache = pool.cache(model="m", dtype="uint8", layout="rows", block_tokens=16, block_bytes=4096)
@@ -171,7 +171,7 @@ def test_a_tail_that_does_not_arrive_is_computed(engines: Engines) -> None:
 
 
 def test_many_prompts_at_once(engines: Engines) -> None:
-    """Of one document, of others, and some twice: with tails of all lengths."""
+    """Prompts of one document, of others, and some twice, with tails of all lengths."""
     document = prompt(6000, CHUNK)
     prompts = [[*document, *prompt(6001 + i % 9, 3 + 17 * (i % 9))] for i in range(12)]
     first = ray.get(engines.prefill.answer.remote(*prompts, tokens=1))

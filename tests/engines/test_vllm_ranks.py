@@ -1,4 +1,4 @@
-"""What a vLLM engine's scheduler side asks and tells for ranks on several nodes, and for parts of several kinds."""
+"""Questions and stores of a vLLM scheduler for ranks on several nodes, and for parts of several kinds."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from raykv.integrations.vllm.identity.groups import Group
 from raykv.integrations.vllm.scheduler.manager import RayKVManager
 from raykv.integrations.vllm.worker.ranks import Rank, tell, told
 
-BYTES = (4096, 8192)  # of a part: stages of a pipeline may have different numbers of layers
+BYTES = (4096, 8192)  # of a part: the stages of a pipeline may have different numbers of layers
 KEYS = [make_offload_key(one, 0) for one in HASHES]
 GROUPS = [Group(0, 0, 16, 0)]
 
@@ -113,5 +113,5 @@ def test_workers_tell_where_they_are_in_the_order_of_ranks(manager: RayKVManager
     with pytest.raises(RuntimeError, match="4 of 5 workers"):
         told(pool.name, "engine", 5)
     assert told(pool.name, "engine", 4) == ranks
-    with pytest.raises(RuntimeError, match="0 of 4 workers"):  # they belong to one start of an engine
+    with pytest.raises(RuntimeError, match="0 of 4 workers"):  # the ranks told of another start of the engine
         told(pool.name, "engine", 4)

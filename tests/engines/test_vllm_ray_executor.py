@@ -1,4 +1,4 @@
-"""vLLM engines whose ranks are on different nodes, by vLLM's own Ray executor, share what they have computed."""
+"""vLLM engines whose ranks are on different nodes, by vLLM's own Ray executor, share KV."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from helpers.engines.vllm import ray_engine
 from helpers.engines.vllm.engine import prompt, save_model
 
 pytestmark = pytest.mark.timeout(900)
-CHUNK = 256  # tokens: two ranks have 4 KiB of each
+CHUNK = 256  # tokens: each of two ranks has 4 KiB of a chunk
 Spelt = tuple[list[int], list[float], int]
 
 
 class Engines(NamedTuple):
-    """Two ranks each: on `left` and `right`, asked from the head's node, which has none, or from `left`; or swapped."""
+    """Engines whose two ranks are on `left` and `right`. Their schedulers are on the head, `left` and `right`."""
 
     pool: raykv.KVPool
     left: Any
@@ -37,7 +37,7 @@ class Engines(NamedTuple):
     swapped: Any
 
     def stored(self, engine: Any, prompt: list[int]) -> Spelt:
-        """What an engine says that computes a prompt. All of its chunks are in the pool then."""
+        """An engine's answer to a new prompt, once all of its chunks are in the pool."""
         before = self.pool.stats()["keys"]
         said = spell(engine, prompt)
         assert said[2] == 0
@@ -45,7 +45,7 @@ class Engines(NamedTuple):
         return said
 
     def ready(self) -> list[int]:
-        """Blocks on the nodes: of the head, of the left, of the right one."""
+        """Numbers of blocks on the head's node, the left one and the right one."""
         nodes = self.pool.stats()["nodes"]
         return [nodes[node]["ready"] for node in (self.pool.node_id, self.left.node_id, self.right.node_id)]
 
@@ -55,7 +55,7 @@ def spell(engine: Any, prompt: list[int]) -> Spelt:
 
 
 def same(said: Spelt, computed: Spelt) -> bool:
-    """The same tokens, as likely: a prompt that is computed in other pieces differs in the last bits."""
+    """Whether the tokens are the same, with nearly equal logprobs: other pieces change the last bits."""
     return said[0] == computed[0] and said[1] == pytest.approx(computed[1], abs=1e-4)
 
 
@@ -71,13 +71,13 @@ def engines(
     save_model(model)
     places = {ray_engine.HEAD: ("left", "right"), "left": ("left", "right"), "right": ("right", "left")}
     actors = []
-    for driver, ranks in places.items():  # in turn: a rank that answers late, since others start, is taken for dead
+    for driver, ranks in places.items():  # one by one: vLLM takes a rank for dead that answers late
         actors.append(ray_engine.start(driver, ranks, pool.name, str(model), str(fault)))
         ray.get(actors[-1].answer.remote(prompt(0, 40)), timeout=600)
     shared: list[set[str]] = [ray.get(actor.files.remote()) for actor in actors]
     yield Engines(pool, left, right, *actors)
     for actor in actors:
-        with contextlib.suppress(ray.exceptions.RayError):  # of a node that was killed
+        with contextlib.suppress(ray.exceptions.RayError):  # actors of a killed node
             ray.get(actor.close.remote())
         ray.kill(actor)
     for file in set().union(*shared):
@@ -138,7 +138,7 @@ def pid_of_store(engines: Engines) -> int:
 
 
 def hits_again(engine: Any, known: list[int], right: Spelt) -> bool:
-    """Whether an engine that has nothing itself has all chunks from the pool. What it says is right in any case."""
+    """Whether an engine with an empty cache reads all chunks from the pool. Its answer must be right in any case."""
     eventually(lambda: ray.get(engine.reset.remote()))
     said = spell(engine, known)
     assert same(said, right)
@@ -146,7 +146,7 @@ def hits_again(engine: Any, known: list[int], right: Spelt) -> bool:
 
 
 def test_a_raylet_of_a_rank_is_killed(engines: Engines, cluster: Any) -> None:
-    """The engine fails, as vLLM does without a pool; nothing wrong is said, and what the other node has stays."""
+    """The engine fails, as it would without a pool. No answer is wrong, and the other node's blocks stay."""
     known = [prompt(20 + i, 8 * CHUNK + 13) for i in range(4)]
     right = [engines.stored(engines.one, one) for one in known]
     asked = [engine.answer.remote(*known, tokens=60) for engine in (engines.one, engines.swapped)]

@@ -1,4 +1,4 @@
-"""An engine as vLLM's second model runner calls it, the default on CUDA: its steps wait for nothing that computes."""
+"""An engine whose connector is called as vLLM's second model runner, the default on CUDA, does."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.timeout(300)
 
 
 def test_no_step_that_computes_pauses(cluster: Any, start: Callable[..., raykv.KVPool], tmp_path: Path) -> None:
-    """Those that only wait for a load do, and what is loaded is right."""
+    """Steps that only wait for a load pause. Loaded KV is right."""
     pool, model = start(cpu_memory=256 * MIB), tmp_path / "model"
     save_model(model)
     prompt = np.random.default_rng(0).integers(3, 500, 1000).tolist()

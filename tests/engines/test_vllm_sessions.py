@@ -1,4 +1,4 @@
-"""What a request says of its session decides which chunks go first."""
+"""The session parameters of requests decide which chunks are evicted first."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class World(NamedTuple):
     engine: Any
 
     def answer(self, tokens: list[int], **params: Any) -> int:
-        """Asked for until the pool has its chunks. Returns how many tokens were cached at first."""
+        """Ask until the pool has the prompt's chunks. Returns how many tokens were cached at first."""
         found = self.ask(tokens, **params)
         eventually(lambda: self.pool.stats().get("reservations") == 0 and self.afresh(tokens) >= CHUNK * OWN)
         return found
@@ -39,7 +39,7 @@ class World(NamedTuple):
         return int(ray.get(self.engine.answer.remote(tokens, params=params))[0][1])
 
     def afresh(self, tokens: list[int], **params: Any) -> int:
-        """How many tokens the pool has."""
+        """How many tokens of a prompt the pool has."""
         eventually(lambda: ray.get(self.engine.reset.remote()))
         return self.ask(tokens, **params)
 
@@ -50,7 +50,7 @@ class World(NamedTuple):
 @pytest.fixture
 def world(start: Callable[..., raykv.KVPool], tmp_path: Path) -> Iterator[World]:
     save_model(tmp_path)
-    pool = start(cpu_memory=64 * MIB, locality=1.0)  # the oldest of both nodes goes
+    pool = start(cpu_memory=64 * MIB, locality=1.0)  # so the oldest block of both nodes is evicted
     engine = engine_on(pool.node_id, pool.name, str(tmp_path), 64 * MIB, str(tmp_path / "fault"))
     yield World(pool, engine)
     close_engines(engine)
@@ -61,12 +61,12 @@ def session(seed: int) -> list[int]:
 
 
 def test_a_session_that_ends_goes_before_others_and_leaves_what_they_share(world: World) -> None:
-    *older, stays, ends = map(session, range(1, 5))  # the last answer may evict more than an ended session's
+    *older, stays, ends = map(session, range(1, 5))  # `older` ones, as the last answer may evict some of them
     for tokens in (*older, stays):
         world.answer(tokens)
     assert world.answer(ends, **{SESSION: "ends"}) == SHARED
     assert world.done() == 0
-    world.ask(ends, **{SESSION: "ends", DONE: True})  # its own cache has all of it
+    world.ask(ends, **{SESSION: "ends", DONE: True})  # the engine's own cache has the whole prompt
     eventually(lambda: world.done() >= OWN)
     evicted = world.pool.stats()["evicted"]
     for seed in itertools.count(10):

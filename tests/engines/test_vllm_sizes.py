@@ -1,4 +1,4 @@
-"""vLLM engines of different tensor-parallel sizes read each other's blocks, where their ranks' bytes are the same."""
+"""vLLM engines of different tensor-parallel sizes read each other's blocks if their ranks keep the same bytes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.timeout(600)
 
 
 class Kind(NamedTuple):
-    """A model. chunk: tokens of one. parts: blocks of the pool that make one, of 1 MiB or a little more."""
+    """A model. chunk: tokens of a chunk. parts: blocks of the pool that make a chunk of 1 MiB or a little more."""
 
     save: Callable[[Path], None]
     dtype: str
@@ -36,7 +36,7 @@ class Kind(NamedTuple):
 KINDS = {
     "heads": Kind(save_model, "float32", {"canonical_layout": True}, 512, 4),
 }
-if torch.cpu._is_amx_tile_supported():  # on others vLLM can't go on from a prefix of such a model
+if torch.cpu._is_amx_tile_supported():  # without AMX, vLLM can't go on from a prefix of such a model
     KINDS["latent"] = Kind(save_mla_model, "bfloat16", {}, 480, 1)
 
 
@@ -45,7 +45,7 @@ PARAMS = [pytest.param(name, marks=[pytest.mark.promise] if name == "heads" else
 
 
 class Engines(NamedTuple):
-    """Of tensor parallel 1, and 2, on different nodes."""
+    """Engines with tensor parallel 1 and 2, on different nodes."""
 
     pool: raykv.KVPool
     kind: Kind
@@ -85,7 +85,7 @@ def test_tensor_parallel_2_reads_what_1_stored_and_the_other_way_round(engines: 
         eventually(lambda before=before: pool.stats()["keys"] == before + 4 * kind.parts)  # type: ignore[misc]
         from_pool, own = (ray.get(reader.spell.remote(known)) for _ in range(2))
         assert from_pool[2] == 4 * kind.chunk and from_pool == own
-        exact = kind.dtype == "float32"  # else other sizes of pieces and ranks round otherwise
+        exact = kind.dtype == "float32"  # in other dtypes rounding depends on the sizes of pieces and ranks
         alike = slice(None if exact else 1)
         assert from_pool[0][alike] == computed[0][alike]
         assert from_pool[1][alike] == pytest.approx(computed[1][alike], abs=1e-4 if exact else 0.05)

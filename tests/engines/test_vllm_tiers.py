@@ -1,4 +1,4 @@
-"""vLLM engines read what has left memory for an external tier."""
+"""vLLM engines read blocks that have left memory for an external tier."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ _fillers = itertools.count()
 
 
 class Engines(NamedTuple):
-    """One on either node."""
+    """An engine on each node."""
 
     pool: raykv.KVPool
     first: Any
     second: Any
 
     def afresh(self, engine: Any, prompt: list[int]) -> tuple[list[int], int]:
-        """What follows, and how many tokens were cached, of an engine that has nothing in a cache of its own."""
+        """(answer, how many tokens were cached) from an engine, after it has emptied its own cache."""
         eventually(lambda: ray.get(engine.reset.remote()))
         return ray.get(engine.answer.remote(prompt))[0]  # type: ignore[no-any-return]
 
@@ -59,15 +59,15 @@ def engines(url: str, model: Path, start_for_module: Callable[..., raykv.KVPool]
     pool = start_for_module(cpu_memory=128 * MIB, external=url, write="through", min_hits=1, secret=b"s")
 
     nodes = pool.node_id, other_node(pool)
-    extra = {"verify_tokens": False}  # a chunk has the length of what pushes it out
+    extra = {"verify_tokens": False}  # so chunks have the size of the blocks that push them out
     actors = [engine_on(node, pool.name, str(model), 64 * MIB, "no fault", extra=extra) for node in nodes]
-    ray.get([actor.__ray_ready__.remote() for actor in actors])  # vLLM is imported, and maybe compiled
+    ray.get([actor.__ray_ready__.remote() for actor in actors])  # importing and compiling vLLM takes long
     yield Engines(pool, *actors)
     close_engines(*actors)
 
 
 def fill(pool: raykv.KVPool) -> None:
-    """Ask for more room than the nodes' memory has; nobody asks for that again, so it does not go down."""
+    """Store more than memory holds. Nobody asks for these blocks again, so they are not demoted."""
     cache = pool.cache(model="filler", dtype="uint8", layout="rows", block_tokens=16, block_bytes=MIB)
     blocks = np.ones((32, MIB), np.uint8)
     for _ in range(8):

@@ -1,4 +1,4 @@
-"""What followers and OpenTelemetry are told of a vLLM request, whose look-up and load are in two processes."""
+"""A vLLM request for followers and in OpenTelemetry. Its look-up and its load are in two processes."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ def a_cache(pool: raykv.KVPool) -> raykv.KVCache:
 
 
 class Scheduler(Worker):
-    """vLLM's two sides in one process, which has set up OpenTelemetry."""
+    """vLLM's scheduler side and worker side in one process, which has set up OpenTelemetry."""
 
     def serve(self) -> tuple[int, list[tuple[str, str, str]]]:
-        """Look a request up and load it: (bytes that were read, of every span (name, trace id, id of its parent))."""
+        """Look a request up and load it. Returns (bytes read, (name, trace id, parent's id) of each span)."""
         from opentelemetry import trace
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import SimpleSpanProcessor

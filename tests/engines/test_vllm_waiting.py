@@ -1,4 +1,4 @@
-"""The scheduler's side of two vLLM engines that are asked the same at once: one computes, the other waits for it."""
+"""The schedulers of two vLLM engines that get the same prompt at once: one engine computes, the other waits."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ TOKENS, SIZE = 16, 4096  # of a chunk
 KEYS = [make_offload_key(bytes([i]) * 32, 0) for i in range(12)]
 TAIL = Tail(make_offload_key(bytes([99]) * 32, 0), 12, 12 * TOKENS, 12 * TOKENS + 5)
 HIT, MISS, RETRY = LookupResult.HIT, LookupResult.MISS, LookupResult.RETRY
-FOREVER, AT_ONCE = 0.1, 1e6  # tokens a second that an engine computes, and so how long it waits for others
+FOREVER, AT_ONCE = 0.1, 1e6  # tokens a second that an engine computes: the slower, the longer it waits for others
 
 
 class Engine:
-    """What vLLM's scheduler does with a manager."""
+    """Calls a manager as vLLM's scheduler does."""
 
     def __init__(self, pool: str, model: str, stores: bool = True, patience: float = PATIENCE) -> None:
         self.pool = raykv.attach(pool)
@@ -47,23 +47,23 @@ class Engine:
         return vllm_request.request(f"request {self.requests}", keys, tail=tail)
 
     def ask(self, context: ReqContext) -> LookupResult:
-        """About the first chunk; the answer of the directory if there is one."""
+        """The answer for the first chunk, once the directory has answered."""
         while not (ask := self.manager._asks.get(context.req_id)) or not ask.answer.done():
             self.manager.lookup(KEYS[0], context)
         return self.manager.lookup(KEYS[0], context)
 
     def told(self, context: ReqContext) -> list[LookupResult]:
-        """About all chunks, once nothing is to be waited for."""
+        """The answers for all chunks, once there is nothing to wait for."""
         eventually(lambda: self.ask(context) is not RETRY)
         return [self.manager.lookup(key, context) for key in KEYS]
 
     def tail(self, context: ReqContext) -> LookupResult:
-        """About it alone, once nothing is to be waited for."""
+        """The answer for the tail, once there is nothing to wait for."""
         eventually(lambda: self.manager.lookup(TAIL.key, context) is not RETRY)
         return self.manager.lookup(TAIL.key, context)
 
     def waits(self, context: ReqContext) -> bool:
-        """Whether it is told to wait, three times."""
+        """Whether the request is told three times to wait."""
         answers: list[Any] = []
         while len(answers) < 3 and self.ask(context) is RETRY:
             answer = self.manager._asks[context.req_id].answer
@@ -71,7 +71,7 @@ class Engine:
         return len(answers) == 3
 
     def store(self, keys: list[Any]) -> None:
-        """What an engine's worker does."""
+        """Store chunks, as an engine's worker does."""
         self.cache.store(self.cache.rekey([key[:32] for key in keys]), np.zeros((len(keys), SIZE), np.uint8), wait=True)
 
     def close(self) -> None:
@@ -85,7 +85,7 @@ def pool(start_for_module: Callable[..., raykv.KVPool]) -> raykv.KVPool:
 
 @pytest.fixture
 def engines(pool: raykv.KVPool, request: pytest.FixtureRequest) -> Iterator[tuple[Engine, Engine]]:
-    """Of a model that no other test has."""
+    """Two engines of a model that no other test has."""
     pair = Engine(pool.name, request.node.name), Engine(pool.name, request.node.name)
     yield pair
     for engine in pair:
@@ -139,15 +139,15 @@ def test_the_connector_hands_its_patience_to_the_manager(pool: raykv.KVPool) -> 
 def test_what_another_request_of_the_engine_computes_is_waited_for_until_it_is_stored(
     engines: tuple[Engine, Engine],
 ) -> None:
-    """The intent is that of the request that asked first, which finds the blocks in the engine's own cache."""
+    """The first request announced the intent, and then finds the blocks in the engine's own cache."""
     one, two = engines
     first, second, theirs = one.begin(), one.begin(), two.begin()
     asked = one.manager._asks[first.req_id] = one.manager._ask(0, 0, first.get_state(Chain), first.req_id)
-    eventually(asked.answer.done)  # and the scheduler does not look again
+    eventually(asked.answer.done)  # but the scheduler does not look the request up again
     assert one.told(second) == [MISS] * 12
     one.manager.prepare_store(KEYS, second)
     one.manager.release_unused(first.req_id)
-    one.pool.session.directory.heartbeat()  # it is told what is released
+    one.pool.session.directory.heartbeat()  # tells the directory which intents have ended
     assert two.waits(theirs), "the worker has not reserved anything yet"
     one.manager.prepare_store(KEYS, first)
     one.store(KEYS)
@@ -166,7 +166,7 @@ def test_nobody_waits_for_what_is_not_offered(engines: tuple[Engine, Engine], wh
     if why == "it is limited":
         request.get_state(Chain).limited = True
     else:
-        one.manager.reset_cache()  # the weights may be others since
+        one.manager.reset_cache()  # the weights may have changed
     assert one.told(request) == [MISS] * 12
     assert one.pool.stats()["intents"] == 0
     other = one.begin()
@@ -208,7 +208,7 @@ def test_nobody_waits_for_what_is_not_computed_any_more(engines: tuple[Engine, E
         one.manager.complete_store(KEYS[6:], first)
     elif end == "reset":
         one.manager.reset_cache()
-    elif end == "asks again":  # preempted, and now of another prompt's keys
+    elif end == "asks again":  # the request was preempted, and asks for other keys now
         one.manager.release_unused(first.req_id)
         one.manager.lookup(KEYS[0], vllm_request.request(first.req_id, KEYS[:1]))
     else:
@@ -231,7 +231,7 @@ def test_an_engine_that_says_nothing_is_waited_for_as_long_as_computing_takes(en
 
 
 def test_a_key_that_is_no_chunks_is_a_miss_at_once(engines: tuple[Engine, Engine]) -> None:
-    """Of models with states vLLM also asks for ends within a chunk: that must not be the request's question."""
+    """For models with states vLLM also asks for ends within a chunk, which must not start the request's question."""
     one, _ = engines
     one.store(KEYS)
     context = one.begin(KEYS)
@@ -256,7 +256,7 @@ def test_engines_that_are_asked_in_another_order_do_not_wait_for_each_other(engi
 
 @pytest.fixture
 def reader(engines: tuple[Engine, Engine], request: pytest.FixtureRequest) -> Iterator[Engine]:
-    """One that stores nothing."""
+    """An engine that stores nothing."""
     engine = Engine(engines[0].pool.name, request.node.name, stores=False)
     yield engine
     engine.close()
