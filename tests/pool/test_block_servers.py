@@ -1,4 +1,4 @@
-"""Blocks over TCP: who is served, what happens to nonsense, and to a node that can't be reached."""
+"""Blocks over TCP: peers that are served, nonsense from peers, and nodes that TCP can't reach."""
 
 import contextlib
 import hmac
@@ -86,7 +86,7 @@ def test_a_listener_serves_only_who_knows_the_token(pool: raykv.KVPool) -> None:
             peer.sendall(request)
             assert claims(peer)["there"].tolist() == [True] * 5
             receive(peer, 5 * BLOCK)
-        wrong = np.flip(keys, axis=0)  # the middle one is right
+        wrong = np.flip(keys, axis=0)  # the middle key is still right
         peer.sendall(wire.frame(at.tobytes() + wrong.tobytes()))
         assert claims(peer)["there"].tolist() == [False, False, True, False, False]
         receive(peer, BLOCK)
@@ -95,16 +95,16 @@ def test_a_listener_serves_only_who_knows_the_token(pool: raykv.KVPool) -> None:
         assert not claims(peer)["there"].any()
         peer.sendall(wire.LENGTH.pack((KEYS_PER_CALL + 1) * REQUEST_BYTES))
         assert closed(peer)
-    with connection(address) as peer:  # who sends half a request hinders nobody
+    with connection(address) as peer:  # a peer that sends half a request must hinder nobody
         peer.sendall(request[:100])
         assert holds(cache, keys)
         assert ray.get(worker(pool, other_node(pool)).holds.remote(keys))
 
 
 def forge(listening: socket.socket, came: list[int], asked: list[int]) -> None:
-    """Answer readers as a store does that has all blocks, with others' bytes and their checksums.
+    """Answer readers like a store that has all blocks, but with wrong bytes and their checksums.
 
-    came: their ports. asked: how many blocks they asked for.
+    came: ports of the readers. asked: how many blocks they asked for.
     """
     forged = bytes([13]) * BLOCK
     while True:
@@ -127,14 +127,14 @@ def forge(listening: socket.socket, came: list[int], asked: list[int]) -> None:
 
 
 def listener(host: str, port: int) -> socket.socket | None:
-    """At a port that another one has just left."""
+    """A listener at a port that another listener has just left; None if the port is taken."""
     with contextlib.suppress(OSError):
         return socket.create_server((host, port))
     return None
 
 
 def test_who_takes_the_port_of_a_store_is_asked_for_nothing(start: Callable[..., raykv.KVPool]) -> None:
-    """Its blocks verify: their checksums come with them."""
+    """The impostor's blocks would verify, since it sends their checksums."""
     pool, came, asked = start(), list[int](), list[int]()
     cache = a_cache(pool)
     keys = cache.keys(tokens(1, 20))
@@ -154,7 +154,7 @@ def test_who_takes_the_port_of_a_store_is_asked_for_nothing(start: Callable[...,
 
 
 def test_a_node_that_tcp_does_not_reach_is_read_another_way(start: Callable[..., raykv.KVPool]) -> None:
-    """As behind a firewall that lets through only Ray."""
+    """The node is as behind a firewall that lets only Ray through."""
     pool = start()
     cache = a_cache(pool)
     keys = cache.keys(tokens(1, 20))
@@ -169,7 +169,7 @@ def test_a_node_that_tcp_does_not_reach_is_read_another_way(start: Callable[...,
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_pulled_block_keeps_its_position_in_the_chain(start: Callable[..., raykv.KVPool], transport: str) -> None:
-    """Else a restarted directory would let parents go before their children."""
+    """Otherwise a restarted directory would evict parents before their children."""
     pool = start(transport=transport)
     cache = a_cache(pool)
     keys = cache.keys(tokens(1, 10))

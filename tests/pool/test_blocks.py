@@ -1,4 +1,4 @@
-"""A pool as its users see it, on two nodes."""
+"""What users see of a pool on two nodes."""
 
 import asyncio
 import threading
@@ -30,7 +30,7 @@ import raykv
 
 @pytest.fixture(scope="module")
 def pool(start_for_module: Callable[..., raykv.KVPool]) -> raykv.KVPool:
-    """64 MiB a node: 16 slabs of 4 MiB, of which 8 MiB are staging."""
+    """Nodes of 64 MiB: 16 slabs of 4 MiB, with a staging window of 8 MiB."""
     return start_for_module()
 
 
@@ -48,7 +48,7 @@ def cache(pool: raykv.KVPool, request: pytest.FixtureRequest) -> raykv.KVCache:
 
 @pytest.fixture
 def model(request: pytest.FixtureRequest) -> str:
-    """That of `cache`."""
+    """The model name of `cache`."""
     return str(request.node.name)
 
 
@@ -56,7 +56,7 @@ def test_stored_blocks_are_read_on_the_same_node(pool: raykv.KVPool, cache: rayk
     keys = cache.keys(tokens(1, 12))
     blocks = payload(keys, BLOCK)
     assert cache.store(keys[:8], blocks[:8]) == 8
-    assert cache.store(keys, blocks[4:], start=4) == 4  # of those from the fourth on, four are new
+    assert cache.store(keys, blocks[4:], start=4) == 4  # four of the blocks from number 4 on are new
     assert cache.store(keys, blocks) == 0
     with cache.match(cache.keys(np.r_[tokens(1, 12), tokens(2, 1)])) as match:
         assert (match.num_blocks, match.num_tokens, match.nodes) == (12, 192, [pool.node_id])
@@ -110,7 +110,7 @@ def test_async_methods_leave_the_loop_running(cache: raykv.KVCache) -> None:
     ticks: list[int] = []
 
     async def counted(step: Any) -> Any:
-        """Turns of the loop while a step runs: one that blocks it has a single one, however long it takes."""
+        """Count the loop's turns while a step runs. A step that blocks the loop gets a single turn."""
         running, turns = asyncio.ensure_future(step), 0
         while not running.done():
             await asyncio.sleep(0)
@@ -130,7 +130,7 @@ def test_async_methods_leave_the_loop_running(cache: raykv.KVCache) -> None:
         await counted(asked.__aexit__(None, None, None))
 
     asyncio.run(main())
-    assert len(ticks) == 6 and min(ticks[:5]) > 1, ticks  # the last sends nothing: it has nothing to wait for
+    assert len(ticks) == 6 and min(ticks[:5]) > 1, ticks  # the last step sends nothing, so it waits for nothing
 
 
 def test_a_cancelled_read_is_over_when_its_caller_goes_on(pool: raykv.KVPool, cache: raykv.KVCache) -> None:
@@ -176,7 +176,7 @@ def test_salt_and_adapter_separate(pool: raykv.KVPool, cache: raykv.KVCache, mod
 
 def test_caches_of_two_block_sizes_share_the_memory(pool: raykv.KVPool, cache: raykv.KVCache, model: str) -> None:
     small = pool.cache(model=model, dtype="uint8", layout="rows", block_tokens=16, block_bytes=24 << 10)
-    large = cache.keys(tokens(1, 600))  # more than there is room for
+    large = cache.keys(tokens(1, 600))  # more than the pool has room for
     assert store(cache, large) > 0
     keys = small.keys(tokens(2, 300))
     assert store(small, keys) == 300
@@ -189,7 +189,7 @@ def test_caches_of_two_block_sizes_share_the_memory(pool: raykv.KVPool, cache: r
 def test_a_match_longer_than_the_window_streams_through_it(
     pool: raykv.KVPool, cache: raykv.KVCache, there: Any, model: str
 ) -> None:
-    keys = cache.keys(tokens(1, 150))  # 37.5 MiB through 8 MiB
+    keys = cache.keys(tokens(1, 150))  # 37.5 MiB through a window of 8 MiB
     assert store(cache, keys) == 150
     assert ray.get(there.read.remote(keys, model=model)) == (150, 150, 0, [pool.node_id])
     assert ray.get(there.faults.remote()) == {}
@@ -248,7 +248,7 @@ def test_an_engines_own_hashes_are_used_as_keys(cache: raykv.KVCache) -> None:
     keys = cache.rekey(hashes)
     assert store(cache, keys) == 6
     assert read(cache, cache.rekey(np.array([list(h) for h in hashes[:4]], np.uint8)))[:3] == (4, 4, 0)
-    assert read(cache, cache.rekey(hashes[::-1])).matched == 6  # they are the engine's to order
+    assert read(cache, cache.rekey(hashes[::-1])).matched == 6  # the engine decides the order of its hashes
     assert read(cache, cache.rekey([b"x" * 32])).matched == 0
 
 

@@ -1,4 +1,4 @@
-"""Mistakes that users make with a pool: each is refused with an error that says what to do, or is a miss."""
+"""Users' mistakes with a pool: each is a miss, or is refused with an error that says what to do."""
 
 import asyncio
 import json
@@ -86,7 +86,7 @@ def test_a_reader_that_is_wrong_about_the_size_misses_and_harms_nobody(pool: ray
     keys = mine.keys(tokens(4, 6))
     keep(mine, keys)
     before = pool.stats()["corrupt"]
-    # No public way leads here: the size is part of what a key is made of.
+    # Callers can't do this by the public interface, because block_bytes is part of each key.
     wrong = raykv.KVCache(mine.session, CacheId("m", 16, believed, b""), mine.root, mine.recompute_tokens_per_s)
     same = Keys(np.asarray(keys), wrong.id)
     for _ in range(2):
@@ -102,7 +102,7 @@ def test_a_reader_that_is_wrong_about_the_size_misses_and_harms_nobody(pool: ray
 
 
 def in_child(step: Callable[[], object]) -> tuple[str, float]:
-    """(error, seconds) of a step in a forked child; ("", ...) where there was none."""
+    """(error, seconds) of a step in a forked child; the error is "" if there was none."""
     reader, writer = os.pipe()
     child = os.fork()
     if not child:
@@ -169,7 +169,7 @@ def test_a_pool_of_another_protocol_is_refused_with_both_versions(start: Callabl
 
 
 def test_a_store_of_no_node_of_ray_does_not_join(pool: raykv.KVPool) -> None:
-    """20 of them took the directory's memory, and counted as nodes."""
+    """20 such stores once took up the directory's memory, and counted as nodes."""
     before = pool.stats()["nodes"]
     arena = ArenaDescription(bytes(16), 4 << 20, 8, 0)
     with closing(DirectoryLine(pool.name, STORE)) as line:

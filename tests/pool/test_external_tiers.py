@@ -1,4 +1,4 @@
-"""A pool with an external tier as its users see it, on two nodes: what is demoted, what is promoted, what fails."""
+"""What users see of a pool with an external tier on two nodes: demotion, promotion and failures."""
 
 import os
 import subprocess
@@ -56,19 +56,19 @@ from raykv.tiers.base import path_of
 Start = Callable[..., raykv.KVPool]
 
 
-# ---------------------------------------------------------------------- files, each node's own, on a small disk
+# ---------------------------------------------------------------------- a file tier for each node, on a small disk
 
 
 @pytest.fixture(scope="module")
 def disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """128 MiB."""
+    """A disk of 128 MiB."""
     with small_disk(tmp_path_factory.mktemp("disk"), "128m") as folder:
         yield folder
 
 
 @pytest.fixture(scope="module")
 def files(start_for_module: Start, disk: Path) -> raykv.KVPool:
-    """Every node keeps its own."""
+    """A pool whose nodes have a file tier each."""
     return written_through(start_for_module, f"file://{disk}/tier?capacity=56MiB")
 
 
@@ -106,7 +106,7 @@ def test_blocks_in_another_nodes_own_tier_are_read_through_that_node(files: rayk
     own = {tier["index"]: name for name, tier in files.stats()["tiers"].items()}
 
     def each_has_its_own() -> list[Keys]:
-        kept = prompts(mine, 2)  # others each time: what is in a tier stays there
+        kept = prompts(mine, 2)  # new prompts each time: blocks in a tier would stay there
         push_out(files, mine, kept[0])
         ray.get(there.push_out.remote(kept[1]))
         found = [{own[int(at["node"])] for at in locations(files, mine, keys) if at["node"] & 1} for keys in kept]
@@ -126,7 +126,7 @@ def test_files_that_were_cut_short_or_altered_are_misses(files: raykv.KVPool, di
         for keys, block, damage in zip(kept, (11, 5), (cut, flip), strict=True):
             paths = list(disk.rglob(path_of(keys[block].tobytes())))
             assert paths
-            for path in paths:  # each node may have it
+            for path in paths:  # both nodes may have the block
                 damage(path)
             eventually(lambda keys=keys, block=block: damaged(mine, keys, block))  # type: ignore[misc]
             eventually(lambda keys=keys, block=block: read(mine, keys).matched == block)  # type: ignore[misc]
@@ -196,10 +196,10 @@ def test_a_block_that_redis_lost_is_a_miss(remote: raykv.KVPool, server: RedisSe
     push_out(remote, mine, keys)
     with redis.Redis(port=server.port) as client:
         client.flushall()
-    # 0 matched alone may be a fetch that took too long, of blocks that the directory still believes to be there
+    # `matched == 0` alone may be a late fetch of blocks that the directory still believes to be in the tier
     eventually(lambda: read(mine, keys).matched == 0 == in_tier_only(remote, mine, keys))
 
-    def stored_again() -> bool:  # what was stored before a store saw that all is gone is void, too
+    def stored_again() -> bool:  # blocks stored before a store noticed the loss are void, too
         push_out(remote, mine, keys)
         return holds(mine, keys)
 
@@ -232,11 +232,11 @@ def test_blocks_that_are_written_through_are_soon_in_the_tier(moody: raykv.KVPoo
     moody.clear()
     eventually(lambda: total(moody, "to_delete") == 0)
     mine = a_cache(moody)
-    kept = prompts(mine, 4)  # there is room for more
+    kept = prompts(mine, 4)  # less than memory has room for
     for keys in kept:
         assert store(mine, keys) == BLOCKS
     eventually(lambda: total(moody, "blocks") == 4 * BLOCKS)
-    assert [in_tier_only(moody, mine, keys) for keys in kept] == [0] * 4  # memory has them, too
+    assert [in_tier_only(moody, mine, keys) for keys in kept] == [0] * 4  # memory has the blocks, too
 
 
 def test_nobody_waits_for_a_tier_that_does_not_take_blocks(moody: raykv.KVPool, lifted: Moods) -> None:
@@ -252,15 +252,15 @@ def test_nobody_waits_for_a_tier_that_does_not_take_blocks(moody: raykv.KVPool, 
 
 
 def test_nobody_waits_for_a_tier_that_does_not_give_blocks(moody: raykv.KVPool, lifted: Moods) -> None:
-    """Reads of memory, and another node's too, are not behind those of the tier, of which there are many."""
+    """Reads from memory and from other nodes do not queue behind many reads from the tier."""
     mine, there = a_cache(moody), worker(moody, other_node(moody), Engine)
-    slow = a_cache(moody, tokens_per_s=4.0)  # waits 4 s for the tier: longer than the reads beside it take
+    slow = a_cache(moody, tokens_per_s=4.0)  # its reads wait 4 s for the tier: longer than the other reads take
     cold = prompts(mine, 24, blocks=1)
     cold_keys: Any = np.concatenate(cold)
     push_out(moody, mine, cold_keys)
     near, far = prompts(mine, 2, blocks=4)
     push_out(moody, mine, far)
-    eventually(lambda: ray.get(there.holds.remote(far)))  # there, and nowhere else
+    eventually(lambda: ray.get(there.holds.remote(far)))  # now only the other node has the blocks in memory
     index = moody.stats()["nodes"][other_node(moody)]["index"]
     eventually(lambda: set(locations(moody, mine, far)["node"]) == {index})
     assert store(mine, near) == 4
@@ -305,7 +305,7 @@ def pulled(pool: raykv.KVPool) -> int:
 
 def test_prefetched_blocks_are_read_from_memory(moody: raykv.KVPool, lifted: Moods) -> None:
     mine, there = a_cache(moody), worker(moody, other_node(moody), Engine)
-    (keys,) = prompts(mine, 1, blocks=3 * BLOCKS)  # more than goes through the staging window
+    (keys,) = prompts(mine, 1, blocks=3 * BLOCKS)  # more than fits into the staging window
     push_out(moody, mine, keys)
     eventually(lambda: mine.prefetch(keys).result(60) == len(keys))
     fast = a_cache(moody, tokens_per_s=1e9)
@@ -320,7 +320,7 @@ def test_prefetched_blocks_are_read_from_memory(moody: raykv.KVPool, lifted: Moo
     before = pulled(moody)
     with mine.match(other, prefetch=True) as match:
         assert match.num_blocks == BLOCKS
-        eventually(lambda: pulled(moody) == before + BLOCKS)  # and nobody has read it
+        eventually(lambda: pulled(moody) == before + BLOCKS)  # though nobody has read the blocks
         out = np.zeros((BLOCKS, SIZE), np.uint8)
         lifted.set("get")
         assert match.read(out) == BLOCKS and (out == payload(other, SIZE)).all()
@@ -333,7 +333,7 @@ def test_prefetched_blocks_are_read_from_memory(moody: raykv.KVPool, lifted: Moo
 
 @pytest.fixture(scope="module")
 def asked(start_for_module: Start, tmp_path_factory: pytest.TempPathFactory) -> raykv.KVPool:
-    """A pool that demotes blocks as soon as they were matched once (min_hits=1)."""
+    """A pool that demotes only blocks that were matched (min_hits=1)."""
     url = f"file://{tmp_path_factory.mktemp('shared')}?capacity=256MiB&shared=1"
     return start_for_module(cpu_memory=CPU, external=url, secret=b"s", write="through", min_hits=1)
 
@@ -382,7 +382,7 @@ def read_only(tmp_path: Path) -> Iterator[Path]:
 
 
 def refused(external: str, *words: str, **settings: Any) -> None:
-    """`start` raises an error with these words in it, and leaves nothing."""
+    """`start` raises an error with these words, and leaves nothing."""
     name = f"t{os.getpid()}-refused"
     with pytest.raises((ValueError, OSError, ImportError)) as raised:
         raykv.start(raykv.PoolConfig(name=name, cpu_memory=CPU, external=external, **{"secret": b"s", **settings}))

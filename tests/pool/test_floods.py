@@ -1,4 +1,4 @@
-"""Tenants of a running pool: one floods it, and the other keeps its minimum."""
+"""Quotas in a pool in this process: one tenant floods the pool, and another keeps its minimum."""
 
 from collections.abc import Callable
 
@@ -24,7 +24,7 @@ def test_a_flood_takes_nothing_of_a_minimum(pool: raykv.KVPool) -> None:
     prompts, cache = stored(pool, "b"), cache_of(pool, "b")
     with flood(pool, "a") as blocks:
         for _ in range(3):
-            enough = blocks() + 1000  # twice what the pool has room for
+            enough = blocks() + 1000  # twice as many as the pool has room for
             eventually(lambda enough=enough: blocks() > enough)  # type: ignore[misc]
             found = [read(cache, keys) for keys in prompts]
             assert [(it.read, it.wrong) for it in found] == [(PROMPT, 0)] * PROMPTS

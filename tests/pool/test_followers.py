@@ -1,4 +1,4 @@
-"""`raykv trace`: requests of every client, exactly as they went, and nothing while nobody follows."""
+"""Followers get the requests of every client exactly. Nothing is recorded while nobody follows."""
 
 from collections.abc import Callable
 from typing import Any
@@ -53,7 +53,7 @@ def test_nothing_is_sent_while_nobody_follows(
     read(cache, keys)
     assert [line["read_tokens"] for line in lines.of("m", 1)] == [64]
     assert told.count("report_requests") == 1
-    eventually(unrecorded)  # the follower's last call wears off
+    eventually(unrecorded)  # some time after the follower's last call
     assert not directory.requests.followed
 
 
@@ -75,6 +75,6 @@ def test_tenants_are_told_apart(pool: raykv.KVPool) -> None:
         read(cache, cache.keys(tokens(8, 1)))
     read(cache, cache.keys(tokens(8, 1), salt="three"))
     assert [line["tenant"] for line in lines.of("shared", 4)] == ["", *map(pool.tenant_of, ("one", "two", "three"))]
-    cache.prefetch(cache.keys(tokens(8, 1))).result()  # an engine does not ask for it
+    cache.prefetch(cache.keys(tokens(8, 1))).result()  # a prefetch is no request
     read(cache, cache.keys(tokens(8, 1)))
     lines.of("shared", 5)

@@ -1,4 +1,4 @@
-"""Leases that one process takes for readers on several nodes."""
+"""A process takes leases for readers on several nodes."""
 
 import itertools
 from collections.abc import Callable
@@ -22,7 +22,7 @@ _seeds = itertools.count(100)
 
 
 class Reader:
-    """Reads by another process's leases."""
+    """A reader that uses another process's leases."""
 
     def __init__(self, pool: str) -> None:
         self.pool = raykv.attach(pool)
@@ -36,7 +36,7 @@ class Reader:
 def test_the_stores_of_the_readers_nodes_bring_what_only_a_tier_has(
     start: Callable[..., raykv.KVPool], tmp_path: Path
 ) -> None:
-    """This process maps none of their memory but its own."""
+    """This process maps only its own node's memory."""
     tier = f"file://{tmp_path}?capacity=256MiB&shared=1"
     pool = start(cpu_memory=8 * MIB, external=tier, secret=b"s", write="through")
     cache = pool.cache(model="m", dtype="uint8", layout="rows", block_tokens=16, block_bytes=SIZE)
@@ -91,7 +91,7 @@ def test_what_a_reader_pulled_by_a_lease_stays_on_its_node_though_that_ends_at_o
 def test_of_too_many_keys_of_parts_of_other_lengths_the_first_are_asked_for(
     start: Callable[..., raykv.KVPool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They can't be asked for in pieces, and a call has a bound."""
+    """Such keys can't be asked for in pieces, and the keys of a call are bounded."""
     pool = start(cpu_memory=8 * MIB)
     short, long = (
         pool.cache(model="m", dtype="uint8", layout=f"of {count}", block_tokens=count, block_bytes=SIZE)
@@ -111,7 +111,7 @@ def test_of_too_many_keys_of_parts_of_other_lengths_the_first_are_asked_for(
 def test_parts_with_blocks_ahead_are_asked_for_at_once(
     start: Callable[..., raykv.KVPool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each of several pieces would lose its last block."""
+    """In pieces, each piece would lose its last block."""
     pool = start(cpu_memory=8 * MIB)
     caches = [
         pool.cache(model="m", dtype="uint8", layout=layout, block_tokens=16, block_bytes=SIZE)

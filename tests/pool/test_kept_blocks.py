@@ -1,4 +1,4 @@
-"""Blocks that stay because somebody said so: those of preempted requests, and pinned ones."""
+"""Blocks that a client keeps: swapped-out blocks of preempted requests, and pinned blocks."""
 
 import gc
 import sys
@@ -20,7 +20,7 @@ import raykv.client.leases.match
 import raykv.client.reservation
 from raykv.client.leases.joint_match import JointMatch, Part
 
-ROOM = 224  # blocks on each of two nodes of 64 MiB, less the staging window
+ROOM = 224  # blocks on each of two nodes of 64 MiB, beside the staging window
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +39,7 @@ def pages(seed: int, blocks: int) -> NDArray[np.uint8]:
 
 
 def fill(cache: raykv.KVCache, seed: int) -> None:
-    """Ask for more room than there is."""
+    """Store more than the pool has room for."""
     for i in range(2 * ROOM * 2 // 64):
         store(cache, cache.keys(tokens(1000 * seed + i, 64)))
 
@@ -93,7 +93,7 @@ def test_requests_that_memory_is_too_small_for_are_demoted_and_come_back(
     cache = tiered.cache(
         model="m", dtype="uint8", layout="rows", block_tokens=16, block_bytes=BLOCK, recompute_tokens_per_s=20.0
     )
-    requests = {str(i): pages(10 + i, 64) for i in range(3 * ROOM // 64)}  # memory has room for two thirds of them
+    requests = {str(i): pages(10 + i, 64) for i in range(3 * ROOM // 64)}  # memory has room for two thirds
     for name, paged in requests.items():
         eventually(lambda name=name, paged=paged: cache.swap_out(paged, range(64), name).result())  # type: ignore[misc]
     assert all(value["evicted"] == 0 for value in tiered.stats()["tiers"].values())
@@ -116,7 +116,7 @@ def test_bad_arguments_are_refused_before_a_byte_moves(cache: raykv.KVCache) -> 
 
 @pytest.mark.parametrize("what", ["match", "joint match", "reservation"])
 def test_what_was_dropped_unreleased_is_released(cache: raykv.KVCache, pool: raykv.KVPool, what: str) -> None:
-    """Else its blocks would be held for as long as this process is there."""
+    """Otherwise the blocks would be held until this process ends."""
     directory, memory = pool.session.directory, pool.session.memory_name
     keys, new = cache.keys(tokens(50, 9)), cache.keys(tokens(51, 4))
     keep(cache, keys)
@@ -154,20 +154,20 @@ def test_what_was_dropped_unreleased_is_released(cache: raykv.KVCache, pool: ray
 def test_an_ended_session_leaves_before_others_its_end_first(
     cache: raykv.KVCache, monkeypatch: pytest.MonkeyPatch, again: bool
 ) -> None:
-    """Of two sessions with one beginning, in steps of seven keys."""
+    """Two sessions share a beginning. Keys go to the directory seven at a time."""
     monkeypatch.setattr(raykv.client.directory_client, "KEYS_PER_CALL", 7)
     beginning = tokens(70, 20)
     goes, stays = (cache.keys(np.concatenate([beginning, tokens(seed, 100)])) for seed in (71, 72))
     for keys in (stays, goes):
         keep(cache, keys)
     assert cache.done(goes[20:], again=again) == 100
-    for seed in range(2 * ROOM - 220 + 40):  # 40 blocks more than there is room for
+    for seed in range(2 * ROOM - 220 + 40):  # 40 blocks more than the pool has room for
         store(cache, cache.keys(tokens(1000 + seed, 1)))
     assert read(cache, stays).matched == 120 and 20 + 50 <= read(cache, goes).matched <= 20 + 60
 
 
 def test_many_keys_are_kept_in_steps(cache: raykv.KVCache, pool: raykv.KVPool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Others' calls are answered between two of them."""
+    """So other clients' calls are answered between two steps."""
     clients = raykv.client.directory_client, raykv.client.held, raykv.client.leases.match, raykv.client.reservation
     for module in (*clients, raykv.actors.directory.server):
         monkeypatch.setattr(module, "KEYS_PER_CALL", 7)

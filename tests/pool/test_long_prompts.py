@@ -63,7 +63,7 @@ def test_a_lease_is_read_twice_and_fetched(start: Callable[..., raykv.KVPool]) -
 def test_one_reader_alone_reads_all_that_is_there(
     start: Callable[..., raykv.KVPool], monkeypatch: pytest.MonkeyPatch, examples: int
 ) -> None:
-    """However many leases a prompt has, of however many ranks, and however long the pieces are."""
+    """For any number of leases and ranks, and any size of pieces."""
     pool, cache, prompts = full(start, "tcp")
     session = pool.session
 
@@ -95,7 +95,7 @@ def test_one_reader_alone_reads_all_that_is_there(
 
 
 def read_by_a_worker(leases: list[Lease], keys: Keys) -> None:
-    """As vLLM's worker does it: one after another, while the scheduler's process holds all of them."""
+    """Read lease after lease, as vLLM's worker does, while the scheduler's process holds all leases."""
     out, done = np.zeros((LONG, BLOCK), np.uint8), 0
     rows = raykv.arena.buffers.dense("out", out, LONG, BLOCK)
     for lease in leases:
@@ -106,7 +106,7 @@ def read_by_a_worker(leases: list[Lease], keys: Keys) -> None:
 
 
 def test_another_process_streams_by_a_lease_that_takes_no_staging(start: Callable[..., raykv.KVPool]) -> None:
-    """As vLLM's workers do, by leases of its scheduler."""
+    """vLLM's workers do this by leases of the scheduler."""
     pool, _, prompts = full(start, "tcp")
     by = raykv.attach(pool.name)
     assert by.session.local and by.session.directory.client != pool.session.directory.client
@@ -131,7 +131,7 @@ def test_another_process_streams_by_a_lease_that_takes_no_staging(start: Callabl
 def test_a_match_shows_that_the_directory_calls_this_node_otherwise(
     start: Callable[..., raykv.KVPool],
 ) -> None:
-    """As after a restart of the directory: else a reader would wait for slots that it does not know."""
+    """After a restart of the directory. Otherwise the reader would wait for slots of an unknown node."""
     pool, cache, (keys, _, _) = full(start, "tcp")
     local = pool.session.local
     assert local

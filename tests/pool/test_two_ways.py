@@ -1,4 +1,4 @@
-"""The two ways to the directory, its socket and calls through Ray: the same on both, and from one to the other."""
+"""The two ways to the directory, its socket and calls through Ray, behave alike; and clients change between them."""
 
 import asyncio
 import itertools
@@ -109,7 +109,7 @@ def test_a_router_is_told_where_a_prompt_is(pool: raykv.KVPool) -> None:
 
 
 def test_a_match_that_is_interrupted_leaves_nothing_leased(pool: raykv.KVPool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the middle of several calls, where nobody has the match yet."""
+    """The signal comes between several calls of a match, before the caller has the match."""
     cache, directory = a_cache(pool), pool.session.directory
     keys = cache.keys(tokens(5, 9))
     keep(cache, keys)
@@ -135,7 +135,7 @@ def test_a_match_that_is_interrupted_leaves_nothing_leased(pool: raykv.KVPool, m
 
 
 def test_a_look_for_the_store_that_a_signal_interrupts_is_not_the_last(pool: raykv.KVPool) -> None:
-    """At each moment once."""
+    """The signal comes at each moment once."""
 
     def found() -> bool:
         pool.session._looked = -math.inf
@@ -154,7 +154,7 @@ def test_a_look_for_the_store_that_a_signal_interrupts_is_not_the_last(pool: ray
 
 
 def test_a_start_that_a_signal_interrupts_can_be_tried_again(pool: raykv.KVPool) -> None:
-    """At each moment once."""
+    """The signal comes at each moment once."""
     for moment in itertools.count():
         with interrupted_at(moment, internal_kv) as at, internal_kv.exclusive("nobody", 1.0):
             pass
@@ -171,7 +171,7 @@ def test_a_start_that_a_signal_interrupts_can_be_tried_again(pool: raykv.KVPool)
 
 @pytest.fixture
 def faulty(pool: raykv.KVPool) -> Iterator[raykv.KVPool]:
-    """A directory that answers as before when the test is over, and nothing that is still held."""
+    """A pool for a test of faults. After the test the directory must answer on the same way, and nothing be held."""
     way, epoch = pool.session.directory.line.way, pool.stats()["epoch"]
     yield pool
     directory = pool.session.directory
@@ -185,7 +185,7 @@ def faulty(pool: raykv.KVPool) -> Iterator[raykv.KVPool]:
 def test_a_store_that_is_aborted_gives_its_slots_back(
     faulty: raykv.KVPool, monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
-    """Before its blocks are copied, or before they are offered."""
+    """The signal comes before the blocks are copied, or before they are committed."""
     cache, directory = a_cache(faulty), faulty.session.directory
     keys = cache.keys(tokens(23, 9))
     with monkeypatch.context() as aborted:
@@ -203,7 +203,7 @@ def test_a_store_that_is_aborted_gives_its_slots_back(
 
 
 def put_address(pool: raykv.KVPool, address: Address | None) -> Address | None:
-    """Say that the directory listens there. Returns where it did."""
+    """Set the address of the directory in Ray's KV. Returns the former address."""
     name, before = internal_kv.in_charge(pool.name)
     internal_kv.put_in_charge(pool.name, name, address)
     return before
@@ -239,7 +239,7 @@ def test_a_socket_that_is_refused_is_done_without_until_it_is_back(
 
 
 def test_connections_of_who_has_no_token_hinder_nobody(start: Callable[..., raykv.KVPool]) -> None:
-    """12,000 at the directory's listener, and as many at a store's."""
+    """12,000 connections to the directory's listener, and as many to a store's."""
     pool = start()
     cache = a_cache(pool)
     there = worker(pool, other_node(pool))

@@ -12,7 +12,7 @@ from raykv.metrics.dashboard import DASHBOARD, PANELS
 
 
 class World:
-    """A node with a folder, and the time."""
+    """The head with Ray's folder, and a clock."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.folder, self.now, self.head, self.asked = folder, 1000.0, True, 0
@@ -26,7 +26,7 @@ class World:
         return self.head
 
     def look(self, after: float = LOOK_S) -> list[str]:
-        """What is in the folder then."""
+        """Have the keeper look after some seconds. Returns the names of files in the folder."""
         self.now += after
         self.keeper.look()
         return sorted(path.name for path in self.folder.iterdir()) if self.folder.is_dir() else []
@@ -60,7 +60,7 @@ def test_it_is_written_on_the_head_only(world: World) -> None:
 def test_a_folder_that_is_not_there_or_not_ours_does_no_harm(world: World) -> None:
     assert world.look() == [], "Ray runs without its dashboard"
     world.folder.mkdir()
-    (world.folder / DASHBOARD).mkdir()  # nothing can be renamed to it
+    (world.folder / DASHBOARD).mkdir()  # so no file can be renamed to this name
     world.look()
     (world.folder / DASHBOARD).rmdir()
     assert set(dashboard_files.NAMES) <= set(world.look())

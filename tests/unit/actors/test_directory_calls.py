@@ -1,4 +1,4 @@
-"""Calls that come over the directory's socket: what may be asked, and that nothing else does harm."""
+"""Calls over the directory's socket: which are allowed, and that all others do no harm."""
 
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -32,7 +32,7 @@ things = st.recursive(
 
 
 class Server(DirectoryServer):
-    """Stands by, and takes any arguments for `ping`."""
+    """A server that stands by, and takes any arguments for `ping`."""
 
     def __init__(self) -> None:
         super().__init__("p", DirectoryMetrics("p", "a"), lambda: 0.0)
@@ -68,7 +68,7 @@ def test_a_call_that_fails_says_why(asked: tuple[bytes, str], arguments: list[An
 
 
 def test_clients_do_not_make_calls_of_stores_nor_stores_those_of_clients() -> None:
-    """A client that invents nodes would cost memory; one that joins as a living node would drop its blocks."""
+    """A client that invents nodes would use up memory. A client that joins as a living node would drop its blocks."""
     for method, asked in CALLS.items():
         for other in {CLIENT, STORE} - {asked.by}:
             done, why = answer(Server(), packed((method, "node")), other)
@@ -76,7 +76,7 @@ def test_clients_do_not_make_calls_of_stores_nor_stores_those_of_clients() -> No
 
 
 def test_failed_calls_say_and_log_little(caplog: pytest.LogCaptureFixture) -> None:
-    """However long the nonsense is, and however often it comes."""
+    """This holds however long the nonsense is, and however often it comes."""
     server, nonsense = Server(), packed(("match", b"x" * (3 << 20), *("y" * 1000 for _ in range(200))))
     for _ in range(10):
         done, why = answer(server, nonsense)
@@ -98,7 +98,7 @@ def test_keys_that_are_looked_at_one_by_one_come_in_steps(method: str) -> None:
 
 
 def test_a_follower_is_told_why_the_blocks_ahead_are_missing() -> None:
-    """And not about the block where the prefix ends, which is there."""
+    """The reason is that of the blocks ahead, not of the block where the prefix ends, which is there."""
     pool, server = Pool(), Server()
     pool.store("a", KEYS_OF_POOL[:3])
     server.serve(pool.directory)
@@ -155,7 +155,7 @@ OTHERS = (None, 1.5, 7, "text", b"bytes", (), {1: 2})
 
 
 def confused(value: Any) -> Iterator[Any]:
-    """A value with one part of another type."""
+    """Copies of a value, each with a wrong type in one place."""
     if isinstance(value, tuple):
         for i, part in enumerate(value):
             yield from ((*value[:i], wrong, *value[i + 1 :]) for wrong in confused(part))
@@ -163,7 +163,7 @@ def confused(value: Any) -> Iterator[Any]:
 
 
 def may_be(method: str, arguments: tuple[Any, ...]) -> bool:
-    """A pin may have no end and no priority, and whole seconds; a match no intent."""
+    """Whether such arguments are allowed: a pin without end or priority, in whole seconds; a match without intent."""
     *_, ttl, priority = (*arguments, None, None)[:4]
     may_end = ttl is None or isinstance(ttl, int | float)
     return method == "pin" and arguments[:2] == SOUND["pin"][:2] and may_end and (priority in (None, 1))
@@ -171,7 +171,7 @@ def may_be(method: str, arguments: tuple[Any, ...]) -> bool:
 
 @pytest.mark.parametrize("asked", ASKED, ids=lambda asked: asked[1])
 def test_a_part_of_another_type_is_refused_and_changes_nothing(asked: tuple[bytes, str]) -> None:
-    """Whatever was done before it was met would stay, and nobody would own it."""
+    """A call that failed halfway would leave changes that nobody owns."""
     side, method = asked
     pool = Pool(slots=8, slabs=2)
     pool.store("a", [KEYS])
@@ -198,6 +198,6 @@ def test_what_administrators_ask_is_refused(method: str) -> None:
 
 
 def test_an_answer_that_can_not_be_sent_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And does not end the connection, which other threads of the caller use."""
+    """The connection stays open, because other threads of the caller use it."""
     monkeypatch.setattr(Server, "ping", lambda self: object())
     assert not answer(Server(), packed(("ping",)))[0]

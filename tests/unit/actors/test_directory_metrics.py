@@ -1,4 +1,4 @@
-"""What a directory counts and tells, and leaves to the one after it, with a dict in place of Ray's internal KV."""
+"""A directory's counters, which its successor continues, with a dict in place of Ray's internal KV."""
 
 import json
 import threading
@@ -38,7 +38,7 @@ def test_a_directory_that_was_replaced_leaves_the_totals_of_the_other_alone(monk
     in_charge.append(InCharge("p/directory-2", None))
     step(*second)
     step(*second)
-    step(*first)  # it was stopped, comes back, and does not know yet
+    step(*first)  # it goes on after a stop, and does not know yet that it was replaced
     assert json.loads(kept["totals"])["lookups"] == 12
 
 

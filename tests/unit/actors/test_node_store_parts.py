@@ -1,4 +1,4 @@
-"""What a node store does without Ray: which store an index means, pulls that coincide, and a tier's excess."""
+"""Parts of a node store that need no Ray: the store of an index, pulls that coincide, and a tier's excess."""
 
 import threading
 import time
@@ -19,7 +19,7 @@ THREADS, ROUNDS = 8, 400
 
 
 class Cluster:
-    """What directories, one after another, say that an index means."""
+    """Successive directories, each with its own store for an index."""
 
     def __init__(self) -> None:
         self.directory = 0
@@ -30,7 +30,7 @@ class Cluster:
         if index < 0:
             raise KeyError(index)
         directory = self.directory
-        time.sleep(1e-5)  # another thread's turn: the answer may be old by the time it arrives
+        time.sleep(1e-5)  # lets another thread run: the answer may be old when it arrives
         return Peer(f"{directory}/{index}", None)
 
 
@@ -73,7 +73,7 @@ def test_an_answer_of_a_directory_that_was_replaced_meanwhile_is_not_kept() -> N
 
 
 def test_no_thread_is_given_a_store_from_before_all_were_forgotten() -> None:
-    """Pulls and pushes look stores up, and forget those that fail, while heartbeats forget all."""
+    """Pulls and pushes look stores up, and forget stores that fail, while heartbeats forget all stores."""
     cluster = Cluster()
     peers = Peers(cluster.look_up)
     done = threading.Event()
@@ -85,7 +85,7 @@ def test_no_thread_is_given_a_store_from_before_all_were_forgotten() -> None:
 
     def pull(seed: int) -> None:
         for index in np.random.default_rng(seed).integers(0, 5, ROUNDS).tolist():
-            before = cluster.directory - 1  # which may not be forgotten yet: `forget_all` comes after the change
+            before = cluster.directory - 1  # may not be forgotten yet, as `forget_all` comes after the change
             directory, _, found = peers.get(index).name.partition("/")
             assert int(found) == index and int(directory) >= before
             if index == 0:

@@ -30,7 +30,7 @@ SLABS, LIMIT, SIZE = 12, 6, 64 << 10
 
 
 class Kv(dict[str, bytes]):
-    """Ray's internal KV, of one pool."""
+    """Ray's internal KV, for one pool."""
 
     def ask(self, pool: str, kind: Kept, name: str = "") -> bytes | None:
         return self.get(f"{kind}/{name}")
@@ -43,7 +43,7 @@ class Kv(dict[str, bytes]):
 
 
 class Node:
-    """A node store's arena and size, and what its heartbeat does."""
+    """A node store's arena and resizer, with the store's heartbeat."""
 
     def __init__(self, path: str, kv: Kv) -> None:
         self.kv = kv
@@ -78,7 +78,7 @@ class Node:
         return Call(1, self.ids, np.array(self.held, np.uint64).tobytes())
 
     def store(self, first: int, n: int = 8) -> bool:
-        """Store blocks, as far as there is room. Returns whether some got a slot, and all of these are read back."""
+        """Store blocks as far as there is room. Returns whether some got a slot and all of these are read back."""
         keys = np.random.default_rng(first).integers(0, 256, (n, 16), np.uint8)
         asked = ReserveRequest(self.ids + 1, "n", keys.tobytes(), start=0, block_bytes=SIZE)
         got = self.directory.reserve(self.call(), asked, 0.0)
@@ -115,7 +115,7 @@ def node(monkeypatch: pytest.MonkeyPatch) -> Iterator[Node]:
 
 
 def resize(node: Node, slabs: int) -> Any:
-    """What `resize` returned or raised, with heartbeats meanwhile."""
+    """The result or error of `resize`, while heartbeats go on."""
     got: list[Any] = []
 
     def run() -> None:
@@ -154,7 +154,7 @@ def test_lost_answers_only_delay_a_resize(node: Node) -> None:
 
 
 def test_slabs_that_an_earlier_directory_named_are_not_given_back(node: Node) -> None:
-    """The next directory may be using them."""
+    """The next directory may be using these slabs."""
     assert all(node.store(i, 60) for i in range(5))
     node.resizer.limit = 3
     report = node.resizer.report()
@@ -219,7 +219,7 @@ def test_memory_goes_only_when_nobody_can_be_reading_it(node: Node) -> None:
 
 
 def test_memory_stays_while_a_tier_may_still_read_it(node: Node) -> None:
-    """A store to the tier may go on after its call has returned."""
+    """A write to the tier may go on after its call has returned."""
     full, external = taken(node), SimpleNamespace(storing=True)
     node.resizer._demoter = SimpleNamespace(read_guard=threading.Lock(), external=external)  # type: ignore[assignment]
     node.resizer.limit = 3
@@ -253,7 +253,7 @@ def test_a_give_back_that_fails_once_is_tried_again(node: Node, monkeypatch: pyt
 
 
 def test_two_resizes_at_once_happen_one_after_the_other(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first one fails, and restores the size before."""
+    """The first resize fails, and restores the size before it."""
     original, full, failed = node.arena.offer_next, threading.Event(), []
 
     def offer() -> bool:
@@ -306,7 +306,7 @@ def test_a_resize_without_room_raises_and_keeps_the_size_before(node: Node, monk
 
 
 def test_a_full_file_system_is_not_tried_again_and_again(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The slabs that there are serve, and can be resized down."""
+    """The slabs that were allocated serve, and the node can be resized down."""
     calls = []
 
     def offer() -> bool:

@@ -1,4 +1,4 @@
-"""Which directory takes charge, and when: with a stand-in for Ray's internal KV."""
+"""Which directory takes charge, and when, with a stand-in for Ray's internal KV."""
 
 import os
 import socket
@@ -19,13 +19,13 @@ HERE = Address("127.0.0.1", 2, b"")
 
 
 class InternalKv:
-    """What Ray's KV would say of a pool."""
+    """A stand-in for Ray's internal KV, for one pool."""
 
     def __init__(self) -> None:
         self.now = InCharge(FIRST, THERE)
         self.stopped = False
-        self.asked = 0  # how often, who is in charge
-        self.deaf = 0  # puts that are executed, and whose answer is lost
+        self.asked = 0  # how often somebody asked who is in charge
+        self.deaf = 0  # how many puts are executed although their answer is lost
 
     def in_charge(self, pool: str) -> InCharge:
         self.asked += 1
@@ -42,7 +42,7 @@ class InternalKv:
 
 
 class Line:
-    """A line to a directory that answers, or not."""
+    """A line to a directory that answers or not, as a test says."""
 
     def __init__(self, pool: str) -> None:
         self.answers, self.alive, self.way = True, True, "socket"
@@ -73,7 +73,7 @@ def internal_kv(monkeypatch: pytest.MonkeyPatch) -> InternalKv:
 
 
 class Directory:
-    """One that counts how often it took charge."""
+    """A directory that counts how often it took charge."""
 
     def __init__(self, name: str, prepare: Any = lambda: None) -> None:
         self.taken = 0
@@ -85,7 +85,7 @@ class Directory:
         return HERE
 
     def steps(self, count: int) -> int:
-        """How often it has taken charge after so many looks."""
+        """Take so many looks. Returns how often the directory has taken charge."""
         for _ in range(count):
             self.succession._step()
         return self.taken
@@ -107,7 +107,7 @@ def test_a_successor_asks_the_internal_kv_only_while_the_directory_does_not_answ
 def test_a_successor_that_was_put_in_charge_while_the_directory_answers_serves(internal_kv: InternalKv) -> None:
     second, internal_kv.deaf = Directory(SECOND), 1
     second.steps(2)
-    with pytest.raises(GetTimeoutError):  # the supervisor asked for it, and could not be answered
+    with pytest.raises(GetTimeoutError):  # the supervisor asked the directory to take charge, and gets this error
         second.succession.take()
     assert second.steps(1) == 2 and internal_kv.now.name == SECOND
 
@@ -120,14 +120,14 @@ def test_a_successor_takes_over_at_once_when_the_process_has_ended(internal_kv: 
 
 
 def test_a_directory_that_ends_slowly_has_ended(internal_kv: InternalKv) -> None:
-    """A process that is killed closes what it has one by one: the port last, maybe."""
+    """A killed process closes its files one by one, maybe its port last."""
     port, taken = socket.create_server(("127.0.0.1", 0)), threading.Event()
     host, number = port.getsockname()
     there = Address(host, number, b"")
     internal_kv.now = InCharge(FIRST, there)
 
     def end() -> None:
-        for _ in range(3):  # connections that it takes, and never answers
+        for _ in range(3):  # the dying directory accepts connections, and never answers
             port.accept()[0].close()
         port.close()
         taken.set()
@@ -144,7 +144,7 @@ def test_a_directory_that_ends_slowly_has_ended(internal_kv: InternalKv) -> None
 def test_a_restarted_directory_is_not_replaced(internal_kv: InternalKv) -> None:
     second = Directory(SECOND)
     assert second.steps(2) == 0
-    second.line.alive, internal_kv.now = False, InCharge(FIRST, HERE)  # it listens elsewhere
+    second.line.alive, internal_kv.now = False, InCharge(FIRST, HERE)  # the first directory listens elsewhere
     assert second.steps(1) == 0 and internal_kv.now.name == FIRST
 
 
@@ -204,5 +204,5 @@ def test_a_directory_that_was_replaced_ends(internal_kv: InternalKv, monkeypatch
     internal_kv.now = InCharge(SECOND, HERE)
     with pytest.raises(Ended):
         first.steps(1)
-    with pytest.raises(Ended):  # also if the supervisor asks it to take charge again
+    with pytest.raises(Ended):  # even if the supervisor asks it to take charge again
         first.succession.take()

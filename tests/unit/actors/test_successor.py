@@ -1,4 +1,4 @@
-"""The directory that stands by is started on another node, and moved there when Ray put it elsewhere, but seldom."""
+"""The standby directory starts on another node. It is moved, but seldom, if Ray put it on the wrong node."""
 
 import itertools
 from types import SimpleNamespace
@@ -15,7 +15,7 @@ NUMBER, IN_CHARGE = 2, "head"
 
 
 class Directory:
-    """The handle of an actor on a node: what Ray has told of it, and what it answers."""
+    """In place of the handle of a directory: its state in Ray, and its answers."""
 
     def __init__(self, node_id: str) -> None:
         self.state, self.answers = ActorTableData.ALIVE, True
@@ -27,11 +27,11 @@ class Directory:
 
 
 class Ray:
-    """Ray, and a clock. puts: where it puts the next directory, whatever it is asked for."""
+    """In place of Ray, with a clock. puts: the node on which Ray puts the next directory, whatever was asked for."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now, self.puts = 100.0, ""
-        self.asked: list[str] = []  # nodes
+        self.asked: list[str] = []  # nodes that were asked for
         self.killed: list[Directory] = []
         monkeypatch.setattr(successor, "time", SimpleNamespace(monotonic=lambda: self.now))
         monkeypatch.setattr(successor, "start_directory", self._start)
@@ -52,7 +52,7 @@ class Ray:
         return answer[1]
 
     def look(self, kept: Successor, others: list[str], seconds: float = LOOK_S) -> bool:
-        """Look after some time, and give up what is bad. Whether it was."""
+        """Look after some seconds, and end a standby directory that is misplaced. Returns whether one was."""
         self.now += seconds
         assert kept.due()
         if bad := kept.look(NUMBER, IN_CHARGE, others):
@@ -132,7 +132,7 @@ def test_one_that_took_over_is_no_successor(ray: Ray, kept: Successor, monkeypat
 
 
 def test_a_look_that_failed_is_not_made_again_at_once(ray: Ray, kept: Successor) -> None:
-    """The supervisor asks the directory in charge first, which may hang."""
+    """The supervisor first asks the directory in charge, which may hang."""
     assert kept.due() and not kept.due()
     ray.now += LOOK_S
     assert kept.due()

@@ -1,4 +1,4 @@
-"""When the supervisor looks closely: where something changed, and now and then."""
+"""The supervisor looks closely when something has changed, and now and then."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +10,7 @@ from raykv.actors.supervisor import supervisor
 
 
 class Watch(supervisor.Supervisor):
-    """A supervisor of two nodes, whose close looks are counted, and which is at rest since the first one."""
+    """A supervisor of two nodes that counts its close looks. After the first it is at rest."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now, self.nodes, self.some_leave, self.looks = 100.0, {"a", "b"}, False, 0
@@ -33,7 +33,7 @@ class Watch(supervisor.Supervisor):
 
 
 class Store:
-    """The handle of an actor, and what Ray has told of it."""
+    """In place of the handle of a node store, with its state in Ray."""
 
     state: int | None = ActorTableData.ALIVE
 

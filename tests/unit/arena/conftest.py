@@ -1,4 +1,4 @@
-"""Fixtures of tests of arenas. A file that needs an `arena` of another size has its own."""
+"""Fixtures for tests of arenas. Files that need an `arena` of another size have their own fixture."""
 
 import os
 from collections.abc import Iterator
@@ -35,12 +35,12 @@ def client(arena: Arena) -> Iterator[Arena]:
 def no_child_left() -> Iterator[None]:
     yield
     while Child.all:
-        Child.all.pop().end()  # a stopped one would keep pytest from ending
+        Child.all.pop().end()  # a stopped child would keep pytest from ending
 
 
 @pytest.fixture
 def arena(path: str) -> Iterator[Arena]:
-    """The owner: two of three slabs offered, epoch 1."""
+    """The owner's arena of three slabs, two of them offered, with epoch 1."""
     arena = Arena.create(path, PRINT, SLAB, 3)
     assert arena.offer_next() and arena.offer_next()
     arena.raise_epoch(w.EPOCH)
@@ -63,7 +63,7 @@ def host(cupy: Any) -> Iterator[Arena]:
 
 @pytest.fixture
 def ours(gpu: Device) -> Iterator[GpuArena]:
-    """The GPU's."""
+    """The GPU's arena."""
     arena = gpu_arena(gpu)
     yield arena
     arena.close(unlink=True)

@@ -35,7 +35,7 @@ def test_round_trip(arena: Arena, client: Arena, size: int) -> None:
 
 
 def test_blocks_in_several_parts(arena: Arena) -> None:
-    """A block is gathered from, and scattered to, several places in memory; a piece may be empty or span tiles."""
+    """A block is gathered from several places in memory, or scattered to them. A piece may be empty or span tiles."""
     size = 1_400_000
     source = np.random.default_rng(1).integers(0, 256, size, np.uint8)
     cuts = [0, 5, 5, 300_000, 1_399_999, size]
@@ -85,11 +85,11 @@ def test_a_thread_that_fails_fails_the_copy_after_all_have_ended(monkeypatch: py
 
 def test_reads_stamp_headers(arena: Arena, client: Arena) -> None:
     assert put(arena, 0, 2)
-    client._clock_base -= 100  # as if read 100 s later
+    client._clock_base -= 100  # so the next read seems 100 s later
     assert get(client, 0, 2) and not get(client, 0, 3)
     assert 100 <= arena.inventory().stamps[0] < 200
     client._clock_base -= 100
-    client.read_headers(locations([0], [2]), key_of(2))  # asked for before another node reads it
+    client.read_headers(locations([0], [2]), key_of(2))  # a store does this before another node reads the block
     assert 200 <= arena.inventory().stamps[0] < 300
 
 

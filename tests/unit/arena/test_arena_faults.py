@@ -1,4 +1,4 @@
-"""An arena whose writers, readers and owner stop and die at bad moments."""
+"""Writers, readers and the owner of an arena stop and die at bad moments."""
 
 import os
 import signal
@@ -56,7 +56,7 @@ def test_writer_stopped_while_it_holds_the_slot(arena: Arena, step: str) -> None
     assert arena.sweep(locations([0], [3])).tolist() == [0]
     found = arena.inventory()
     assert found.writing["slot"].tolist() == [0] and len(found.ready) == 0, "not offered: about to be overwritten"
-    other = Child(arena, lambda arena: put(arena, 0, 4))  # granted again, wrongly
+    other = Child(arena, lambda arena: put(arena, 0, 4))  # the slot is wrongly granted again
     assert other.result() is False
     assert not get(arena, 0, 4) and not get(arena, 0, 3)
     child.resume()
@@ -100,7 +100,7 @@ def test_reader_without_lease_races_a_writer(arena: Arena) -> None:
     try:
         while valid + invalid < reads or not (valid and invalid):
             gen = at.value
-            if gen > 0 and get(arena, 0, gen, size=size):  # asserts that the bytes are the key's
+            if gen > 0 and get(arena, 0, gen, size=size):  # `get` asserts that the bytes are right
                 valid += 1
             else:
                 invalid += gen > 0
@@ -125,7 +125,7 @@ def test_formatter_refused_while_the_old_format_is_written(arena: Arena) -> None
 def test_a_writer_waits_while_another_one_formats_the_slab(
     arena: Arena, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
-    """Which has all slots locked then: ranks of an engine begin a slab at once."""
+    """Formatting locks all slots. Ranks of an engine may begin the same slab at once."""
     new, wrote, waits = {"size": 8 << 10, "slab_gen": GEN + 10}, list[bool](), threading.Event()
     sleep = time.sleep
 
@@ -151,7 +151,7 @@ def test_writer_of_the_old_format_wakes_after_the_reformat(arena: Arena) -> None
     child = Child(arena, writer("before lock", w.stop_here, 9, 3))
     child.wait_stopped()
     new = {"size": 8 << 10, "slab_gen": GEN + 10}
-    written = [slot for slot in range(60, 100) if put(arena, slot, 11 + slot, **new)]  # where slot 9 was
+    written = [slot for slot in range(60, 100) if put(arena, slot, 11 + slot, **new)]  # covers the place of old slot 9
     child.resume()
     assert child.result() is False
     assert written == list(range(60, 100))
@@ -162,7 +162,7 @@ def test_formatter_stopped_past_an_epoch(arena: Arena) -> None:
     assert put(arena, 0, 2)
 
     def stale(client: Arena) -> bool:
-        original = client._reformat  # stops after it looked, before it locks
+        original = client._reformat  # the child stops after it has looked, and before it locks
 
         def reformat(*args: object) -> None:
             w.stop_here()
@@ -228,7 +228,7 @@ def test_an_arena_with_a_living_owner_is_not_adopted(arena: Arena) -> None:
 
 
 def test_forked_child_does_not_keep_its_parents_locks(arena: Arena) -> None:
-    """An engine that forks workers and is killed: its slots must not stay locked for as long as they live."""
+    """If an engine that forked workers is killed, its slots must not stay locked while the workers live."""
     pid_from, pid_to = os.pipe()
 
     def fork_and_stop(client: Arena) -> None:
@@ -260,12 +260,12 @@ def test_forked_child_writes_through_its_parents_arena(arena: Arena) -> None:
     keys = np.concatenate([w.key_of(gen) for gen in range(16)])
     where = locations(range(4), range(2, 6), size=1 << 20)
 
-    def write() -> None:  # bigger than what one thread copies: the parent's threads are not there
+    def write() -> None:  # a block too large for one copy thread: the child lacks the parent's threads
         os._exit(0 if client.write(where, keys[:4], rows[:4]).all() else 1)
 
     big = np.zeros((4, 4 << 20), np.uint8)
     table = block_copy.copies(rows_of([big[:2]]), big.ctypes.data + np.array([2, 3]) * big.shape[1], out=True)
-    block_copy.copy(table)  # the parent has copy threads now
+    block_copy.copy(table)  # starts the parent's copy threads
     process = w.fork.Process(target=write)
     process.start()
     process.join(30)

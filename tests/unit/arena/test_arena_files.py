@@ -1,4 +1,4 @@
-"""An arena's file has a mode, a layout and an owner, and other files are left alone."""
+"""An arena's file has a mode, a layout and an owner. Other files are left alone."""
 
 import errno
 import os
@@ -85,7 +85,7 @@ def pool() -> Iterator[str]:
 
 
 def test_what_is_called_like_an_arena_and_is_no_file_is_left_alone(pool: str) -> None:
-    """Anybody may write to /dev/shm."""
+    """Any user can put such a thing into /dev/shm."""
     pipe, folder = (f"{files.SHM}/raykv-{pool}-{os.getuid()}-{index}" for index in (0, 1))
     os.mkfifo(pipe)
     os.mkdir(folder)

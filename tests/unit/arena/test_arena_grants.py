@@ -1,4 +1,4 @@
-"""An arena writes by a grant once, and refuses old grants and a second writer of a slot."""
+"""An arena takes each grant once, and refuses old grants and a second writer of a slot."""
 
 import threading
 
@@ -37,7 +37,7 @@ def test_failed_copy_is_never_ready(arena: Arena, client: Arena, monkeypatch: py
 
 
 def test_two_threads_of_one_process_on_one_slot(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel's locks do not part them: they share the file."""
+    """The kernel's file locks don't keep threads apart, because threads share the open file."""
     original, inside, go_on = block_copy.copy_summed, threading.Event(), threading.Event()
     first: list[bool] = []
 

@@ -1,4 +1,4 @@
-"""A read of a wrong place, of an altered block or of a block that is being written is a miss."""
+"""A read of a wrong location, of an altered block or of a block that is being written is a miss."""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -12,7 +12,7 @@ from raykv.protocol.location import ALIGN
 
 
 def words_of(arena: Arena, slot: int) -> header.Words:
-    """The header of a slot of slab 0, as words that a test may alter."""
+    """A slot's header in slab 0, as words that a test may alter."""
     first = arena._shape[1] + slot * header.HEADER_WORDS
     return arena._memory[0][first : first + header.HEADER_WORDS]
 
@@ -47,7 +47,7 @@ def test_a_wrong_location_is_a_miss(arena: Arena, client: Arena, change: str) ->
 @pytest.mark.parametrize("word", range(7))
 @pytest.mark.parametrize("value", [0, -1, 1 << 62, 12345])
 def test_a_block_with_an_altered_header_is_a_miss(arena: Arena, word: int, value: int) -> None:
-    """Nothing raises; a block that is still offered is the right one."""
+    """No call raises, and a block that the inventory still has is right."""
     assert put(arena, 0, 2)
     words_of(arena, 0)[word] = value
     out = np.zeros((1, 64 << 10), np.uint8)

@@ -1,4 +1,4 @@
-"""Slabs that an arena gives back, and takes up again."""
+"""An arena gives slabs back, and takes them up again."""
 
 import os
 from collections.abc import Iterator
@@ -25,12 +25,12 @@ from helpers.arena.worker import (
 from raykv.arena import block_copy
 from raykv.arena.arena import Arena, open_own
 
-NEWER = GEN + 1000  # than all grants before
+NEWER = GEN + 1000  # newer than all grants before
 
 
 @pytest.fixture
 def arena(path: str) -> Iterator[Arena]:
-    """The owner: three of eight slabs offered, epoch 1."""
+    """The owner's arena of eight slabs, three of them offered, with epoch 1."""
     arena = Arena.create(path, PRINT, SLAB, 8)
     assert all(arena.offer_next() for _ in range(3))
     arena.raise_epoch(w.EPOCH)
@@ -39,7 +39,7 @@ def arena(path: str) -> Iterator[Arena]:
 
 
 def shed(arena: Arena, slab: int, generation: int = NEWER) -> bool:
-    """Give a slab back, and its memory at once."""
+    """Give a slab back, and discard its memory at once."""
     given_back = arena.give_back(slab, generation)
     arena.discard(slab)
     return given_back
@@ -86,7 +86,7 @@ def test_slabs_that_cannot_be_given_back(arena: Arena) -> None:
 
 def test_late_writers_are_refused_and_take_no_memory(arena: Arena, client: Arena, path: str) -> None:
     assert put(client, 0, 2, slab=1)
-    stranger = Arena.attach(path, arena.nonce)  # which has not touched the slab before
+    stranger = Arena.attach(path, arena.nonce)  # has not touched the slab before
     assert shed(arena, 1)
     left = taken(path)
     for late in (client, stranger):
@@ -104,7 +104,7 @@ def test_late_writers_are_refused_and_take_no_memory(arena: Arena, client: Arena
 
 @pytest.mark.parametrize("step", ["before lock", "locked", "writing", "copied"])
 def test_writer_stopped_in_the_middle(arena: Arena, step: str) -> None:
-    """While it may still write, its slab stays."""
+    """The slab stays while the writer may still write there."""
     assert put(arena, 0, 2, slab=1)
 
     def write(client: Arena) -> bool:
@@ -123,7 +123,7 @@ def test_writer_stopped_in_the_middle(arena: Arena, step: str) -> None:
 
 
 def test_reader_in_the_middle_of_a_copy(arena: Arena, client: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It copies zeros, or what the slab's next blocks are, and sees that the header is another."""
+    """The reader copies zeros, or the slab's next blocks, and then notices that the header has changed."""
     assert put(arena, 0, 2, slab=1) and put(arena, 0, 3)
     where = locations([0, 0], [2, 3])
     where["slab"] = [1, 0]
@@ -152,7 +152,7 @@ def test_reader_in_the_middle_of_a_copy(arena: Arena, client: Arena, monkeypatch
 def test_headers_are_cleared_before_the_payload_is_discarded(
     arena: Arena, client: Arena, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Who copies while the memory is not gone yet knows already that it is about to be."""
+    """So a reader that still copies right bytes already knows that they are about to go."""
     sizes = {"size": 8 << 10, "slab": 1}
     slots = (0, 1, 77, SLAB // (8 << 10) - 1)
     assert all(put(arena, slot, 2 + slot, **sizes) for slot in slots)
@@ -201,7 +201,7 @@ def test_a_restarted_store_knows_the_slabs_that_were_given_back(arena: Arena, cl
 
 
 def test_owner_that_died_while_it_gave_back(arena: Arena, path: str) -> None:
-    """What it had marked is there yet when the arena is taken up: somebody may be reading."""
+    """The memory of marked slabs is still there when the next store adopts the arena, as a reader may use it."""
     assert put(arena, 0, 2, slab=1)
     before = taken(path)
 

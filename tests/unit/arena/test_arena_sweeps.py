@@ -1,4 +1,4 @@
-"""A sweep tells written slots from freed slots, and a new format of a slab ends the slab's blocks."""
+"""A sweep tells written slots from free slots. A slab's new format ends all its blocks."""
 
 from helpers.arena.worker import GEN, SLAB, get, locations, put
 
@@ -7,7 +7,7 @@ from raykv.arena.arena import Arena
 
 def test_a_sweep_tells_written_from_freed_slots(arena: Arena) -> None:
     assert put(arena, 0, 2) and put(arena, 1, 3)
-    where = locations([0, 1, 2], [2, 9, 4])  # finished; evicted and granted again but not begun; never begun
+    where = locations([0, 1, 2], [2, 9, 4])  # written; granted again but not begun; never begun
     assert arena.sweep(where).tolist() == [2, 1, 1]
     assert get(arena, 0, 2) and not get(arena, 1, 3)
     assert not put(arena, 1, 9) and not put(arena, 2, 4), "late writers"

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("nothing_left", "locked")
 
 
 def test_full_shm(cupy: Any, ours: GpuArena) -> None:
-    """But for headers."""
+    """A full /dev/shm has no room for the headers."""
     before = os.stat(ours.path).st_blocks
     at, keys, blocks = some(4)
     assert ours.write(at, keys, on_gpu(cupy, blocks)).all() and has(ours, at, keys, blocks)
@@ -69,7 +69,7 @@ os._exit(0)
 
 
 def test_files_of_living_and_dead_stores(gpu: Device) -> None:
-    """A living one's stay, a dead one's are taken over, or removed."""
+    """Files of a living store stay. Those of a dead store are taken over or removed."""
     path = elsewhere(DEAD, POOL, gpu.uuid).stdout.strip()
     assert os.path.exists(path)
     first, second = gpu_arena(gpu), gpu_arena(gpu)
@@ -83,7 +83,7 @@ def test_files_of_living_and_dead_stores(gpu: Device) -> None:
 
 
 def test_a_file_that_another_store_replaced_is_not_removed(on_host: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another store was faster, and has one of that name."""
+    """Another store has made a file of the same name first."""
     gpu = devices.device(devices.visible()[0])
     path = elsewhere(DEAD, POOL, gpu.uuid).stdout.strip()
     made: list[GpuArena] = []

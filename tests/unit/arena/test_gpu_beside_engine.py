@@ -1,4 +1,4 @@
-"""What copies on a GPU leave to the engine in whose process they run: its contexts, captures, cores and time."""
+"""Copies on a GPU do not disturb the engine in whose process they run: its contexts, captures, cores and time."""
 
 import mmap
 import threading
@@ -31,7 +31,7 @@ def in_a_thread(act: Callable[[], object]) -> None:
 
 
 def all_that_calls_cuda(gpu: Device, memory: Any) -> None:
-    """memory: host memory of a page or more."""
+    """Make every call that uses CUDA. memory: host memory of a page or more."""
     gpu.register(memory.ctypes.data, 4096)
     region = gpu.allocate(4096)
     put(gpu, region.address, noise(4096))
@@ -50,7 +50,7 @@ def memory() -> Any:
 
 
 def test_no_other_gpu_gets_a_context(on_host: Any, memory: Any) -> None:
-    """Of an engine on the second GPU, whatever thread copies: a context takes half a GiB."""
+    """For an engine on the second GPU no thread may make a context on the first, which would take half a GiB."""
     driver, gpu = on_host.cuda.driver, devices.device(devices.visible()[1])
 
     def act() -> None:
@@ -59,26 +59,26 @@ def test_no_other_gpu_gets_a_context(on_host: Any, memory: Any) -> None:
 
     in_a_thread(act)
     events = [cuda.events_after(gpu.ordinal, {1})]
-    in_a_thread(events.clear)  # whoever has the last reference to them
+    in_a_thread(events.clear)  # the thread with the last reference destroys the events
     assert driver.contexts == {1}
-    rows = rows_of([on_host.zeros((2, 8), np.uint8)])  # the engine's own thread is on the first
+    rows = rows_of([on_host.zeros((2, 8), np.uint8)])  # this thread, as the engine's own, is on the first GPU
     assert driver.contexts == {0, 1} and rows.device == devices.visible()[0]
     all_that_calls_cuda(gpu, memory)
     assert on_host.cuda.runtime.getDevice() == 0
 
 
 def test_a_capture_goes_on(on_host: Any, memory: Any) -> None:
-    """Of a CUDA graph by the engine, which forbids other threads to allocate, to free and to page-lock."""
+    """While the engine captures a CUDA graph, other threads may not allocate, free or page-lock."""
     driver, gpu = on_host.cuda.driver, devices.device(devices.visible()[0])
     with driver.capture():
         in_a_thread(lambda: all_that_calls_cuda(gpu, memory))
         with pytest.raises(on_host.cuda.runtime.CUDARuntimeError, match="Capture"):
-            on_host.cuda.runtime.malloc(1)  # this thread's own calls are as before
+            on_host.cuda.runtime.malloc(1)  # this thread's capture mode is unchanged
 
 
 @pytest.mark.parametrize("error", [RuntimeError("Failed to find CUDA headers"), ImportError("libnvrtc.so.13")])
 def test_a_kernel_that_cannot_be_compiled(on_host: Any, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
-    """CuPy raises what it likes: nobody but raykv can tell that from a bug."""
+    """CuPy raises errors of any type. raykv must turn them into DeviceError, or they would look like bugs."""
 
     def compile_it(_: object) -> None:
         raise error
@@ -101,7 +101,7 @@ def host() -> Iterator[Arena]:
 def test_a_slab_that_is_being_locked_is_not_waited_for(
     on_host: Any, host: Arena, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An engine's first hits come while all of the arena is being locked: they go through the bounce buffer."""
+    """An engine's first hits come while the arena is being page-locked. They go through the bounce buffer."""
     gpu, lock = devices.visible()[0], on_host.cuda.runtime.hostRegister
     begun, go_on = threading.Event(), threading.Event()
 
@@ -146,7 +146,7 @@ def test_a_refusal_is_remembered(
     assert len(asked) == 1 and [record.levelname for record in caplog.records] == ["WARNING"]
 
 
-# ---------------------------------------------------------------------- ways
+# ---------------------------------------------------------------------- ways of a copy
 
 
 WAYS: list[Way] = ["within", "to_host", "to_gpu"]
@@ -155,7 +155,7 @@ WAYS: list[Way] = ["within", "to_host", "to_gpu"]
 @pytest.mark.parametrize("length", [1000, 16 << 10, LONG])
 @pytest.mark.parametrize("way", WAYS)
 def test_every_way(gpu: Device, memory: Any, way: Way, length: int) -> None:
-    """Two pieces change places, and nothing beside them moves."""
+    """Two pieces change places, and no byte beside them changes."""
     gpu.register(memory.ctypes.data, len(memory))
     region, data = gpu.allocate(4 * MIB), noise(2 * length)
     place = {"within": region.address + 2 * MIB, "to_host": memory.ctypes.data, "to_gpu": region.address}
@@ -195,7 +195,7 @@ def test_no_more_thread_blocks_than_fill_the_link(way: Way, length: int, blocks:
 def test_long_pieces_take_no_multiprocessor(
     on_host: Any, memory: Any, monkeypatch: pytest.MonkeyPatch, way: Way, launches: int
 ) -> None:
-    """Across PCIe; shorter ones do."""
+    """This is for copies across PCIe. Shorter pieces take multiprocessors."""
     launch, launched = on_host.RawKernel.__call__, list[object]()
 
     def counted(kernel: Any, *how: Any) -> None:
@@ -231,7 +231,7 @@ def test_a_share_is_hashed_while_the_next_one_comes(monkeypatch: pytest.MonkeyPa
 
 
 def test_nobody_hashes_what_a_failed_copy_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The caller drops its locks then, and others write there."""
+    """After a failure the caller drops its locks, and others may write there."""
     monkeypatch.setattr(block_copy, "SHARE", 1)
     blocks = np.zeros((3, 1000), np.uint8)
     submitted: list[Future[Any]] = []

@@ -25,11 +25,11 @@ LENGTHS = st.one_of(st.integers(0, 5), st.integers(BOUNCE_BYTES - 2, 3 * BOUNCE_
 
 @given(st.lists(LENGTHS, max_size=12))
 def test_batches(lengths: list[int]) -> None:
-    """Every byte once, and as few batches as that makes of at most BOUNCE_BYTES."""
+    """Batches copy every byte once, and are as few as BOUNCE_BYTES allows."""
     table = np.zeros((len(lengths), 3), np.int64)
     table[:, 2] = lengths
     table[:, 0] = 1_000_000 + np.cumsum(lengths) - lengths
-    table[:, 1] = 5_000_000_000 - 2 * table[:, 0]  # another order
+    table[:, 1] = 5_000_000_000 - 2 * table[:, 0]  # in reverse order
     before = table.copy()
     batches = list(host_copy.batches(table))
     sizes = [int(batch[2].sum()) for batch in batches]
@@ -58,7 +58,7 @@ def test_big_blocks_through_the_bounce_buffer(cupy: Any, gpu: Device, monkeypatc
 def test_a_bounce_buffer_is_filled_while_the_other_is_emptied(
     on_host: Any, monkeypatch: pytest.MonkeyPatch, to_gpu: bool
 ) -> None:
-    """Each copy out of a buffer waits for the next copy into the other buffer to begin."""
+    """The test holds each copy out of a buffer until the next copy into the other buffer has begun."""
     monkeypatch.setattr(host_copy, "BOUNCE_BYTES", 70_001)
     gpu = devices.device(devices.visible()[0])
     blocks = noise(4 * 70_001).reshape(4, -1)
@@ -66,7 +66,7 @@ def test_a_bounce_buffer_is_filled_while_the_other_is_emptied(
     near = np.zeros_like(blocks) if not to_gpu else blocks
     far_rows, near_rows = far.data.ptr + 70_001 * np.arange(4), near.ctypes.data + 70_001 * np.arange(4)
     begun = [threading.Event() for _ in range(5)]
-    begun[4].set()  # nothing comes after the last
+    begun[4].set()  # after the last copy there is no next one
     fills, empties = itertools.count(), itertools.count()
 
     def filled(copy: Callable[..., object]) -> Callable[..., object]:

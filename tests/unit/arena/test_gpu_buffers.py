@@ -22,7 +22,7 @@ def test_rows_on_a_gpu(cupy: Any, gpu: Device) -> None:
     gpu.copy(np.stack([to.ctypes.data + 10 * np.arange(4), found.addresses.ravel(), np.full(4, 10)], 1), found.after)
     assert (to[:40].reshape(2, 20) == np.hstack([layer.get() for layer in layers])[[3, 1]]).all()
     assert buffers.dense("out", layers[0], 3, 10).device == gpu.uuid
-    assert buffers.rows_of([layers[0], np.zeros((0, 10), np.uint8)]).device == gpu.uuid  # there is nothing to reach
+    assert buffers.rows_of([layers[0], np.zeros((0, 10), np.uint8)]).device == gpu.uuid  # no bytes in host memory
     assert buffers.rows_of([np.zeros((2, 2), np.uint8)]).device is None
 
 
@@ -45,7 +45,7 @@ def test_rows_on_two_gpus(on_host: Any) -> None:
 
 
 class Foreign:
-    """Another library's array over the same memory, which tells of a stream or does not."""
+    """Another library's array over the same memory, which names a stream or does not."""
 
     def __init__(self, array: Any, **stream: int | None) -> None:
         self._array = array
@@ -54,7 +54,7 @@ class Foreign:
 
 
 def streams_of(rows: buffers.Rows, on_host: Any) -> set[int]:
-    """That copies of them come after."""
+    """The streams that copies of the rows wait for."""
     return {on_host.cuda.runtime._events[event.ptr][0] for event in rows.after}
 
 
@@ -64,14 +64,14 @@ def test_streams_of_rows(on_host: Any) -> None:
     with on_host.cuda.Stream(non_blocking=True) as stream:
         assert streams_of(buffers.rows_of([array, array]), on_host) == {stream.ptr}
     other, silent = Foreign(array, stream=stream.ptr), Foreign(array, stream=None)
-    assert streams_of(buffers.rows_of([Foreign(array)]), on_host) == {1}  # may have used the default stream
+    assert streams_of(buffers.rows_of([Foreign(array)]), on_host) == {1}  # the library may use the default stream
     assert buffers.rows_of([silent]).after == ()
     assert streams_of(buffers.rows_of([silent, other]), on_host) == {stream.ptr}
 
 
 @pytest.mark.parametrize("handles", [[2], ["own", 1]])
 def test_several_streams_are_waited_for(on_host: Any, handles: list[Any]) -> None:
-    """By the copy, as far as they had come when the rows were made; 2 is each thread's own default stream."""
+    """A copy waits for all work that the streams had when the rows were made. 2 is a thread's own default stream."""
     gpu = devices.device(devices.visible()[0])
     array, bounce = on_host.zeros((2, 8), np.uint8), gpu.bounce_buffer()
     streams = [on_host.cuda.Stream().ptr if handle == "own" else handle for handle in handles]
@@ -87,7 +87,7 @@ def test_several_streams_are_waited_for(on_host: Any, handles: list[Any]) -> Non
 
 
 def test_rows_of_torch(on_host: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tensor's interface says no stream: its device's current one counts."""
+    """A tensor's interface names no stream, so the current stream of its device counts."""
     torch_or_skip()
     import torch
 

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("nothing_left", "locked")
 def pair(
     request: pytest.FixtureRequest, host: Arena, ours: GpuArena, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[Arena, Arena]:
-    """Source and target."""
+    """(source, target)."""
     if "bounced" in request.param:
         monkeypatch.setattr(Device, "register", refuse)
     return (host, ours) if request.param == "up" else (ours, host)
@@ -35,7 +35,7 @@ def test_copy_between_gpu_and_host(cupy: Any, pair: tuple[Arena, Arena], size: i
     source, target = pair
     at, keys, blocks = some(4, size)
     assert source.write(at, keys, on_gpu(cupy, blocks) if written == "on a GPU" else blocks, np.arange(7, 11)).all()
-    keys[2] ^= 1  # another block
+    keys[2] ^= 1  # the key of another block
     verdicts = copy_between(source, at, keys, target, granted(at))
     assert verdicts.tolist() == [PULLED, PULLED, ALTERED, PULLED]
     there = verdicts == PULLED
@@ -68,7 +68,7 @@ def test_blocks_altered_on_a_gpu_are_not_demoted(gpu: Device, host: Arena, ours:
 
 
 def test_blocks_evicted_during_copy_between(pair: tuple[Arena, Arena], monkeypatch: pytest.MonkeyPatch) -> None:
-    """It fails, the rest of the batch does not, and its slot is good for another try."""
+    """An evicted block fails, the rest of the batch does not, and the slot can be written again."""
     source, target = pair
     at, keys, blocks = some(3)
     assert source.write(at, keys, blocks).all()
@@ -104,7 +104,7 @@ def test_demotion_is_no_use_of_a_block(pair: tuple[Arena, Arena]) -> None:
 
 
 def test_an_arena_closed_during_copy_between(pair: tuple[Arena, Arena], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A store that stops while it copies: no crash."""
+    """A store may stop while it copies. It must not crash."""
     source, target = pair
     at, keys, blocks = some(2)
     assert source.write(at, keys, blocks).all()

@@ -27,7 +27,7 @@ def test_a_capacity_beyond_free_gpu_memory_is_refused(on_host: Any) -> None:
         gpu.capacity(0.5)
     with pytest.raises(CapacityError, match=asked):
         gpu.allocate(32 * MIB)
-    assert devices.device(devices.visible()[0]).capacity(1.0) == 64 * MIB  # the other GPU has as much as before
+    assert devices.device(devices.visible()[0]).capacity(1.0) == 64 * MIB  # the other GPU's memory is unchanged
     assert gpu.capacity(16 * MIB, beside=8 * MIB) == 16 * MIB
     with pytest.raises(CapacityError, match=r"asked for 25 MiB .* of GPU memory, 9 MiB of it for NCCL, 24 of 64 MiB"):
         gpu.capacity(16 * MIB, beside=9 * MIB)
@@ -89,7 +89,7 @@ def test_uuids(cupy: Any) -> None:
 
 
 def test_a_uuid_with_a_zero(on_host: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """CuPy ends it there."""
+    """CuPy ends the UUID at a zero byte."""
     whole = bytes(range(16))[::-1]
 
     class Driver:

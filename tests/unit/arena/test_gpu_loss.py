@@ -61,8 +61,8 @@ class DirectoryClient:
 def test_verdicts_of_blocks_that_were_not_copied(
     on_host: Any, lost: bool, replaced: bool, faults: list[str], blamed: int
 ) -> None:
-    """The directory is told of blocks that are not there; of those that a reader can't reach, or that another arena
-    has, it would be wrong."""
+    """Blocks that are not there are reported to the directory. Blocks that the reader can't reach, or that another
+    arena has, must not be reported."""
     host, directory = memory_arena(), DirectoryClient()
     at, keys, blocks = some(2)
     at["node"], rows = 4, on_gpu(on_host, blocks)
@@ -76,4 +76,4 @@ def test_verdicts_of_blocks_that_were_not_copied(
     assert not lease._copy(at, keys, rows, False).any()
     assert (directory.faults, directory.blamed) == (faults, blamed)
     host.close(unlink=True)
-    gc.collect()  # frames of what was raised, while this CuPy is here
+    gc.collect()  # frees frames of the errors while this CuPy is still imported

@@ -1,4 +1,4 @@
-"""An arena on a GPU gives its blocks to peers of other nodes, on a stand-in for CuPy; with `-m gpu`, on a GPU."""
+"""An arena on a GPU gives its blocks to peers on other nodes, on a stand-in for CuPy; with `-m gpu`, on a GPU."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -44,7 +44,7 @@ def test_read_for_peer_of_blocks_that_are_evicted(ours: GpuArena, monkeypatch: p
 
 
 def test_read_for_peer_of_a_size_that_no_slab_has(ours: GpuArena) -> None:
-    """Memory is taken for the blocks that are there, whatever the size of others is said to be."""
+    """Memory is allocated only for blocks that are there, whatever sizes the request names."""
     at, keys, blocks = some(4)
     assert ours.write(at, keys, blocks).all()
     at["bytes"][2:] = 0xFFFFFFFF
@@ -54,7 +54,7 @@ def test_read_for_peer_of_a_size_that_no_slab_has(ours: GpuArena) -> None:
 
 
 def test_no_nixl_for_a_gpu(on_host: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It takes addresses for those of host memory."""
+    """NIXL would take the GPU's addresses for host memory."""
     host, ours = memory_arena(), gpu_arena(devices.device(devices.visible()[0]))
     monkeypatch.setattr(selector, "why_not", lambda: "")
     monkeypatch.setattr(selector, "Nixl", lambda arena: SimpleNamespace(name="nixl", close=lambda: None))

@@ -70,7 +70,7 @@ sys.stdin.read()
 
 @pytest.fixture
 def store(gpu: Device) -> Iterator[tuple["subprocess.Popen[str]", GpuArena]]:
-    """A node store's process, and the arena of its GPU, mapped here."""
+    """(a node store's process, the arena of its GPU as this process maps it)."""
     command = [sys.executable, "-c", STORE, gpu.uuid, POOL]
     process = subprocess.Popen(
         command, env=environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
@@ -86,7 +86,7 @@ def store(gpu: Device) -> Iterator[tuple["subprocess.Popen[str]", GpuArena]]:
 
 @pytest.mark.parametrize("opened", [False, True])
 def test_a_store_that_is_killed(cupy: Any, store: tuple["subprocess.Popen[str]", GpuArena], opened: bool) -> None:
-    """Its memory is gone: nobody may copy there, whether the region was opened before or not."""
+    """The store's memory is gone. No process may copy there, whether it has opened the region or not."""
     process, arena = store
     at, keys, blocks = some(3)
     assert not opened or has(arena, at, keys, blocks)

@@ -1,4 +1,4 @@
-"""Other processes open a region of a GPU's memory, as long as the region lives."""
+"""Other processes open a region of a GPU's memory while the region lives."""
 
 from typing import Any
 
@@ -60,7 +60,7 @@ def test_a_region_that_was_closed(on_host: Any) -> None:
     late = "gpu.copy(np.array([[region.address, bounce.ctypes.data, size]]))"
     done = elsewhere(READER + late, gpu.uuid, region.handle.hex(), "100")
     assert done.returncode and "cudaErrorIllegalAddress" in done.stderr
-    assert get(gpu, region.address, 100).tolist() == [255] * 100  # it had been reached before that
+    assert get(gpu, region.address, 100).tolist() == [255] * 100  # a region that is open stays usable
     region.close()
 
 

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("nothing_left", "locked")
 
 
 def test_discarded_pages_are_mapped_anew(cupy: Any, gpu: Device, host: Arena, locked: dict[int, int]) -> None:
-    """GPUs would go on with the old ones, which a client has registered: it maps the file anew."""
+    """GPUs would go on using the old pages, which the client has page-locked. So the client maps the file anew."""
     client = Arena.attach(host.path, host.nonce)
     at, keys, blocks = some(3)
     assert client.write(at, keys, on_gpu(cupy, blocks)).all()
@@ -69,7 +69,7 @@ def test_a_close_during_a_copy(
     monkeypatch: pytest.MonkeyPatch,
     locked: dict[int, int],
 ) -> None:
-    """Memory is unregistered, or freed, when the copy is done."""
+    """Memory is unlocked or freed only when the copy is done."""
     free = gpu._memory()[0]
     arena: Arena = request.getfixturevalue(kind)
     at, keys, blocks = some(2)

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("nothing_left", "locked")
 
 @pytest.fixture(params=["registered", "bounced", "gpu"])
 def arena(request: pytest.FixtureRequest, gpu: Device, monkeypatch: pytest.MonkeyPatch) -> Iterator[Arena]:
-    """One that rows on a GPU are copied to and from."""
+    """The arena, in memory or on a GPU, that rows on a GPU are copied to and from."""
     if request.param == "bounced":
         monkeypatch.setattr(Device, "register", refuse)
     arena = gpu_arena(gpu) if request.param == "gpu" else memory_arena()
@@ -63,7 +63,7 @@ def test_rows_in_parts(cupy: Any, arena: Arena) -> None:
 
 
 def test_host_rows(cupy: Any, ours: GpuArena) -> None:
-    """What comes from memory has its checksum on the GPU, too."""
+    """Blocks that come from memory get checksums on the GPU, too."""
     at, keys, blocks = some(3)
     assert ours.write(at, keys, blocks).all() and has(ours, at, keys, blocks)
     assert ours.read_headers(at, keys)[0].tolist() == sums_of(blocks)
@@ -108,7 +108,7 @@ def test_rows_without_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_ready_is_what_was_copied(cupy: Any, arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not what was submitted: nobody sees a block whose copy is under way."""
+    """No reader sees a block whose copy was submitted but is not done."""
     at, keys, blocks = some(2)
     rows = on_gpu(cupy, blocks)
     seen: list[Any] = []

@@ -40,7 +40,7 @@ LENGTHS = st.one_of(
 
 @st.composite
 def layouts(draw: st.DrawFn) -> list[tuple[int, int, int]]:
-    """Pieces as offsets to, offsets from and lengths; none of the destinations overlap. All fit into a MiB."""
+    """Pieces as (offset to, offset from, length) within a MiB. Their destinations do not overlap."""
     pieces, to, of = [], 0, 0
     for length in draw(st.lists(LENGTHS, max_size=8)):
         to, of = to + draw(st.integers(0, 17)), of + draw(st.integers(0, 17))
@@ -50,7 +50,7 @@ def layouts(draw: st.DrawFn) -> list[tuple[int, int, int]]:
 
 
 def moved(pieces: list[tuple[int, int, int]], onto: Bytes, source: Bytes) -> Bytes:
-    """The oracle."""
+    """The oracle: `onto` after numpy has copied the pieces."""
     expected = onto.copy()
     for to, of, length in pieces:
         expected[to : to + length] = source[of : of + length]
@@ -62,7 +62,7 @@ def moved(pieces: list[tuple[int, int, int]], onto: Bytes, source: Bytes) -> Byt
 def test_every_byte_lands_where_the_table_says(
     gpu: Device, host_memory: Bytes, pieces: list[tuple[int, int, int]]
 ) -> None:
-    """Into a GPU's memory and out of it again, every byte lands where the table says, and none beside."""
+    """Bytes go into a GPU's memory and out of it again. None lands elsewhere."""
     region = gpu.allocate(MIB)
     try:
         source = noise(MIB, 1)
@@ -90,7 +90,7 @@ def test_a_table_of_blocks_and_parts(gpu: Device, host_memory: Bytes) -> None:
 
 
 def test_a_table_of_many_pieces(gpu: Device, host_memory: Bytes) -> None:
-    """More than the memory that tables go by has room for at first."""
+    """The table needs more memory than is allocated for tables at first."""
     region, n = gpu.allocate(MIB), 50_000
     host_memory[:] = noise(MIB)
     order = np.random.default_rng(1).permutation(n)
@@ -101,7 +101,7 @@ def test_a_table_of_many_pieces(gpu: Device, host_memory: Bytes) -> None:
 
 
 def test_a_big_table_that_cannot_be_allocated(on_host: Any) -> None:
-    """The copy fails; others, whose tables fit what there is, do not."""
+    """The copy fails. Copies with smaller tables do not."""
     gpu = devices.device(devices.visible()[0])
     region, bounce = gpu.allocate(MIB), gpu.bounce_buffer()
     table = np.tile(table_of((region.address, bounce.ctypes.data, 1)), (3000, 1))
@@ -151,12 +151,12 @@ def test_tables_of_wrong_shape_or_dtype_are_refused(gpu: Device, table: NDArray[
 def test_an_empty_table_copies_nothing(gpu: Device) -> None:
     gpu.copy(np.zeros((0, 3), np.int64))
     gpu.copy(np.zeros((2, 0, 3), np.int64))
-    gpu.copy(table_of((1, 2, 0)))  # addresses of nothing are not looked at
+    gpu.copy(table_of((1, 2, 0)))  # the addresses of an empty piece are not used
 
 
 @given(st.lists(st.integers(0, 5 * copy_kernel.UNIT), min_size=1, max_size=30))
 def test_units_cover_each_piece_once(lengths: list[int]) -> None:
-    """Every unit is of one piece, in order, and those of a piece cover its bytes."""
+    """Each unit belongs to one piece, in order, and a piece's units cover its bytes."""
     table = np.zeros((len(lengths), 3), np.int64)
     table[:, 2] = lengths
     pieces = copy_kernel.with_units(table)
@@ -191,7 +191,7 @@ extern "C" long long launch(unsigned blocks, unsigned threads, const long long* 
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """The kernel's own source as C++, its threads one after another, which it cannot tell: they share nothing."""
+    """The kernel's own source, compiled as C++. Its threads run one by one, which is the same: they share nothing."""
     compiler = shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
         pytest.skip("no C++ compiler here")
@@ -210,7 +210,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def test_the_kernel_writes_every_byte_once(
     compiled: Any, layout: list[tuple[int, int, int]], blocks: int, threads: int
 ) -> None:
-    """It writes every byte once, and none beside."""
+    """No byte is written twice or beside the pieces."""
     source, to = noise(MIB), np.zeros(MIB, np.uint8)
     pieces = copy_kernel.with_units(table_of(*((to.ctypes.data + a, source.ctypes.data + b, c) for a, b, c in layout)))
     if len(pieces):
@@ -221,7 +221,7 @@ def test_the_kernel_writes_every_byte_once(
 
 
 def test_a_copy_follows_a_stream(cupy: Any, gpu: Device, host_memory: Bytes) -> None:
-    """A copy sees what the stream it comes after had to write, though nobody waited for that stream."""
+    """The copy sees all that the stream before it writes, though nobody waited for that stream."""
     region, producer = gpu.allocate(MIB), cupy.cuda.Stream(non_blocking=True)
     put(gpu, region.address, np.zeros(MIB, np.uint8))
     host_memory[: MIB // 2] = noise(MIB // 2)
@@ -235,7 +235,7 @@ def test_a_copy_follows_a_stream(cupy: Any, gpu: Device, host_memory: Bytes) -> 
 
 
 def test_without_a_stream_a_copy_may_be_early(on_host: Any) -> None:
-    """So that `test_a_copy_follows_a_stream` means something; on a GPU that is a race."""
+    """So `test_a_copy_follows_a_stream` does test something. On a GPU the order would be a race."""
     gpu = devices.device(devices.visible()[0])
     array, bounce = on_host.asarray(np.zeros((1, 64), np.uint8)), gpu.bounce_buffer()
     bounce[:64] = 1

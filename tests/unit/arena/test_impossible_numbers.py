@@ -1,6 +1,6 @@
-"""Indices, lengths and offsets that can't be, from peers, files and Ray calls: a miss or an error, never a crash.
+"""Impossible indices, lengths and offsets from peers, files and Ray calls are a miss or an error, never a crash.
 
-Each of them once killed the process or lost a block, so what it is sent to runs in a process of its own.
+Each of them once killed the process or lost a block, so the tests run in child processes.
 """
 
 import os
@@ -52,12 +52,12 @@ IMPOSSIBLE = {
 
 @pytest.fixture(autouse=True, scope="module")
 def kernels() -> None:
-    """In this process: children that are to be done soon then have them too."""
+    """Compile the kernels in this process, so that child processes have them from the start."""
     compile_all("raykv.arena")
 
 
 def twisted(gate: Guarded, change: dict[str, int]) -> Any:
-    """The locations of the blocks that are there, with some fields changed."""
+    """The locations of the stored blocks, with some fields changed."""
     at = gate.at.copy()
     for name, value in change.items():
         at[name] = value
@@ -70,7 +70,7 @@ def ask_everything(change: dict[str, int]) -> None:
         assert not arena.read_headers(at, gate.keys).there.any()
         blocks = arena.read_for_peer(at, gate.keys)
         assert not blocks.there.any() and not blocks.runs
-        assert arena.holds_other_length(at, gate.keys).all() == (change.keys() == {"bytes"})  # of another length
+        assert arena.holds_other_length(at, gate.keys).all() == (change.keys() == {"bytes"})  # only the length differs
         assert len(arena.with_lengths(at)) == len(at)
         if "gen" not in change:
             assert not arena.addresses(at).any()
@@ -121,7 +121,7 @@ def test_an_altered_superblock_is_neither_mapped_nor_adopted(word: int, value: i
         with pytest.raises(ArenaMismatch):
             Arena.attach(path, nonce)
         assert Arena.adopt(path, PRINT, SLAB, SLABS) is None
-        assert not os.path.exists(path)  # else no store of this pool could ever use the name
+        assert not os.path.exists(path)  # otherwise no store of this pool could ever use the name
     finally:
         if os.path.exists(path):
             os.unlink(path)
@@ -144,7 +144,7 @@ def test_a_slab_whose_size_of_slots_was_altered(stride: int) -> None:
 
 @pytest.mark.parametrize("generation", [-1, -(1 << 63), (1 << 63) - 1])
 def test_a_slab_whose_generation_was_altered(generation: int) -> None:
-    """Its store could not join any directory."""
+    """With such a slab the store could not join any directory."""
     with guarded() as gate:
         gate.arena._memory[0][header.TABLE] = generation
         found = gate.arena.inventory()
@@ -155,7 +155,7 @@ def test_a_slab_whose_generation_was_altered(generation: int) -> None:
 def test_a_grant_older_than_its_slab_formats_nothing() -> None:
     with guarded() as gate:
         late = gate.grants(1)
-        late["slab_gen"], late["gen"] = late["gen"] + 1000, late["slab_gen"] + 500  # two fields swapped
+        late["slab_gen"], late["gen"] = late["gen"] + 1000, late["slab_gen"] + 500  # the two fields are swapped
         assert not gate.arena.write(late, gate.keys, gate.blocks).any()
         gate.there()
 
@@ -186,7 +186,7 @@ def test_what_a_directory_says_of_slabs_and_epochs_is_checked() -> None:
 
 
 def test_slots_of_another_size_are_not_copied_into() -> None:
-    """More would be copied than they hold."""
+    """A copy would write beyond the slots."""
     with guarded() as gate, guarded("-other") as other:
         small = other.grants(1)
         small["bytes"] = ALIGN
@@ -200,7 +200,7 @@ def test_slots_of_another_size_are_not_copied_into() -> None:
 
 
 def store_of(gate: Guarded, monkeypatch: pytest.MonkeyPatch, **peer: Any) -> Any:
-    """A node store without Ray, whose peers' actors have these methods."""
+    """A node store without Ray. peer: the methods of its peers' actors."""
     store: Any = object.__new__(NodeStore)
     memory = SimpleNamespace(arena=gate.arena, index=0, name="here")
     peer_store = Peer("there", SimpleNamespace(**{name: SimpleNamespace(remote=f) for name, f in peer.items()}))
@@ -256,7 +256,7 @@ def test_a_read_that_makes_no_sense(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def answers(gate: Guarded) -> dict[str, BlocksRead]:
-    """What a peer might answer to a pull of all blocks."""
+    """Answers that a peer might give to a pull of all blocks."""
     there, sums, positions, _ = (
         gate.arena.read_headers(gate.at, gate.keys)[2],
         *gate.arena.read_headers(gate.at, gate.keys),
@@ -335,7 +335,7 @@ def not_a_file(kind: str, path: Path) -> None:
 @pytest.mark.parametrize("kind", ["folder", "pipe", "link", "link in a circle"])
 @pytest.mark.parametrize("size", [ALIGN, SIZE])
 def test_what_is_no_file_in_a_folder_of_blocks(kind: str, size: int, tmp_path: Path) -> None:
-    """A pipe would be waited for, and a link followed."""
+    """The tier must not wait for a pipe, nor follow a link."""
     tier = FileTier(parse(f"file://{tmp_path}?capacity=1MiB"))
     keys = [bytes([i] * 16) for i in (1, 2)]
     blocks = [Block(key, bytes(HEAD_BYTES), memoryview(bytes(size))) for key in keys]

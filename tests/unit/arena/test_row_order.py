@@ -1,4 +1,4 @@
-"""raykv.integrations.data without Ray: which rows a block of Ray Data has, and which engine gets it."""
+"""raykv.integrations.data without Ray: which rows go into a block of Ray Data, and which engine gets the block."""
 
 from collections import OrderedDict
 
@@ -13,7 +13,7 @@ pytest.importorskip("pyarrow", reason="Ray Data is not installed: pip install 'r
 from raykv.integrations.data import BLOCKS, ROWS, dealt
 from raykv.keys import chain
 
-ENGINES, HEADERS, CACHED = 2, 40, 5  # CACHED: headers, in an engine
+ENGINES, HEADERS, CACHED = 2, 40, 5  # CACHED: how many headers an engine's own cache holds
 
 
 def keys(path: list[int]) -> NDArray[np.uint8]:
@@ -21,14 +21,14 @@ def keys(path: list[int]) -> NDArray[np.uint8]:
 
 
 def batch(prompts: int) -> list[NDArray[np.uint8]]:
-    """Each of one header of 10 blocks and 2 of its own, at random."""
+    """Prompts in random order, each of a header's 10 blocks and 2 blocks of its own."""
     random = np.random.default_rng(0)
     headers = random.integers(HEADERS, size=prompts)
     return [keys([100 + int(header)] * 10 + [1000 + i] * 2) for i, header in enumerate(headers)]
 
 
 def computed(prompts: list[NDArray[np.uint8]], blocks: list[list[int]]) -> list[int]:
-    """By each engine, which take blocks in turn and have caches of their own, by LRU."""
+    """How many blocks each engine computes. Engines take blocks of rows in turn, and have an LRU cache each."""
     done = []
     for engine in range(ENGINES):
         cache, lacking = OrderedDict[bytes, None](), 0

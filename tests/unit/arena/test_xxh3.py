@@ -1,4 +1,4 @@
-"""The checksum that is computed while a block is copied is the xxhash library's, and the copy is the block."""
+"""A checksum that is computed during a copy equals the xxhash library's, and the copy is right."""
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ from raykv.arena import block_copy, checksum
 from raykv.arena.xxh3 import ROW, SHORTEST, STRIPE
 from raykv.system.jit import compile_all
 
-MARGIN = 2 * STRIPE  # around each copy, to stay as it is
+MARGIN = 2 * STRIPE  # around each copy; must not change
 Bytes = NDArray[np.uint8]
 stripes = st.integers(0, 40).map(lambda number: number * STRIPE)
 parts = st.one_of(st.lists(stripes, min_size=1, max_size=6), st.lists(st.integers(0, 3000), min_size=1, max_size=6))
@@ -20,12 +20,12 @@ offsets = st.sampled_from([0, 8, STRIPE - 1])
 
 @pytest.fixture(scope="module", autouse=True)
 def kernels() -> None:
-    """Compiled before an example is timed."""
+    """Compile the kernels before an example is timed."""
     compile_all("raykv.arena")
 
 
 def buffers(n: int, size: int, offset: int) -> Bytes:
-    """(n, size), each row so many bytes after a multiple of STRIPE, in a buffer with a margin on both sides."""
+    """(n, size) rows, each `offset` bytes after a multiple of STRIPE, in a buffer with a margin on both sides."""
     pitch = -(-(size + STRIPE + 2 * MARGIN) // STRIPE) * STRIPE
     memory = np.full(n * pitch + STRIPE, 255, np.uint8)
     start = -memory.ctypes.data % STRIPE
@@ -33,7 +33,7 @@ def buffers(n: int, size: int, offset: int) -> Bytes:
 
 
 def root(view: Bytes) -> Bytes:
-    """All of the buffer."""
+    """The whole buffer of a view."""
     return view if view.base is None else root(view.base)
 
 

@@ -1,4 +1,4 @@
-"""The thread of a client while nobody calls: it rests until the next heartbeat, and is there when it is needed."""
+"""While nobody calls, a client's thread rests until the next heartbeat. It wakes when it is needed."""
 
 import socket
 import threading
@@ -24,7 +24,7 @@ class Line:
     def __init__(self, pool: str) -> None:
         self.connection, self.theirs = socket.socketpair()
         self.alive, self.looks, self.asked = True, 0, list[str]()
-        self.waited = dict[str, float]()  # for the last answer to each method
+        self.waited = dict[str, float]()  # by method, how long the last call was ready to wait
 
     def find(self) -> bool:
         self.asked.append("find")
@@ -46,7 +46,7 @@ class Line:
         pass
 
     def close(self) -> None:
-        self.alive = True  # from the next `find` on
+        self.alive = True  # the directory that the next `find` finds
         self.connection.close()
         self.theirs.close()
         self.connection, self.theirs = socket.socketpair()
@@ -54,7 +54,7 @@ class Line:
 
 @pytest.fixture
 def client(monkeypatch: pytest.MonkeyPatch) -> Iterator[DirectoryClient]:
-    """One that rests, and for long."""
+    """A client whose thread rests for long."""
     monkeypatch.setattr(directory_client, "DirectoryLine", Line)
     monkeypatch.setattr(tending, "TEND_S", 0.01)
     monkeypatch.setattr(tending, "HEARTBEAT_AFTER_S", 1000.0)
@@ -100,7 +100,7 @@ def test_a_connection_that_ends_meanwhile_is_found_anew(client: DirectoryClient)
 def test_nothing_waits_for_a_directory_longer_than_the_deadline_or_a_probe(
     client: DirectoryClient, deadline: float
 ) -> None:
-    """The thread that asks looks for another directory only afterwards: until then all is a miss."""
+    """The thread that asks looks for another directory only after the answer is due. Until then all is a miss."""
     line: Any = client.line
     client.deadline = deadline
     client.pin(bytes(KEY_BYTES))
@@ -142,14 +142,14 @@ def interrupted(*_: object) -> None:
 def test_what_was_counted_is_told_before_the_thread_rests(client: DirectoryClient) -> None:
     counter: Any = Counted()
     client.metrics._metrics["saved_tokens_total"] = counter
-    for total in (1, 2):  # the second within EXPORT_S of the first
+    for total in (1, 2):  # the second count comes within EXPORT_S of the first
         client.metrics.add("saved_tokens_total", 1, model="m")
         client.release(1)
         eventually(lambda total=total: counter.sum == total)  # type: ignore[misc]
 
 
 class Counted:
-    """Stands in for Ray's metric."""
+    """A stand-in for Ray's metric."""
 
     sum = 0.0
 

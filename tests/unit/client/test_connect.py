@@ -1,4 +1,4 @@
-"""A process that is to join a Ray cluster which is not there is told so at once."""
+"""An attempt to join a Ray cluster that does not exist fails at once."""
 
 import socket
 
@@ -20,7 +20,7 @@ import raykv
 )
 def test_a_wrong_ray_address_is_named(address: str, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as bound:
-        bound.bind(("127.0.0.1", 0))  # and nobody listens
+        bound.bind(("127.0.0.1", 0))  # taken, but nobody listens
         given = address.format(closed=bound.getsockname()[1])
         monkeypatch.setenv("RAY_ADDRESS", given)
         with pytest.raises(raykv.PoolNotFound, match=rf"RAY_ADDRESS='.*{says}.*ray start --head.*unset it") as raised:

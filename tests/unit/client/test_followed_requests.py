@@ -1,4 +1,4 @@
-"""Lines of requests, from a client to who follows: bounded at every step, and checked by who takes them."""
+"""Lines of requests go from a client to followers. They are bounded at every step, and checked by the receiver."""
 
 from typing import Any
 
@@ -27,7 +27,7 @@ def lines(*numbers: int) -> tuple[bytes, ...]:
 def test_a_follower_gets_what_was_reported_since_and_no_other_follower_takes_it() -> None:
     followers = Followers()
     assert not followers.there(0.0)
-    followers.report(lines(1), 0, 0.0)  # nobody follows
+    followers.report(lines(1), 0, 0.0)  # at this time nobody follows
     cursor = followers.follow((0, 0, 0), 5, NAMES, 10.0).cursor
     assert followers.there(10.0 + FOLLOW_S - 0.1) and not followers.there(10.0 + FOLLOW_S)
     followers.report(lines(2, 3), 4, 11.0)
@@ -53,7 +53,7 @@ def test_what_is_left_out_is_counted(steps: list[tuple[int, int, bool]]) -> None
             answer = followers.follow(cursor, 1, NAMES, now)
             assert len(answer.lines) <= LINES_PER_ANSWER
             cursor, seen, left_out = answer.cursor, seen + told(answer), left_out + answer.left_out
-        followers.follow(cursor, 1, NAMES, now)  # another keeps on following
+        followers.follow(cursor, 1, NAMES, now)  # another follower goes on
     while (answer := followers.follow(cursor, 1, NAMES, now)).lines or answer.left_out:
         cursor, seen, left_out = answer.cursor, seen + told(answer), left_out + answer.left_out
     assert seen == sorted(set(seen)) and len(seen) + left_out == reported

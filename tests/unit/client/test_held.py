@@ -1,4 +1,4 @@
-"""What a client's next call tells."""
+"""What a client's next call tells the directory about its leases and reservations."""
 
 import numpy as np
 

@@ -1,4 +1,4 @@
-"""Keys: equal prefixes and only those have equal keys, in whatever form the tokens come."""
+"""Equal prefixes have equal keys, and other prefixes do not, in whatever form the tokens come."""
 
 import copy
 import hashlib
@@ -30,11 +30,11 @@ SIZES = st.integers(1, 6)
 
 @pytest.fixture(scope="module", autouse=True)
 def loaded() -> None:
-    sha256.load()  # else the first example may take a second
+    sha256.load()  # otherwise the first example may take a second
 
 
 def first_change(one: Any, other: Any) -> int:
-    """Number of leading keys that are equal; asserts that none is after that."""
+    """How many leading keys are equal. AssertionError if a later key is equal."""
     same = [bool((a == b).all()) for a, b in zip(one, other, strict=True)]
     leading = len(list(takewhile(bool, same)))
     assert not any(same[leading:])
@@ -42,7 +42,7 @@ def first_change(one: Any, other: Any) -> int:
 
 
 def reference(secret: bytes, tokens: list[int], block_tokens: int, **more: bytes) -> list[bytes]:
-    """Independent of raykv.keys: written from its description alone."""
+    """Keys by an implementation independent of raykv.keys, written from the description alone."""
 
     def pack(*parts: bytes) -> bytes:
         return b"".join(struct.pack("<Q", len(part)) + part for part in parts)
@@ -65,7 +65,7 @@ def test_keys_of_a_release_never_change() -> None:
     assert [key.tobytes() for key in chain(base, tokens, 3)] == reference(b"a secret", tokens, 3)
     named = chain(base, tokens, 2, lora="ü", salt=b"s")
     assert [key.tobytes() for key in named] == reference(b"a secret", tokens, 2, lora="ü".encode(), salt=b"s")
-    # Keys outlive a release of raykv in durable tiers, and Python's and numpy's: these must not change
+    # Durable tiers keep keys across releases of raykv, Python and numpy: these must not change
     held = "91e347f836f56079f9832a05d289058e", "e8e332ba7fb549f2ea601824a6c9b8e4"
     for same in (tokens, tuple(tokens), np.array(tokens), np.array(tokens, np.uint32), [np.int64(t) for t in tokens]):
         made = [key.tobytes().hex() for key in chain(base, same, 3)]
@@ -79,7 +79,7 @@ def test_keys_of_a_release_never_change() -> None:
 
 
 def test_what_marshal_writes_of_plain_ints_is_read_as_it_is() -> None:
-    """Else their keys were equal, but each would take a Python step."""
+    """If it were not, keys would still be equal, but each token would take a step in Python."""
     assert marshal.dumps([1, -2], 2) == b"[\2\0\0\0i\1\0\0\0i\xfe\xff\xff\xff"
     read = keys_module._from_plain_ints([1, -2, 2**31 - 1])
     assert read is not None and read.tolist() == [1, -2, 2**31 - 1] and keys_module._from_plain_ints([1, 2**31]) is None

@@ -1,4 +1,4 @@
-"""A reader whose question for staging slots was not answered, on the lease that it streams by."""
+"""A reader streams by a lease, and its question for staging slots gets no answer."""
 
 from types import SimpleNamespace
 from typing import Any

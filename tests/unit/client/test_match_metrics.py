@@ -1,4 +1,4 @@
-"""What a match counts of the blocks that it found, and for whom."""
+"""The metrics that a match counts: which blocks it found, and for which tenant."""
 
 import hashlib
 from types import SimpleNamespace
@@ -23,7 +23,7 @@ SALTED = CacheId("m", 16, 4096, b"", tenant_of("acme", SECRET))
 
 
 def session(exporter: Exporter) -> Any:
-    """Of a process without a store, whose directory finds nothing."""
+    """The session of a process without a store. Its directory finds nothing."""
     directory = SimpleNamespace(
         metrics=exporter, requests=RequestReport(), client=1, release=lambda lease: None, drop=list
     )
@@ -57,8 +57,8 @@ def test_only_what_an_engine_asks_for_is_a_look_up() -> None:
     exporter = Exporter("p")
     cache = KVCache(session(exporter), SALTED, bytes(32), 1.0)
     keys = Keys(np.frombuffer(b"".join(KEYS[:BLOCKS]), np.uint8).reshape(-1, 16), SALTED)
-    assert not cache.prefetch(keys)  # the stand-in answers at once
-    Match(cache.session, keys, 1.0).ask()  # as a drain, and a swap that is tried again
+    assert not cache.prefetch(keys)  # the stand-in for the directory answers at once
+    Match(cache.session, keys, 1.0).ask()  # a drain asks so, and a swap that is tried again
     assert not added(exporter, "asked_tokens_total") and not added(exporter, "lookups_total")
     cache.match(keys)
     assert sum(added(exporter, "asked_tokens_total").values()) == 16 * BLOCKS
@@ -88,4 +88,4 @@ def test_a_salt_is_told_by_its_hash_and_no_salt_by_nothing() -> None:
     cache = KVCache(session(Exporter("p")), SALTED._replace(tenant=""), bytes(32), 1.0)
     keys = cache.keys(range(32), salt="acme")
     assert keys[:1].cache.tenant == tenant_of("acme", SECRET) and not cache.keys(range(32)).cache.tenant
-    assert cache.match(keys).num_blocks == 0  # the cache takes them
+    assert cache.match(keys).num_blocks == 0  # the cache accepts the keys

@@ -1,4 +1,4 @@
-"""Threads of async callers: so many work at a time, and who waits for others takes up no seat."""
+"""Threads of async callers: a bounded number works at a time. A thread that waits for others does not count."""
 
 import threading
 from concurrent.futures import Future
@@ -32,7 +32,7 @@ def test_no_more_work_at_a_time_than_there_are_seats_also_after_they_waited() ->
     def work() -> None:
         nonlocal working, most
         with giving_way():
-            start.wait(PATIENCE_S)  # all are here, and go on at once
+            start.wait(PATIENCE_S)  # until all are here; then all go on at once
         with lock:
             working += 1
             most = max(most, working)

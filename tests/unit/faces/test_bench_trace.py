@@ -1,4 +1,4 @@
-"""Traces in three formats, and the exact caches that a pool is held against."""
+"""Traces in three formats, and the exact caches that a pool is compared with."""
 
 import itertools
 import json
@@ -94,7 +94,7 @@ def test_a_session_stays_on_a_node() -> None:
 
 
 def test_no_cache_serves_more_than_the_optimum() -> None:
-    """Of all ways to evict, by trying them on prompts of one block."""
+    """Tries all ways to evict, on prompts of one block."""
     random = np.random.default_rng(4)
     for _ in range(30):
         requests = [Request([int(block)], 512) for block in random.integers(0, 4, 7)]
@@ -104,7 +104,7 @@ def test_no_cache_serves_more_than_the_optimum() -> None:
 
 
 def every_way(requests: list[Request], capacity: int) -> list[list[int]]:
-    """The hits of each cache that evicts any block when there is no room."""
+    """The hits of every cache that evicts some block whenever there is no room."""
     ways: list[tuple[frozenset[int], list[int]]] = [(frozenset(), [])]
     for request in requests:
         (block,) = request.ids
@@ -126,7 +126,7 @@ def test_the_optimum_keeps_a_prompts_beginning() -> None:
 
 
 def test_a_pool_says_where_tokens_were_read(tmp_path: Path) -> None:
-    """Two sessions in turn on two nodes. In turn of requests each turn is on the other node."""
+    """Two sessions take turns on two nodes. If requests go round, a session's next turn is on the other node."""
     lines = []
     for turn, session in ((0, 0), (0, 1), (1, 1), (1, 0), (2, 0), (2, 1)):
         ids = list(range(100 * session, 100 * session + 4 * turn + 4))
@@ -142,7 +142,7 @@ def test_a_pool_says_where_tokens_were_read(tmp_path: Path) -> None:
 
 
 def test_a_pool_that_is_told_what_ends_and_what_waits_keeps_the_rest(tmp_path: Path) -> None:
-    """Room for one and a half of the prompts. Session 0 ends; 1 waits long; 2 goes on at once, twice."""
+    """There is room for one and a half prompts. Session 0 ends, 1 waits long, and 2 goes on at once, twice."""
     lines = []
     for at, session, last in ((0, 2, 0), (1, 0, 1), (2, 1, 0), (3, 2, 0), (4, 2, 1), (100, 1, 1)):
         ids = list(range(100 * session, 100 * session + 8))

@@ -1,4 +1,4 @@
-"""Sizes mean the same in Python, in a shell and in a tier's URL; settings that are not possible are refused."""
+"""Sizes mean the same in Python, in a shell and in a tier's URL. Impossible settings are refused."""
 
 import re
 from dataclasses import replace
@@ -114,7 +114,7 @@ def test_the_bytes_of_a_memory() -> None:
     ("setting", "message"),
     [
         ({"name": "a/b"}, "pool name 'a/b'"),
-        ({"name": "-x"}, "pool name '-x'"),  # a shell takes it for an option
+        ({"name": "-x"}, "pool name '-x'"),  # commands would take it for an option
         ({"locality": 0.5}, "locality=0.5"),
         ({"transport": "pigeon"}, "transport='pigeon'"),
         ({"write": "twice"}, "write='twice'"),

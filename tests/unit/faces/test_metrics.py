@@ -1,4 +1,4 @@
-"""What is handed to Ray's metrics: names, totals and ages."""
+"""What raykv hands to Ray's metrics: names, totals and ages."""
 
 import sys
 from types import ModuleType
@@ -28,7 +28,7 @@ def test_names_say_their_units_as_prometheus_has_them() -> None:
 
 
 class Recorded:
-    """Stands in for Ray's metric: what was recorded."""
+    """A stand-in for Ray's metric, which keeps what was recorded."""
 
     def __init__(self) -> None:
         self.sum, self.tags = 0.0, {}  # type: float, dict[str, str]
@@ -53,7 +53,7 @@ def test_a_total_is_told_once(steps: list[tuple[int, bool]]) -> None:
 
 
 class Refusing(Recorded):
-    """As Ray's while it shuts down, or is not there yet."""
+    """A metric that fails, as Ray's do while Ray shuts down or has not started."""
 
     refuses = True
 
@@ -134,6 +134,6 @@ def test_a_process_that_left_ray_starts_none_for_its_metrics() -> None:
 
 
 def test_a_tracer_that_is_being_imported_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another thread's import puts the module there before what is in it."""
+    """While another thread imports OpenTelemetry, its module exists without its names."""
     monkeypatch.setitem(sys.modules, "opentelemetry.trace", ModuleType("opentelemetry.trace"))
     assert span("match", pool="p") is OFF

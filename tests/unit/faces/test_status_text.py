@@ -1,4 +1,4 @@
-"""What `raykv status` says of a node, and how a user names one."""
+"""How `raykv status` describes a node, and how a user names a node."""
 
 from typing import Any
 

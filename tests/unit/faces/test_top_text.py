@@ -1,4 +1,4 @@
-"""What `raykv top` makes of two looks at a pool."""
+"""The figures that `raykv top` computes from two looks at a pool."""
 
 from dataclasses import replace
 from typing import Any
@@ -35,7 +35,7 @@ def test_rates_of_a_second() -> None:
 
 
 def test_what_is_not_known_is_not_made_up() -> None:
-    """Nobody asked; a store that restarted, or does not answer; a directory that took over, or does not answer."""
+    """Nobody asked, or a store or directory restarted or does not answer."""
     history = History()
     first = overview({"a": member(10), "b": member(5)}, lookups=100, hits=50)
     history.add(first, 1.0)

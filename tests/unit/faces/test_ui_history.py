@@ -1,4 +1,4 @@
-"""What `raykv ui` makes of one look at a pool after another: sums that never fall, and events."""
+"""From successive looks at a pool `raykv ui` makes sums that never fall, and events."""
 
 import itertools
 from dataclasses import replace
@@ -28,7 +28,7 @@ def pulled(count: int) -> Sight:
 
 
 def history(*sights: Sight) -> History:
-    """Of a look a second."""
+    """The history of looks, one each second."""
     found = History()
     for now, sight in enumerate(sights, 1):
         found.add(sight, float(now))
@@ -41,7 +41,7 @@ def sums(name: str, *sights: Sight) -> list[float | None]:
 
 
 def told(*sights: Sight) -> list[str]:
-    """Events, without the first, with their kinds."""
+    """The events after the first, with their kinds."""
     return [f"{event['kind']}: {event['text']}" for event in history(*sights).since(0)["events"][1:]]
 
 

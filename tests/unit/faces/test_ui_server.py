@@ -1,4 +1,4 @@
-"""Doors of the page: under which names it answers, and what opens it where Ray asks for a token."""
+"""Access to the page: the host names under which it answers, and the token that it asks for if Ray does."""
 
 import ast
 import os
@@ -32,7 +32,7 @@ app = application(lambda after: {}, "the.page")
 
 
 def said(code: str, token: str = "") -> Any:
-    """What a process prints, that has one mode of authentication: with this token, or without any."""
+    """The output of a process in which Ray authenticates by this token, or with "" not at all."""
     env = {**os.environ, "RAY_AUTH_MODE": "token" if token else "disabled", "RAY_AUTH_TOKEN": token}
     done = subprocess.run([sys.executable, "-c", ASK + code], env=env, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""Which chunks routers are told of, and when they are told that these are gone."""
+"""Which chunks are published to routers, and when routers hear that chunks are gone."""
 
 import random
 from collections import Counter
@@ -20,7 +20,7 @@ from raykv.integrations.vllm.events.published import (
 
 
 class Routers:
-    """A Published that asks a pool, and what routers make of its changes. counts: of those that count."""
+    """A Published that asks a pool, and the indices of its routers. counts: the index of routers that count."""
 
     def __init__(self, chunks: int = 100, refresh_steps: int = 1000) -> None:
         self.published = Published(600.0, refresh_steps, chunks)
@@ -34,7 +34,7 @@ class Routers:
             self.published.offer(chunk, chunk, self.now)
 
     def ask(self, seconds: float = 0.0, limit: int = 100) -> list[Change]:
-        """Some time later the directory is asked, and routers are told."""
+        """Ask the directory after some seconds, and tell routers. Returns the changes."""
         self.now += seconds
         asked = self.published.to_ask(limit, True, self.now)
         assert len(asked) == len(set(asked)) <= limit
@@ -53,7 +53,7 @@ class Routers:
         return list(changes)
 
     def told(self, *chunks: bytes) -> None:
-        """The pool has these, and routers know."""
+        """The pool gets these chunks, and routers hear of them."""
         self.pool.update(chunks)
         self.offer(*chunks)
         assert self.ask(AGAIN_S) == [Change(chunk, 0, True) for chunk in chunks]
@@ -71,11 +71,11 @@ def test_a_chunk_is_told_once_the_pool_has_it() -> None:
     routers.offer(b"a", b"b")
     assert routers.published.waits and not routers.ask(AGAIN_S)
     routers.pool = {b"b"}
-    assert not routers.ask()  # it was asked just now
+    assert not routers.ask()  # the directory was asked just now
     assert routers.ask(AGAIN_S) == [Change(b"b", 0, True)]
     routers.offer(b"b")
-    assert not routers.ask(AGAIN_S)  # known
-    assert not routers.ask(OFFERED_S) and not routers.published.waits  # the pool has refused it
+    assert not routers.ask(AGAIN_S)  # routers know already
+    assert not routers.ask(OFFERED_S) and not routers.published.waits  # the pool has refused the chunk
 
 
 def test_a_chunk_is_removed_that_was_twice_not_there() -> None:
@@ -83,7 +83,7 @@ def test_a_chunk_is_removed_that_was_twice_not_there() -> None:
     routers.pool.clear()
     assert not routers.ask() and not routers.ask(ABSENT_S / 2)
     routers.pool.add(b"first")
-    assert not routers.ask(ABSENT_S)  # it came back
+    assert not routers.ask(ABSENT_S)  # the chunk came back
     routers.pool.clear()
     assert not routers.ask()
     assert routers.ask(ABSENT_S) == [Change(b"first", 1, False)]

@@ -1,4 +1,4 @@
-"""Scheduling by what is cached: properties of `plan`, `order` and `split`, on engines without a model."""
+"""Properties of `plan`, `order` and `split`, on engines without a model."""
 
 import json
 from functools import partial
@@ -21,12 +21,12 @@ SPEED = Speed(step_s=0.1, token_s=0.01, tokens=16)
 
 
 def keys(path: list[int]) -> NDArray[np.uint8]:
-    """Of a prompt by its blocks: each key stands for all blocks before it."""
+    """Keys of a prompt. A key depends on its block and all blocks before it."""
     rows = [b"".join(block.to_bytes(1, "big") for block in path[: i + 1]).ljust(16, b"\xff") for i in range(len(path))]
     return np.frombuffer(b"".join(rows), np.uint8).reshape(len(path), 16)
 
 
-prompts = st.lists(st.integers(0, 2), max_size=6).map(keys)  # few blocks, so that many are shared
+prompts = st.lists(st.integers(0, 2), max_size=6).map(keys)  # few different blocks, so that many are shared
 
 
 @st.composite
@@ -89,7 +89,7 @@ def test_a_step_is_within_its_budget_and_nobody_is_passed_over_for_long(
             assert not any(each.arrival > late.arrival for each in started)
 
 
-@given(jobs(), st.integers(9, 40))  # the longest job takes 9
+@given(jobs(), st.integers(9, 40))  # the longest job takes 9 blocks
 def test_every_request_is_served_once_however_few_blocks_there_are(asked: list[Job], blocks: int) -> None:
     for patience in (0.0, PATIENCE_S, 1e9):
         engine = served(asked, blocks, partial(plan, patience=patience))
@@ -98,7 +98,7 @@ def test_every_request_is_served_once_however_few_blocks_there_are(asked: list[J
 
 @given(jobs())
 def test_no_block_is_computed_twice_while_the_cache_keeps_it(asked: list[Job]) -> None:
-    """So nobody computes less; whole prompts that are cached compute their last token."""
+    """So no plan computes less. Prompts that are cached as a whole still compute their last token."""
     engine = served(asked, 1000, partial(plan, patience=PATIENCE_S))
     known: set[bytes] = set()
     least = 0
@@ -140,7 +140,7 @@ def test_the_least_to_compute_goes_first_until_one_has_waited_too_long() -> None
 
 
 def computed(found: list[NDArray[np.uint8]], ranked: list[int], blocks: int) -> int:
-    """Blocks that a cache of so many, with plain LRU, lacks."""
+    """How many blocks of the prompts, in this order, miss a plain LRU cache of `blocks` blocks."""
     cache: list[bytes] = []
     lacking = 0
     for i in ranked:

@@ -1,6 +1,6 @@
-"""Our storage is what SGLang makes and calls, by its sources; and says what is missing where SGLang is not installed.
+"""By SGLang's sources, our storage is what SGLang makes and calls. Without SGLang it says what is missing.
 
-`make contract` brings the sources. That its methods do what they are called for is in tests/engines/test_sglang.py.
+`make contract` brings the sources. tests/engines/test_sglang.py tests what the methods do.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from helpers.project.pages import ROOT
 from helpers.project.signatures import Function, Package, is_abstract, signature
 
 OURS = Package(ROOT).methods("raykv.integrations.sglang.storage", "RayKVStorage")
-# what we read of theirs
+# names of SGLang that we use
 READ = {
     f"{STORAGE}.HiCacheStorageConfig": (
         "model_name extra_config is_mla_model tp_rank tp_size pp_rank pp_size attn_cp_rank attn_cp_size "

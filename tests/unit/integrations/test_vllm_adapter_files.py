@@ -1,4 +1,4 @@
-"""What workers tell of the LoRA adapters that they loaded, and from which files."""
+"""Workers tell which LoRA adapters they loaded, and from which files."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from raykv.integrations.vllm.worker.loads import REST_NS, Loads, digest_of, file
 
 
 def write(folder: Path, weights: str, seconds_ago: int = 60) -> str:
-    """An adapter's files, last written so long ago as far as its modification time says."""
+    """Write an adapter's files, with modification times so many seconds ago."""
     folder.mkdir(exist_ok=True)
     for name, text in (("adapter_config.json", "{}"), ("adapter_model.safetensors", weights)):
         (folder / name).write_text(text)
@@ -71,7 +71,7 @@ def weights(loads: Loads, adapter: int) -> bytes:
 def test_other_weights_of_a_name_have_another_number_and_the_same_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever vLLM's id is: an adapter that is unloaded and loaded gets a new one."""
+    """vLLM's id does not matter: an adapter that is unloaded and loaded again gets a new id."""
     now = time.time_ns()
     monkeypatch.setattr("raykv.integrations.vllm.worker.loads.time.time_ns", lambda: now + 60 * REST_NS)
     one, other = (files_of(write(tmp_path / name, name)) for name in ("one", "other"))
@@ -100,7 +100,7 @@ def test_files_at_rest_are_hashed_once(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_all_ranks_tell_before_an_adapter_has_a_name() -> None:
-    """Each counts its own loads."""
+    """Each rank counts its own loads."""
     told, one, two = ToldAdapters(2), Load("a", 1, b"weights"), Load("a", 2, b"weights")
     question = told.ask()
     assert not told.tell({0: Told(question, {7: one})})

@@ -1,4 +1,4 @@
-"""What a chunk is said to hold is what was computed into its blocks, however vLLM's scheduler got there."""
+"""A chunk's digest tells the tokens that were computed into its blocks, however vLLM scheduled them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def a_request(name: str, tokens: list[int], **fields: Any) -> Request:
 
 @dataclass
 class Engine:
-    """vLLM's side of a few requests: which blocks they have, and what is computed of them."""
+    """vLLM's side of a few requests: the blocks of each, and how many tokens are computed."""
 
     requests: dict[str, Request] = field(default_factory=dict)
     blocks: dict[str, list[int]] = field(default_factory=dict)
@@ -42,9 +42,9 @@ class Engine:
         self.contents = Contents({0: BLOCK}, PER_CHUNK, self.requests.__getitem__)
 
     def begin(self, request: Request, found: list[int], tokens: int) -> None:
-        """Schedule the first tokens of a request, after those of blocks that it has already; also of one that goes on.
+        """Schedule the first tokens of a request, or of a session's next turn, after those in blocks that it has.
 
-        found: these blocks.
+        found: the blocks that it has.
         """
         self.requests[request.request_id] = request
         self.blocks[request.request_id] = list(found)
@@ -54,7 +54,7 @@ class Engine:
         self._schedule(request, tokens, new=False)
 
     def resume(self, request: Request, tokens: int) -> None:
-        """From the start: it was preempted."""
+        """Schedule a request from its start again, after a preemption."""
         request.num_computed_tokens, self.blocks[request.request_id] = 0, []
         self._schedule(request, tokens, new=False, resumed=True)
 
@@ -84,14 +84,14 @@ class Engine:
         self.contents.finish(request)
 
     def stored(self, request: Request, blocks: list[int], first: int = 0, tail: int = 0) -> bytes | None:
-        """Digests of the chunks that a job stores from these blocks. first: the number of the first."""
+        """Digests of the chunks that a job stores from these blocks. first: number of the first block."""
         groups = {0: ChunksOfLayers({}, first // PER_CHUNK, tail)}
         job = TransferJob(request.request_id, _spec(blocks, first), ChunksToStore(groups))
         self.contents.note(OffloadingConnectorMetadata({}, {1: job}))
         return job.dst_spec.digests.get(0)  # type: ignore[no-any-return]
 
     def asked(self, request: Request, blocks: list[int], first: int = 0) -> bytes:
-        """Digests that a job expects which loads into these blocks."""
+        """Digests that a job expects when it loads into these blocks."""
         self.requests[request.request_id] = request
         job = TransferJob(request.request_id, ChunksToLoad([], Origin("")), _spec(blocks, first))
         self.contents.note(OffloadingConnectorMetadata({1: job}, {}))
@@ -103,7 +103,7 @@ def _spec(blocks: list[int], first: int) -> GPULoadStoreSpec:
 
 
 def expected(tokens: list[int], **fields: Any) -> bytes:
-    """Of the whole chunks of a prompt, by an engine that has nothing."""
+    """Digests of the whole chunks of a prompt, by an engine that has nothing."""
     return Engine().asked(a_request("reader", tokens, **fields), list(range(1, len(tokens) // CHUNK * PER_CHUNK + 1)))
 
 
@@ -124,7 +124,7 @@ def test_a_prompt_is_the_same_however_it_is_cut(tokens: list[int], steps: list[i
 
 @given(TOKENS, st.lists(st.integers(0, 9), min_size=1, max_size=2 * CHUNK))
 def test_tokens_that_are_guessed_count_once_they_are_known(tokens: list[int], sampled: list[int]) -> None:
-    """As with asynchronous scheduling: a token is scheduled before it is sampled."""
+    """With asynchronous scheduling a token is scheduled before it is sampled."""
     engine, request = Engine(), a_request("writer", tokens)
     engine.begin(request, [], len(tokens))
     for token in sampled:
@@ -150,7 +150,7 @@ def test_a_finished_request_has_what_it_held(tokens: list[int], later: list[int]
 
 @given(TOKENS, st.lists(st.integers(0, 9), min_size=1, max_size=2 * CHUNK))
 def test_who_goes_on_from_blocks_of_others_says_the_same(tokens: list[int], more: list[int]) -> None:
-    """From vLLM's own prefix cache, and from what was loaded."""
+    """The blocks come from vLLM's own prefix cache, or were loaded."""
     engine, first = Engine(), a_request("first", tokens)
     engine.begin(first, [], len(tokens))
     shared = engine.blocks["first"][: len(tokens) // BLOCK]
@@ -180,7 +180,7 @@ def test_a_session_says_what_it_kept(tokens: list[int], dropped: int, turn: list
     said = [*kept, *turn]
     blocks = engine.blocks["session"][: len(said) // CHUNK * PER_CHUNK]
     assert engine.stored(grown, blocks) == expected(said)
-    twice = [*engine.blocks["session"][: len(kept) // BLOCK], *blocks][: len(blocks)]  # what vLLM 0.32 takes it for
+    twice = [*engine.blocks["session"][: len(kept) // BLOCK], *blocks][: len(blocks)]  # vLLM 0.32 may take these
     if twice != blocks:
         assert engine.stored(grown, twice) != expected(said)
 
@@ -196,13 +196,13 @@ def test_other_blocks_are_told(tokens: list[int], data: st.DataObject) -> None:
 
 @pytest.mark.parametrize("ours", [True, False])
 def test_blocks_that_another_connector_filled_are_not_known(ours: bool) -> None:
-    """They held something else before."""
+    """The blocks held other tokens before."""
     tokens = list(range(3 * CHUNK))
     engine, before, request = Engine(), a_request("before", tokens[::-1]), a_request("request", tokens)
     engine.begin(before, [], len(tokens))
     blocks = engine.blocks["before"][: 2 * PER_CHUNK]
     engine.finish(before)
-    engine.contents.ask("request", 0)  # its own cache has nothing
+    engine.contents.ask("request", 0)  # the engine's own cache has nothing of the request
     if ours:
         engine.asked(request, blocks)
     request.num_computed_tokens = 2 * CHUNK
@@ -212,7 +212,7 @@ def test_blocks_that_another_connector_filled_are_not_known(ours: bool) -> None:
 
 
 def test_blocks_that_vllm_has_let_go_of_are_not_missed() -> None:
-    """As those before a window, or before a state."""
+    """Such blocks lie before a window, or before a state."""
     tokens = list(range(4 * CHUNK))
     engine, request = Engine(), a_request("request", tokens)
     request.num_computed_tokens = 2 * CHUNK
@@ -232,7 +232,7 @@ def test_a_preempted_request_has_no_blocks_any_more() -> None:
     engine.contents.follow(output)
     blocks = engine.blocks["request"]
     engine.begin(other, blocks, CHUNK)
-    request.num_computed_tokens = 2 * CHUNK  # it was loading
+    request.num_computed_tokens = 2 * CHUNK  # the request was loading
     engine.finish(request)
     assert engine.stored(other, blocks) == expected([2] * CHUNK)
 

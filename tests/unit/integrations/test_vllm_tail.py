@@ -1,4 +1,4 @@
-"""The tail of a prompt: which tokens it has, and what it is called."""
+"""The tail of a prompt: its tokens and its key."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -85,7 +85,7 @@ def test_a_request_that_limits_its_transfers_has_none() -> None:
 @given(st.integers(0, 60), st.integers(0, 60), st.integers(14, 47))
 def test_it_is_asked_for_where_it_spares_more_than_a_step(computed: int, found: int, tokens: int) -> None:
     it = Tail(b"", tokens // CHUNK, tokens // CHUNK * CHUNK, tokens)
-    spared = it.stop - 1 - computed - found  # the last token is computed in any case
+    spared = it.stop - 1 - computed - found  # without the last token, which is always computed
     expected = spared > 0 and computed + found >= it.start and (found > 0 or it.stop - computed >= BLOCK)
     assert it.is_next(computed, found, BLOCK) == expected
 

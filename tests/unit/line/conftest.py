@@ -1,4 +1,4 @@
-"""Fixtures of tests of lines. A file that needs another `listener` has its own."""
+"""Fixtures for tests of lines. Files that need another `listener` have their own fixture."""
 
 from collections.abc import Iterator
 
@@ -14,7 +14,7 @@ from raykv.line.pipeline import Pipeline
 
 @pytest.fixture
 def listener() -> Iterator[Listener]:
-    """One that answers; nothing is left of it, nor of who connected to it."""
+    """A listener that answers. After the test, it and all its connections must be gone."""
     before = open_files()
     with serving(LONGEST) as listener:
         yield listener
@@ -25,7 +25,7 @@ def listener() -> Iterator[Listener]:
 
 @pytest.fixture
 def pipeline(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pipeline]:
-    monkeypatch.setattr(raykv.line.pipeline, "SEND_S", PATIENCE_S)  # its listener is alive, however busy the machine
+    monkeypatch.setattr(raykv.line.pipeline, "SEND_S", PATIENCE_S)  # the listener answers, but maybe late
     with serving() as listener:
         pipeline = Pipeline(listener.address)
         yield pipeline

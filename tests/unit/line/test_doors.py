@@ -1,6 +1,6 @@
-"""Fuzzers: whatever comes through a door, the process lives and what was stored before is read back byte for byte.
+"""Fuzzers: whatever bytes come through a door, the process lives, and stored blocks are read back unchanged.
 
-A few seconds each in the suite. For hours: RAYKV_FUZZ_SECONDS=36000 RAYKV_FUZZ_SEED=2 make fuzz
+Each runs for a few seconds in the suite. For hours: RAYKV_FUZZ_SECONDS=36000 RAYKV_FUZZ_SEED=2 make fuzz
 """
 
 import contextlib
@@ -49,12 +49,12 @@ Step = Callable[[Mutator], None]
 
 
 def some(m: Mutator, gate: Guarded) -> NDArray[np.intp]:
-    """Which blocks a message is about: any, in any order, some twice."""
+    """Numbers of the blocks that a message names: any blocks, in any order, some twice."""
     return np.array([m.randrange(len(gate.at)) for _ in range(m.randint(1, 12))])
 
 
 def twisted(m: Mutator, gate: Guarded, which: NDArray[np.intp]) -> tuple[Locations, NDArray[np.uint8]]:
-    """Locations and keys of blocks, mostly wrong somewhere."""
+    """(locations, keys) of blocks, mostly with something wrong."""
     at, keys = m.maybe(m.records, gate.at[which], 0.9), gate.keys[which]
     return at, m.maybe(lambda right: np.roll(right, 1, 0), keys, 0.1)
 
@@ -74,7 +74,7 @@ def read(m: Mutator, gate: Guarded) -> None:
     peer = arena.read_for_peer(at, keys)
     same = (at["slab"] == gate.at["slab"][which]) & (at["slot"] == gate.at["slot"][which])
     same &= (keys == gate.keys[which]).all(1) & (at["gen"] == gate.at["gen"][which]) & (at["bytes"] == SIZE)
-    moved = peer.there & ~same  # another block's location and key together
+    moved = peer.there & ~same  # location and key may both be another block's
     data = np.concatenate([run.reshape(-1) for run in peer.runs]) if peer.runs else np.zeros(0, np.uint8)
     strides = -(-at["bytes"][peer.there].astype(int) // ALIGN) * ALIGN
     assert len(data) <= int(strides.sum())
@@ -92,11 +92,11 @@ def read(m: Mutator, gate: Guarded) -> None:
     gate.there()
 
 
-# ---------------------------------------------------------------------- what is written, swept and given back
+# ---------------------------------------------------------------------- writes, sweeps, and slabs given back
 
 
 def excused(gate: Guarded, at: Locations) -> Mask:
-    """(n,) blocks in slots that these locations grant anew: of a later generation, or of a later format."""
+    """(n,) blocks whose slots these locations grant again, by a later generation or a later format."""
     lost = np.zeros(len(gate.at), np.bool_)
     for location in at:
         slab = gate.at["slab"] == location["slab"]
@@ -120,7 +120,7 @@ def writes() -> Iterator[Step]:
 
 
 def write(m: Mutator, gate: Guarded, turn: int) -> bool:
-    """Whether all blocks are still there; those need not be whose slot was granted anew."""
+    """AssertionError if a block is lost whose slot was not granted again. Returns whether all are still there."""
     arena, which = gate.arena, some(m, gate)
     at = m.maybe(m.records, (gate.grants(turn) if m.random() < 0.7 else gate.at)[which], 0.9)
     rows = gate.blocks[which]
@@ -157,7 +157,7 @@ def altered_words() -> Iterator[Step]:
 
 
 def alter(m: Mutator, gate: Guarded, words: header.Words) -> Mask:
-    """Write numbers over some words. Returns (n,) the blocks that these describe."""
+    """Write numbers over some words. Returns (n,) the blocks that these words describe."""
     changed = np.zeros(len(gate.at), np.bool_)
     first = gate.arena._shape[1] + 8 * (gate.at["slab"].astype(int) * (SLAB // ALIGN) + gate.at["slot"])
     for _ in range(m.randint(1, 3)):
@@ -199,7 +199,7 @@ def use_altered(m: Mutator, gate: Guarded, changed: Mask) -> None:
 
 
 def adopt_a_copy(arena: Arena) -> None:
-    """As a restarted store would; of a copy, whose owner is dead."""
+    """Adopt a copy of the arena's file, whose owner is dead, as a restarted store does."""
     copy = f"{arena.path}-copy"
     fd = os.open(copy, os.O_RDWR | os.O_CREAT, 0o600)
     try:
@@ -248,7 +248,7 @@ def call(m: Mutator, store: Any, gate: Guarded, which: NDArray[np.intp], grants:
         right = Transfer(at.tobytes(), keys.tobytes(), grants.tobytes())
         wrong = m.maybe(m.message, right, 0.5)
         target = np.frombuffer(wrong.target[: len(wrong.target) // 32 * 32], grants.dtype)
-        if not excused(gate, target).any():  # a grant anew, which only a directory's is
+        if not excused(gate, target).any():  # only a directory may grant slots again
             assert len(getattr(store, method)(tuple(wrong))) == len(target)
     elif method == "read":
         read = BlocksRead(*store.read(m.maybe(m.bytes_of, at.tobytes()), m.maybe(m.bytes_of, keys.tobytes(), 0.1)))
@@ -314,7 +314,7 @@ def object_store_answer(
 def nixl_answer(
     m: Mutator, gate: Guarded, which: NDArray[np.intp], request: PullRequest, nixl: Nixl
 ) -> NDArray[np.uint8]:
-    """The bytes are in the slots already, or not."""
+    """The answer of a peer over NIXL. The bytes may be in the slots already."""
     headers, info = gate.arena.read_headers(request.source, request.keys), np.zeros(len(which), BLOCK_INFO)
     info["there"], info["position"], info["sum"] = headers.there, headers.positions, headers.checksums
     data = m.maybe(m.bytes_of, info.tobytes(), 0.9)
@@ -339,7 +339,7 @@ def tier_files() -> Iterator[Step]:
 
 
 def alter_file(m: Mutator, path: Path) -> Callable[[], object]:
-    """Returns what undoes it."""
+    """Alter a file. Returns a function that undoes it."""
     right = path.read_bytes()
     path.unlink()
     kind = m.randrange(8)
@@ -379,7 +379,7 @@ def redis_values() -> Iterator[Step]:
 
 @contextlib.contextmanager
 def tier_step(tier: Tier, alter: Callable[[Mutator, bytes], Callable[[], object]]) -> Iterator[Step]:
-    """A tier with all blocks of an arena, of which a step alters some, loads all, and checks what was loaded."""
+    """The step of a tier with all blocks of an arena: alter some, load all, and check the loaded blocks."""
     with guarded() as gate:
         external = GuardedTier(lambda: tier, PRINT)
         assert external.open(b"content!")

@@ -1,4 +1,4 @@
-"""Where a directory is looked for whose socket refuses: elsewhere while it is being replaced, through Ray else."""
+"""If a directory's socket refuses, a line looks for its successor, or calls through Ray if there is none."""
 
 import pytest
 from helpers.line.echo_server import serving
@@ -11,7 +11,7 @@ from raykv.protocol.location import Address
 
 @pytest.fixture
 def in_charge(monkeypatch: pytest.MonkeyPatch) -> list[InCharge]:
-    """What Ray's internal KV says, last."""
+    """The directories that Ray's internal KV has named as in charge. The last one counts."""
     told: list[InCharge] = []
     monkeypatch.setattr("raykv.cluster.internal_kv.in_charge", lambda pool: told[-1])
     monkeypatch.setattr("raykv.cluster.named_actors.find", lambda name: name)
@@ -19,7 +19,7 @@ def in_charge(monkeypatch: pytest.MonkeyPatch) -> list[InCharge]:
 
 
 def lost(line: DirectoryLine, in_charge: list[InCharge]) -> Address:
-    """Connect to a directory, which ends. Returns where it listened."""
+    """Connect to a directory, and end the directory. Returns its address."""
     with serving() as listener:
         in_charge.append(InCharge("first", listener.address))
         assert line.find() and line.way == "socket"

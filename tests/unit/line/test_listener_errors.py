@@ -1,4 +1,4 @@
-"""An error of the system, of the listener or of its server ends no more than one connection."""
+"""An error of the system, the listener or its server ends at most one connection."""
 
 import socket
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from raykv.line.wire import frame
 def test_a_port_is_listened_at_again_after_the_system_could_not_accept(
     listener: Listener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Even if for a while it could not watch the port either."""
+    """The listener may even be unable to watch the port for a while."""
     failures = {"accept": 2, "register": 2}
 
     def failing(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
@@ -39,7 +39,7 @@ def test_a_port_is_listened_at_again_after_the_system_could_not_accept(
 
 @both
 def test_no_error_ends_the_loop(listener: Listener, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
-    """As none of memory, or a bug of ours."""
+    """Such errors are a lack of memory, or a bug of ours."""
     errors = [MemoryError(), RuntimeError("can't start new thread"), KeyError("bug")]
 
     def failing(method: Callable[..., Any]) -> Callable[..., Any]:

@@ -76,7 +76,7 @@ def test_a_flood_of_idle_connections_hinders_nobody_and_starts_no_thread() -> No
             rounds, newcomers = 0, 0
             while flooding.poll() is None or rounds < 20:
                 assert asked(honest, rounds)
-                with suppress(ConnectionError):  # pushed out by others before it proved itself: it tries again
+                with suppress(ConnectionError):  # others may push it out before its proof: then it tries again
                     newcomers += served(server.address)
                 rounds += 1
                 assert server.status()[0] == threads

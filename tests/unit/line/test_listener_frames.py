@@ -1,4 +1,4 @@
-"""A listener takes frames in any pieces and serves short frames first, whatever a peer does with its answers."""
+"""A listener takes frames in any pieces, and serves short frames first, whatever a peer does with its answers."""
 
 import socket
 import threading
@@ -48,12 +48,12 @@ def test_a_frame_longer_than_allowed_ends_the_connection(listener: Listener) -> 
 
 @both
 def test_a_peer_that_never_reads_its_answers_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has one of them waiting at most, and no question more is read."""
+    """At most one of its answers waits, and no further question is read."""
     monkeypatch.setattr(wire, "GONE_S", 0.5)
     size = 1 << 20
     with serving() as listener, friend(listener.address) as peer, friend(listener.address) as other:
         peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 0)  # it is not the one to give up
+        peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 0)  # so the peer's side does not give up
         assert asked(other)
         with pytest.raises(ConnectionError):
             for number in range(1_000_000):

@@ -1,4 +1,4 @@
-"""A listener lends connections to threads, which give them back or drop them."""
+"""A listener lends connections to threads, which give the connections back or drop them."""
 
 import random
 import socket
@@ -16,7 +16,7 @@ from raykv.line.wire import frame
 
 
 class Lender:
-    """Lends every connection whose question is empty. lent: those that it has lent."""
+    """Lends every connection whose question is empty. lent: the lent connections."""
 
     def __init__(self) -> None:
         self.lent: list[Connection] = []
@@ -28,7 +28,7 @@ class Lender:
         return None
 
     def one(self) -> Connection:
-        """That was lent last."""
+        """The connection that was lent last."""
         eventually(lambda: self.lent)
         return self.lent.pop()
 
@@ -45,7 +45,7 @@ def test_a_lent_connection_is_left_alone_until_it_is_given_back() -> None:
             more = frame(question(1)) + frame(b"") + frame(question(2)) + frame(question(3))[:5]
             lent = lend(lender, peer, more)
             assert asked(other)
-            lent.socket.setblocking(blocking)  # as it is used by a thread
+            lent.socket.setblocking(blocking)  # a thread may use it either way
             lent.socket.settimeout(PATIENCE_S)
             lent.socket.sendall(b"from another thread")
             assert wire.receive(peer, 19) == b"from another thread"
@@ -76,7 +76,7 @@ def test_a_lent_connection_that_is_dropped_or_whose_peer_is_gone_ends() -> None:
 
 @both
 def test_connections_that_threads_give_back_and_drop_at_once_are_served() -> None:
-    """Before the listener's thread has seen that it lent them, too."""
+    """A thread may do so before the listener's own thread has noted the loan."""
     rng = random.Random(3)
 
     def serve(connection: Connection, body: bytes) -> bytes | None:

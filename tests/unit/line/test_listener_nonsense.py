@@ -1,4 +1,4 @@
-"""A fuzzer says nonsense to a listener, which serves its other peers."""
+"""A fuzzer sends nonsense to a listener, which goes on serving its other peers."""
 
 import random
 import socket
@@ -24,7 +24,7 @@ HONEST = b"is always answered"
 
 
 class Fuzzer:
-    """Opens connections, says anything on them in any pieces, and closes them in any way."""
+    """Opens connections, sends any bytes in any pieces, and closes the connections in any way."""
 
     def __init__(self, seed: str) -> None:
         self.rng, self.served_by = random.Random(seed), random.Random(f"server/{seed}")
@@ -33,7 +33,7 @@ class Fuzzer:
         self.threads = ThreadPoolExecutor(4)
 
     def serve(self, listener: Listener, connection: Connection, body: bytes) -> bytes | None:
-        """Answer, refuse, or have a thread do one of both."""
+        """Answer or refuse a question, or have a thread do so."""
         if self.served_by.random() < 0.7 or body == HONEST:
             return frame(body)
         if self.served_by.random() < 0.2:
@@ -57,7 +57,7 @@ class Fuzzer:
                 self.open(address)
             else:
                 rng.choice((self.say, self.say, self.hear, self.leave))(rng.choice(self.peers))
-        except OSError:  # the listener has ended it, or says nothing
+        except OSError:  # the listener has closed the connection, or sends nothing
             pass
         if len(self.peers) > 15:
             self.leave(self.peers[0])
@@ -65,7 +65,7 @@ class Fuzzer:
     def open(self, address: Address) -> None:
         if self.rng.random() < 0.2:
             address = address._replace(token=b"guessed")
-        side = self.rng.choice((*[CLIENT] * 4, STORE, wire.LISTENER))  # the last two may not connect there
+        side = self.rng.choice((*[CLIENT] * 4, STORE, wire.LISTENER))  # this listener admits only clients
         if self.rng.random() < 0.8:
             peer: Any = wire.connect(address, side)
         else:
@@ -95,7 +95,7 @@ class Fuzzer:
 
 
 def test_nonsense_of_all_kinds_hinders_nobody(caplog: pytest.LogCaptureFixture) -> None:
-    """For an hour: RAYKV_FUZZ_SECONDS=14400. RAYKV_FUZZ_SEED=2 is another one."""
+    """To run for an hour: RAYKV_FUZZ_SECONDS=14400. For another seed: RAYKV_FUZZ_SEED=2."""
     end_at = time.monotonic() + SECONDS / 4
     fuzzer, before, rounds = Fuzzer(SEED), open_files(), 0
     with (

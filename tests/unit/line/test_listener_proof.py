@@ -45,7 +45,7 @@ def test_a_wrong_proof_ends_the_connection(listener: Listener, shift: int) -> No
 
 @contextmanager
 def impostor(address: Address, greet: Callable[[socket.socket], None]) -> Iterator[Address]:
-    """Who took the port of a listener that is gone: it does not know the token, and greets in its own way."""
+    """A process on the port of a listener that is gone. It does not know the token, and greets in its own way."""
 
     def serve() -> None:
         with suppress(OSError):
@@ -69,7 +69,7 @@ def sends_the_proof_back(peer: socket.socket) -> None:
 
 
 def relays_to(other: Address) -> Callable[[socket.socket], None]:
-    """It has a listener whose token is another one prove to know it."""
+    """A greeting that passes the peer's challenge on to a listener with another token."""
 
     def greet(peer: socket.socket) -> None:
         with stranger(other) as there:
@@ -81,7 +81,7 @@ def relays_to(other: Address) -> Callable[[socket.socket], None]:
 
 
 def test_who_listens_without_the_token_is_refused(listener: Listener) -> None:
-    """Before anything is asked there, and in time."""
+    """The impostor is refused in time, before it gets a question."""
     gone = listener.address._replace(token=b"of a listener that is gone")
     rng = random.Random(SEED)
 

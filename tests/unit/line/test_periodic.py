@@ -1,4 +1,4 @@
-"""A thread that repeats a step: its pauses, what wakes and ends it, and errors, which do not."""
+"""A thread that repeats a step: its pauses, what wakes it, and what ends it. Errors do not end it."""
 
 import socket
 import threading
@@ -20,7 +20,7 @@ def unexpected(error: Exception) -> None:
 
 
 def counted(pause: Pause) -> tuple[Periodic, list[float]]:
-    """A loop that notes when it took a step."""
+    """(a loop, the times at which it took a step)."""
     steps: list[float] = []
 
     def step() -> Pause:

@@ -44,7 +44,7 @@ def test_threads_and_loops_get_their_own_answers_at_once(pipeline: Pipeline) -> 
 
 
 def test_a_waiter_that_was_told_to_read_before_it_waited_reads(pipeline: Pipeline) -> None:
-    """And does not take what it was told for its answer."""
+    """The waiter does not take the signal to read for its answer."""
     first, second = send(pipeline, 1), send(pipeline, 2, seconds=0.1)
     assert pipeline.wait(first, PATIENCE_S) == expected(1)
     for _ in range(3):
@@ -53,7 +53,7 @@ def test_a_waiter_that_was_told_to_read_before_it_waited_reads(pipeline: Pipelin
 
 
 def test_no_patient_waiter_misses_its_answer_beside_hasty_ones(pipeline: Pipeline) -> None:
-    """A hasty one gives up as it reads, as it is told to read, or before."""
+    """A hasty waiter gives up while it reads, when it is told to read, or before."""
     late, stop = [0, 0], threading.Event()
 
     def patient(seed: int) -> None:

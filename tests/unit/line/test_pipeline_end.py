@@ -1,4 +1,4 @@
-"""A pipeline ends with its connection: its callers learn that at once, and no file or thread is left."""
+"""A pipeline ends with its connection. Its callers learn this at once, and no file or thread is left."""
 
 import asyncio
 import gc
@@ -40,7 +40,7 @@ def test_whoever_waits_learns_at_once_that_the_server_was_killed(server: Server)
 
     async def in_loop(number: int) -> None:
         asked = await asyncio.gather(*(aask(pipeline, number + i) for i in range(5)), return_exceptions=True)
-        for error in asked:  # all have ended: a loop that closes before that leaves them as they are
+        for error in asked:  # await all, because a loop that closes earlier leaves tasks unfinished
             assert isinstance(error, ConnectionError)
         raise asked[0]  # type: ignore[misc]
 
@@ -76,7 +76,7 @@ def test_a_peer_that_takes_nothing_is_given_up() -> None:
 
 
 def test_an_answer_to_nothing_ends_the_connection() -> None:
-    """It would be taken for the next one's."""
+    """Otherwise the next question would get this answer."""
 
     def answer_nothing(connection: socket.socket) -> None:
         connection.sendall(wire.frame(expected(1)))
@@ -103,7 +103,7 @@ def test_an_answer_longer_than_any_ends_the_connection() -> None:
 
 
 def test_connections_that_break_give_nobody_anothers_answer() -> None:
-    """In the middle of answers, of requests, of sends."""
+    """They break in the middle of answers, requests and sends."""
     rng = random.Random(2)
 
     def break_soon(connection: socket.socket) -> None:
@@ -187,7 +187,7 @@ def test_pipelines_leave_no_files_and_no_threads(server: Server) -> None:
     for i in range(10):
         use(i)
     assert open_files() <= before[0] and threading.active_count() <= before[1]
-    eventually(lambda: server.status()[1] == 2)  # what it listens to, and what wakes it
+    eventually(lambda: server.status()[1] == 2)  # only its listening socket and its waker are left
 
 
 def test_a_fork_that_ends_leaves_the_connection_alone(pipeline: Pipeline) -> None:

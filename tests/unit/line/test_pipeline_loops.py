@@ -1,4 +1,4 @@
-"""Calls of an event loop share a pipeline: cancelled calls, a closed loop, and many calls at once."""
+"""Calls from event loops share a pipeline: cancelled calls, a closed loop, and many calls at once."""
 
 import asyncio
 import gc
@@ -48,7 +48,7 @@ def test_a_loop_that_was_closed_in_the_middle_hinders_nobody(
     loop.close()
     ask(pipeline, 2)
     asyncio.run(aask(pipeline, 3))
-    task.set_name("garbage")  # else it is collected before its loop is closed
+    task.set_name("garbage")  # keeps the task alive until its loop is closed
     del task, loop
     gc.collect()
     ask(pipeline, 4)
@@ -58,7 +58,7 @@ def test_a_loop_that_was_closed_in_the_middle_hinders_nobody(
 def test_many_calls_of_one_loop_fit_through_the_socket(
     pipeline: Pipeline, new_loop: Callable[[], asyncio.AbstractEventLoop]
 ) -> None:
-    """All are sent before the loop can read: the peer takes requests only while its answers are taken."""
+    """All are sent before the loop can read, and the peer takes requests only while its answers are read."""
     count, filler = 600, bytes(100_000)
 
     async def one(number: int) -> None:

@@ -1,4 +1,4 @@
-"""A signal interrupts a caller of a pipeline, and the other callers get their answers."""
+"""A signal interrupts a caller of a pipeline, and the other callers still get their answers."""
 
 import select
 import signal
@@ -24,7 +24,7 @@ MIB = 1 << 20
 
 @contextmanager
 def interrupted_when(check: Callable[[], object]) -> Iterator[None]:
-    """The main thread gets a signal as soon as this is so."""
+    """Send the main thread a signal as soon as `check` is true."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         raise Interrupted
@@ -49,7 +49,7 @@ def interrupted_when(check: Callable[[], object]) -> Iterator[None]:
 
 @contextmanager
 def gated(*numbers: int) -> Iterator[threading.Event]:
-    """The answers to these questions wait for the event."""
+    """Yields an event. The answers to these questions wait for it."""
     gate = threading.Event()
     GATES.update(dict.fromkeys(numbers, gate))
     try:
@@ -83,12 +83,12 @@ def _wait_when_read(pipeline: Pipeline, request: Request) -> None:
 
 @pytest.mark.parametrize("what", ["wait", "look"])
 def test_a_signal_at_any_moment_leaves_the_turn_to_others(what: str) -> None:
-    """At each moment once: the pipeline has failed then, or others read."""
+    """The signal comes at each moment once. Then the pipeline has failed, or another caller reads."""
     with serving() as listener, threads(1) as executor:
         pipeline, moments = Pipeline(listener.address), list[str]()
         while True:
             request = send(pipeline, 1)
-            assert select.select([pipeline.socket], [], [], PATIENCE_S)[0]  # there is something to read
+            assert select.select([pipeline.socket], [], [], PATIENCE_S)[0]  # an answer is there to read
             with interrupted_at(len(moments), raykv.line.pipeline) as at:
                 pipeline.wait(request, PATIENCE_S) if what == "wait" else pipeline.look()
             if not at:
@@ -104,7 +104,7 @@ def test_a_signal_at_any_moment_leaves_the_turn_to_others(what: str) -> None:
 
 
 def test_a_request_that_a_signal_cut_short_is_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The rest of it would be taken out of the next one."""
+    """The peer would take the missing rest from the next request."""
     monkeypatch.setattr(raykv.line.pipeline, "SEND_S", PATIENCE_S)
     received: list[int] = []
 

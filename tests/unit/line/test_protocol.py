@@ -1,4 +1,4 @@
-"""What holds of all messages, and what they look like on a socket."""
+"""Properties of all messages, and their form on a socket."""
 
 import contextlib
 import tracemalloc
@@ -54,7 +54,7 @@ def test_messages_are_sent_as_plain_tuples() -> None:
 
 @pytest.mark.parametrize("head", [b"\xdd", b"\xdf"], ids=["arrays", "dicts"])
 def test_a_message_takes_little_memory_before_it_is_known_to_be_none(head: bytes) -> None:
-    """Each head says that as many parts follow as there are bytes: a list of them gets its memory first."""
+    """Each head claims as many parts as there are bytes, and a decoder allocates the list of parts first."""
     size = 1 << 20
     data = b"".join(head + left.to_bytes(4, "big") for left in range(size, 0, -5))
     tracemalloc.start()

@@ -1,4 +1,4 @@
-"""Sockets where Ray uses TLS: whom they let in, and what is said where they can't be."""
+"""Sockets if Ray uses TLS: which peers they admit, and what is said if TLS is impossible."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ ELSEWHERE = "192.0.2.7"
 
 @pytest.fixture
 def authority(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[trustme.CA]:
-    """That signed Ray's certificates, of which this process has one."""
+    """The authority of Ray's certificates. This process has such a certificate."""
     monkeypatch.setattr(wire, "HANDSHAKE_S", PATIENCE_S)  # a machine may be busy
     authority = trustme.CA()
     with certificates.used(tmp_path / "ours", authority=authority):
@@ -55,7 +55,7 @@ def answered(address: Address, number: int = 7, size: int = 100_000) -> bool:
 
 @contextmanager
 def stranger(address: Address, authority: trustme.CA, certified: trustme.LeafCert | None) -> Iterator[ssl.SSLSocket]:
-    """Who trusts an authority, and shows a certificate, if there is one."""
+    """A peer that trusts an authority, with a certificate or without."""
     context = ssl.create_default_context()
     authority.configure_trust(context)
     if certified:
@@ -79,7 +79,7 @@ def test_who_shows_no_certificate_of_rays_authority_is_not_let_in(
 ) -> None:
     certified = trustme.CA().issue_cert(HOST) if shown.startswith("one") else None
     with stranger(listener.address, authority, certified) as peer, pytest.raises((OSError, EOFError)):
-        if not peer.recv(1):  # in TLS 1.3 a client learns at its first read
+        if not peer.recv(1):  # in TLS 1.3 a client learns of a refusal at its first read
             raise EOFError
     with stranger(listener.address, authority, authority.issue_cert(HOST)) as peer:
         assert len(peer.recv(wire.CHALLENGE_BYTES)) == wire.CHALLENGE_BYTES, "who has one is asked for the token"
@@ -102,7 +102,7 @@ def test_who_does_not_speak_tls_is_ended_and_hinders_nobody(
         peer.sendall(said)
         assert answered(listener.address)
         with suppress(ConnectionError):
-            while peer.recv(100):  # what is wrong
+            while peer.recv(100):  # the alert that names the fault
                 pass
     eventually(lambda: not listener.unproven)
     assert "Traceback" not in caplog.text and not [line for line in caplog.records if line.levelname == "ERROR"]
@@ -113,7 +113,7 @@ def test_who_resets_before_tls_is_agreed_on_hinders_nobody(
 ) -> None:
     for _ in range(50):
         with socket.create_connection(listener.address[:2], PATIENCE_S) as peer:
-            peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")  # to close is to reset
+            peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")  # a close resets the connection
     assert answered(listener.address)
     assert not [line for line in caplog.records if line.levelname == "ERROR"]
 
@@ -121,7 +121,7 @@ def test_who_resets_before_tls_is_agreed_on_hinders_nobody(
 def test_between_two_rounds_of_answers_strangers_have_a_few_milliseconds(
     listener: Listener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A step of the handshake takes one or more, whoever asks for it."""
+    """Each step of a stranger's handshake takes a millisecond or more."""
     done: list[str] = []
 
     def noted(what: str, step: Callable[..., Any], seconds: float) -> Callable[..., Any]:
@@ -145,7 +145,7 @@ def test_between_two_rounds_of_answers_strangers_have_a_few_milliseconds(
 
 
 class Pair:
-    """Two sides of a connection that have agreed on TLS. other: of the second one, to be misused."""
+    """Two sides of a connection that have agreed on TLS. other: the second side, for misuse."""
 
     def __init__(self) -> None:
         here, there = socket.socketpair()
@@ -172,7 +172,7 @@ def pair(authority: trustme.CA) -> Iterator[Pair]:
 def test_what_comes_after_the_end_is_not_taken(pair: Pair) -> None:
     pair.other.sendall(b"last")
     with suppress(ssl.SSLError):
-        pair.other._tls.unwrap()  # says so
+        pair.other._tls.unwrap()  # announces the end of TLS
     pair.other.plain.sendall(pair.other._outgoing.read() + bytes(100_000))
     assert pair.here.recv(100) == b"last"
     assert [pair.here.recv(100) for _ in range(3)] == [b""] * 3
@@ -213,7 +213,7 @@ def test_nothing_is_received_into_nothing(pair: Pair) -> None:
 def test_who_says_too_much_before_tls_is_agreed_on_is_refused(authority: trustme.CA) -> None:
     here, there = socket.socketpair()
     with closing(tls.TlsSocket(here)) as side, there:
-        there.sendall(b"\x16\x03\x01\x40\x00" + bytes(40_000))  # half of a hello
+        there.sendall(b"\x16\x03\x01\x40\x00" + bytes(40_000))  # the first half of a hello
         with pytest.raises(ConnectionError, match="TLS"):
             for _ in range(100):
                 assert not side.shake()
@@ -289,7 +289,7 @@ def test_who_begins_and_says_no_more_is_closed_in_time(listener: Listener, monke
 def test_a_listener_with_another_certificate_is_asked_for_nothing(
     differs: str, authority: trustme.CA, tmp_path: Path
 ) -> None:
-    """Also one that knows the token."""
+    """This holds even if the listener knows the token."""
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     signer, host = (trustme.CA(), HOST) if differs == "authority" else (authority, ELSEWHERE)
     signer.issue_cert(host).configure_cert(context)
@@ -315,7 +315,7 @@ def test_a_listener_is_not_opened_where_others_would_refuse_it(authority: trustm
 
 
 def test_an_authority_that_another_one_signed_will_do(tmp_path: Path, authority: trustme.CA) -> None:
-    """As for Ray, though its file has no root."""
+    """Ray accepts it too, though its file has no root."""
     with certificates.used(tmp_path / "below", authority=authority.create_child_ca()):
         tls.check(HOST)
 

@@ -1,4 +1,4 @@
-"""`raykv bench gpu` on the stand-in for CuPy: all of its steps work, whatever its figures are worth there."""
+"""`raykv bench gpu` on the stand-in for CuPy: all its steps work, though the figures mean nothing there."""
 
 from pathlib import Path
 

@@ -22,7 +22,7 @@ def test_help_names_all_models() -> None:
 
 @pytest.mark.parametrize("model", ttft.MODELS)
 def test_every_layer_has_a_kind(model: str, tmp_path: Path) -> None:
-    """As large as the Llama, and with the pattern of its family in all layers."""
+    """Each model is as large as the Llama, and its layers have the pattern of the model's family."""
     config = AutoConfig.from_pretrained(ttft.save_model(str(tmp_path), model))
     assert config.hidden_size == ttft.SIZES["hidden_size"]
     kinds = getattr(config, "layer_types", None) or []

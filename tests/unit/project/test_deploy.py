@@ -1,4 +1,4 @@
-"""What lies in deploy/: no Kubernetes runs here, so its files are checked against what is known of their formats."""
+"""The files of deploy/. No Kubernetes runs here, so the files are checked against the schemas of their formats."""
 
 import re
 import shlex
@@ -26,10 +26,10 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]
 FILES = sorted(path for path in DEPLOY.rglob("*") if path.is_file())
 UNITS = {"Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30}
-ENDING_S = 30.0  # of `ray stop`, and for a command to attach to the pool
+ENDING_S = 30.0  # for `ray stop`, and for a command to attach to the pool
 COMMAND = re.compile(r"raykv ((?:start|stop|drain|status|resize|clear)\b[^;&|'\n`#]*)")
-# Names of the fields that may be used, below `spec`. Checked by hand against the schemas (Apache-2.0) of
-# ray-project/kuberay at feeaf72 and prometheus-operator; `...` allows whatever is below.
+# Names of the fields that files may use below `spec`, taken by hand from the schemas (Apache-2.0) of
+# ray-project/kuberay at feeaf72 and prometheus-operator. `...` allows any fields below.
 CONTAINER: dict[str, Any] = {
     **dict.fromkeys(("name", "image"), str),
     "env": {"name": str, "value": str},
@@ -81,7 +81,7 @@ def load(name: str) -> Any:
 
 
 def unknown(fields: Any, allowed: Any, where: str = "spec") -> Iterator[str]:
-    """What is there but not allowed, or of another type."""
+    """Fields that are not allowed, or have a wrong type."""
     if isinstance(fields, list):
         for field in fields:
             yield from unknown(field, allowed, f"{where}[]")
@@ -110,7 +110,7 @@ def deadline_of(command: str) -> float:
 
 
 def parsed(command: str) -> click.Context:
-    """As the `raykv` command understands it. ClickException for what it does not."""
+    """The `raykv` command's context of these arguments. ClickException if they are wrong."""
     name, *arguments = shlex.split(command)
     return main.commands[name].make_context(name, arguments)
 
@@ -130,7 +130,7 @@ def test_a_misspelt_field_is_found() -> None:
 
 @pytest.mark.parametrize("cluster", clusters(), ids=["raycluster", "rayservice"])
 def test_memory_adds_up(cluster: Any) -> None:
-    """The pool and Ray's object store fit into /dev/shm, and that into the pod, with as much beside it as they need."""
+    """The pool and Ray's object store fit into /dev/shm, and the pod has memory for /dev/shm and its processes."""
     (head,) = cluster["headGroupSpec"]["template"]["spec"]["containers"]
     start = parsed(COMMAND.findall(" ".join(head["lifecycle"]["postStart"]["exec"]["command"]))[0])
     for group in groups(cluster):
@@ -171,7 +171,7 @@ def test_the_service_is_the_same_cluster_with_gpus_and_the_application() -> None
 
 def test_the_budget_and_the_monitor_find_the_pods() -> None:
     cluster, budget, monitor = (load(name)["spec"] for name in ("raycluster", "pod-disruption-budget", "pod-monitor"))
-    given = {"ray.io/node-type": "worker"}  # by KubeRay
+    given = {"ray.io/node-type": "worker"}  # labels that KubeRay adds
     for group in groups(cluster):
         labels = group["template"]["metadata"]["labels"] | given
         assert budget["selector"]["matchLabels"].items() <= labels.items()
@@ -182,7 +182,7 @@ def test_the_budget_and_the_monitor_find_the_pods() -> None:
 
 
 def test_who_does_not_know_rays_token_reaches_nothing() -> None:
-    """Whoever Ray lets in can read the pool's secret. Only engines are asked without it, at Serve's port."""
+    """A process that Ray lets in can read the pool's secret. Without the token only Serve's port is open."""
     assert all(cluster["authOptions"] == {"mode": "token"} for cluster in clusters())
     policy = load("network-policy")["spec"]
     for group in [group for cluster in clusters() for group in groups(cluster)]:
@@ -223,7 +223,7 @@ def test_units_end_when_the_node_is_drained() -> None:
 
 
 def locked() -> dict[str, str]:
-    """Versions by names, of what the image installs. Each has a sum."""
+    """By name, the version of each package that the image installs. Each must have a hash."""
     pinned = re.findall(r"(?m)^([\w.-]+)(?:\[.*\])?==(\S+) \\\n    --hash=sha256:", (ROOT / LOCK).read_text())
     assert len(pinned) == len(re.findall(r"(?m)^\w", (ROOT / LOCK).read_text()))
     return dict(pinned)
@@ -245,7 +245,7 @@ def test_the_image_has_what_pip_needs_and_its_kernels() -> None:
     text = (DEPLOY / "Dockerfile").read_text()
     copied = re.findall(r"(?m)^COPY --chown=ray (.*) \S+$", text)
     mounted = yaml.safe_load((ROOT / "cluster.yaml").read_text())["file_mounts"].values()
-    mounts = [path for path in mounted if not path.startswith("~")]  # of the checkout
+    mounts = [path for path in mounted if not path.startswith("~")]  # paths in the checkout
     assert {word for line in copied for word in line.split()} == {*mounts, LOCK}
     ignored = (DEPLOY / "Dockerfile.dockerignore").read_text().splitlines()
     assert {line[1:] for line in ignored if line.startswith("!")} == {*mounts, LOCK}

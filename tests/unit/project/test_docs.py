@@ -1,4 +1,4 @@
-"""README.md and the pages of docs/: what they show, name and link is there, and they build."""
+"""README.md and the pages of docs/: all that they show, name and link to exists, and the pages build."""
 
 import ast
 import dataclasses
@@ -63,7 +63,7 @@ def test_every_file_and_name_exists(page: Path) -> None:
 
 @functools.cache
 def defined(file: Path) -> set[str]:
-    """Functions, classes and variables of a module, and members of its classes as `Class.member`."""
+    """Names of a module's functions, classes and variables, and of class members as `Class.member`."""
     names = set()
     tree = ast.parse(file.read_text())
     classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]

@@ -1,4 +1,4 @@
-"""How `make test` and `make full` spread the tests over their lanes."""
+"""How `make test` and `make full` spread the tests over lanes."""
 
 import re
 import subprocess
@@ -15,7 +15,7 @@ PASSED = re.compile(r"\[(gw\d)\].* PASSED (tests/\S+?)::")
 
 @pytest.mark.full
 def test_a_file_stays_in_one_lane() -> None:
-    """Fixtures of a module would else be made twice, at the same time."""
+    """Otherwise a module's fixtures would be made twice at the same time."""
     (options,) = LANES.findall((ROOT / "Makefile").read_text(encoding="utf-8"))
     lanes = [sys.executable, "-m", "pytest", "-v", *options.split(), *FILES]
     done = subprocess.run(lanes, cwd=ROOT, capture_output=True, text=True)

@@ -1,4 +1,4 @@
-"""Whatever encoding a locale has: files of raykv, of /proc and of Ray are UTF-8, and a terminal shows what it can."""
+"""In any locale, raykv reads its own files, /proc and Ray's files as UTF-8, and a terminal shows what it can."""
 
 import ast
 import os
@@ -32,7 +32,7 @@ def test_every_text_file_is_read_and_written_by_a_named_encoding() -> None:
 
 
 def unnamed(path: Path) -> list[str]:
-    """Where a file opens another one by the locale's encoding."""
+    """Calls in a file that open another file by the locale's encoding."""
     return [
         f"{path}:{call.lineno}"
         for call in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
@@ -41,7 +41,7 @@ def unnamed(path: Path) -> list[str]:
 
 
 def is_text(call: ast.Call) -> bool:
-    """Whether it opens a file as text: `open(...)`, or `read_text` and `write_text` of a path."""
+    """Whether a call opens a file as text: `open(...)`, or a path's `read_text` and `write_text`."""
     if isinstance(call.func, ast.Attribute):
         return call.func.attr in ("read_text", "write_text")
     modes = [word.value for word in call.keywords if word.arg == "mode"] + call.args[1:2]

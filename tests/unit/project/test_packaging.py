@@ -1,4 +1,4 @@
-"""What is handed out: the version, the metadata and the source distribution."""
+"""The version, the metadata and the source distribution."""
 
 import hashlib
 import shutil
@@ -38,7 +38,7 @@ def test_uplot_is_what_npm_has(file: str, sha256: str) -> None:
 def archive(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The source distribution."""
     folder = tmp_path_factory.mktemp("sdist")
-    checkout = folder / "checkout"  # a build leaves files behind
+    checkout = folder / "checkout"  # a copy, as a build leaves files behind
     ignored = shutil.ignore_patterns(".*", "build", "dist", "*.egg-info", "__pycache__")
     shutil.copytree(ROOT, checkout, symlinks=True, ignore=ignored)
     build = f"from setuptools import build_meta; print(build_meta.build_sdist({str(folder)!r}))"
@@ -49,7 +49,7 @@ def archive(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def sdist(archive: Path) -> list[str]:
-    """Names in the source distribution, without its top folder."""
+    """Paths in the source distribution, without its top folder."""
     with tarfile.open(archive) as files:
         return [str(Path(name).relative_to(Path(name).parts[0])) for name in files.getnames()]
 

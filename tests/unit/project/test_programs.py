@@ -1,4 +1,4 @@
-"""Programs that stand in strings, for another interpreter to run: mypy does not see them."""
+"""Programs in strings, which another interpreter runs: mypy does not check them."""
 
 import ast
 from importlib import import_module
@@ -11,7 +11,7 @@ OURS = ("raykv", "actors", "helpers")
 
 
 def programs(path: Path) -> list[ast.Module]:
-    """Of the strings of a file, those that are Python and import something of ours."""
+    """The strings of a file that are Python programs and import our modules."""
     texts = [
         node.value
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
@@ -22,12 +22,12 @@ def programs(path: Path) -> list[ast.Module]:
         try:
             found.append(ast.parse(dedent(text)))
         except SyntaxError:
-            continue  # prose
+            continue  # prose, not Python
     return found
 
 
 def imported(program: ast.Module) -> list[tuple[str, str]]:
-    """As (module, name in it): what a program imports of ours."""
+    """(module, name) of each of our names that a program imports."""
     return [
         (node.module, alias.name)
         for node in ast.walk(program)

@@ -1,4 +1,4 @@
-"""Which figures `make ratchet` calls worse: two sides whose times are made up, with the noise of a machine."""
+"""Which figures `make ratchet` calls worse, by made-up times of two sides with the noise of a machine."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,7 +13,7 @@ STARTS = 3
 
 
 class World:
-    """Processes take as long for everything, up to a third more by where they lie, and `slower` more for a match."""
+    """All processes take the same times, but some a third more by chance. A match takes `slower` more."""
 
     def __init__(self, seed: int, slower: float) -> None:
         self._random, self._slower = np.random.default_rng(seed), slower
@@ -26,7 +26,7 @@ class World:
 
     def _side(self, slower: float) -> Ask:
         random = self._random
-        places = 1 + 0.33 * (random.random(4) < 0.3)  # of its four processes
+        places = 1 + 0.33 * (random.random(4) < 0.3)  # a factor for each of four processes
 
         def ask(figure: str) -> list[float]:
             seconds = MATCH_S + slower * (figure == "match")

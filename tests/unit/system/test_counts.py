@@ -1,4 +1,4 @@
-"""What several threads count is counted."""
+"""No count of several threads is lost."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +16,7 @@ def test_no_thread_loses_what_another_counts() -> None:
 
     def count(thread: int) -> None:
         together.wait()
-        for kind in range(KINDS):  # a kind's first time is the one that asks Counter for a zero
+        for kind in range(KINDS):  # the first count of a kind asks Counter for a zero
             counts.add(f"{kind}", 1 + thread)
 
     with ThreadPoolExecutor(THREADS) as threads:

@@ -1,4 +1,4 @@
-"""What a line of an actor's log looks like, and whose logging is changed."""
+"""The form of a line in an actor's log, and which processes' logging raykv changes."""
 
 import io
 import logging
@@ -17,7 +17,7 @@ LOG = logging.getLogger("raykv.test_events")
 
 @pytest.fixture
 def written() -> Iterator[io.StringIO]:
-    """What is logged meanwhile, as an actor's process writes it."""
+    """The log output of this process, in the form of an actor's log."""
     output = io.StringIO()
     handler = logging.StreamHandler(output)
     handler.setFormatter(events.Logfmt(role="store", pool="p"))

@@ -1,4 +1,4 @@
-"""What to install is said by the packages of an extra, since no index has raykv."""
+"""Errors name the packages of an extra, not the extra itself, since no index has raykv."""
 
 import re
 import tomllib

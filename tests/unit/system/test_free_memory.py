@@ -1,4 +1,4 @@
-"""What a node can afford: from made-up kernel files for what this machine is not, and from a real raylet."""
+"""How much memory a node can afford, by made-up kernel files of other machines, and by a real raylet."""
 
 import os
 from collections.abc import Iterator
@@ -79,7 +79,7 @@ def test_raylet_with_its_store_on_disk(proc: Path) -> None:
 
 
 def test_raylet_of_a_container_with_a_dev_shm_of_its_own(proc: Path) -> None:
-    """Its object store takes memory of the machine, and none of this /dev/shm."""
+    """Its object store takes memory of the machine, but none of this /dev/shm."""
     for pid in (7, 8):
         (proc / f"{pid}/fd").mkdir(parents=True)
         (proc / f"{pid}/comm").write_text("raylet\n")
@@ -99,7 +99,7 @@ def test_more_than_is_free_is_a_capacity_error() -> None:
 
 @pytest.fixture
 def ray_store(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The process folder of a raylet with a 100 MiB object store, ours."""
+    """The /proc folder of a raylet of this test, with an object store of 100 MiB."""
     ray = pytest.importorskip("ray")
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     before = set(raylets.processes())

@@ -1,4 +1,4 @@
-"""What serves has all of its machine code: nobody's first call waits for a compiler."""
+"""Processes that serve have compiled all kernels before, so no call waits for a compiler."""
 
 import ast
 import importlib
@@ -27,7 +27,7 @@ def _modules(package: ModuleType) -> list[ModuleType]:
 
 
 def _python(tree: ast.AST) -> Iterator[ast.Call]:
-    """Calls in what is not itself a kernel."""
+    """Calls in plain Python functions, not in kernels."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.FunctionDef) and any("kernel" in ast.unparse(how) for how in node.decorator_list):
             continue
@@ -37,7 +37,7 @@ def _python(tree: ast.AST) -> Iterator[ast.Call]:
 
 
 def _called(module: ModuleType) -> set[Any]:
-    """The kernels that a module's Python calls."""
+    """The kernels that a module's plain Python functions call."""
     found = set()
     for call in _python(ast.parse(Path(str(module.__file__)).read_text())):
         names = ast.unparse(call.func).split(".")
@@ -63,7 +63,7 @@ def test_a_kernel_on_the_list_is_not_compiled_for_other_arguments() -> None:
 
 
 def _folder_without_home(tmp_path: Path, home: str = "/dev/null") -> subprocess.CompletedProcess[str]:
-    """The folder that a process keeps machine code in whose HOME is no folder, and what it says of it."""
+    """Run a process whose HOME is no folder. It prints its folder for machine code, and may warn."""
     unset = {"NUMBA_CACHE_DIR", "XDG_CACHE_HOME"}
     env = {name: value for name, value in os.environ.items() if name not in unset}
     env |= {"HOME": home, "TMPDIR": str(tmp_path)}
@@ -77,7 +77,7 @@ def _folder_in(tmp_path: Path, env: dict[str, str]) -> subprocess.CompletedProce
     )
 
 
-@pytest.mark.parametrize("home", ["/dev/null", "~"])  # "~" stays "~" where this user is not in /etc/passwd
+@pytest.mark.parametrize("home", ["/dev/null", "~"])  # "~" stays "~" if this user is not in /etc/passwd
 def test_without_a_home_all_processes_of_a_user_share_one_folder(tmp_path: Path, home: str) -> None:
     first, second = _folder_without_home(tmp_path, home), _folder_without_home(tmp_path, home)
     folder = Path(first.stdout.strip())
@@ -96,7 +96,7 @@ def test_a_shared_folder_that_others_can_write_is_not_used(tmp_path: Path) -> No
 
 @pytest.mark.parametrize(("mode", "used"), [(0o777, False), (0o770, False), (0o1777, True), (0o755, True)])
 def test_a_folder_that_others_could_exchange_is_not_used(mode: int, used: bool, tmp_path: Path) -> None:
-    """Code that is found there is unpickled."""
+    """Code in that folder is unpickled, so other users must not be able to put code there."""
     parent = tmp_path / "parent"
     (parent / "caches").mkdir(parents=True)
     parent.chmod(mode)
@@ -106,7 +106,7 @@ def test_a_folder_that_others_could_exchange_is_not_used(mode: int, used: bool, 
 
 
 def test_a_link_on_the_way_is_resolved_before_the_folder_is_checked(tmp_path: Path) -> None:
-    """Who may write beside the link could lead it elsewhere later."""
+    """A user who can write beside the link could point it elsewhere later."""
     (tmp_path / "team").mkdir()
     (tmp_path / "mine").mkdir(mode=0o700)
     (tmp_path / "team" / "caches").symlink_to(tmp_path / "mine")
@@ -117,7 +117,7 @@ def test_a_link_on_the_way_is_resolved_before_the_folder_is_checked(tmp_path: Pa
 
 @pytest.mark.parametrize("of", ["numba.__version__", "sys.implementation.cache_tag"])
 def test_another_numba_or_python_has_a_folder_of_its_own(of: str, tmp_path: Path) -> None:
-    """In one folder each would overwrite what the other one kept, and compile at every start."""
+    """In a shared folder each would overwrite the other's code, and compile at every start."""
     change = f"import numba, sys; {of} = 'another'; from raykv.system import jit; print(jit.cache_folder()[0])"
     env = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
     ran = subprocess.run([sys.executable, "-c", change], capture_output=True, text=True, check=True, env=env)

@@ -1,4 +1,4 @@
-"""A process that has left its Ray cluster: threads of ours neither join one nor start one."""
+"""After a process has left its Ray cluster, raykv's threads neither join nor start a cluster."""
 
 import ast
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ def test_an_actor_is_not_looked_for_without_a_cluster() -> None:
 
 
 def test_a_line_finds_no_directory_without_a_cluster() -> None:
-    """Its actor is of a cluster that the process has left."""
+    """The directory's actor belongs to the cluster that the process has left."""
     line = DirectoryLine("default", CLIENT)
     line.actor = object()
     assert not line.find()

@@ -1,4 +1,4 @@
-"""Digests of libcrypto's kernel and of hashlib are the same, and keys do not depend on which of them is there."""
+"""libcrypto's kernel and hashlib give the same digests, so keys do not depend on which is used."""
 
 import hashlib
 from itertools import accumulate
@@ -18,7 +18,7 @@ PARENT = st.binary(min_size=32, max_size=32)
 
 @pytest.fixture(scope="module", autouse=True)
 def loaded() -> None:
-    sha256.load()  # else the first example may take a second
+    sha256.load()  # otherwise the first example may take a second
 
 
 def test_libcrypto_is_found_here() -> None:

@@ -1,4 +1,4 @@
-"""Fixtures of tests of a guarded tier."""
+"""Fixtures for tests of a guarded tier."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,7 +13,7 @@ from raykv.tiers.guarded import GuardedTier
 
 @pytest.fixture
 def opened() -> Iterator[Callable[..., GuardedTier]]:
-    """Open a file tier in this folder, or this tier."""
+    """A function that opens a guarded tier, of files in a folder or of a given tier."""
     made = []
 
     def open_it(where: Path | Moody, fingerprint: bytes = OURS, seed: bytes = SEED) -> GuardedTier:

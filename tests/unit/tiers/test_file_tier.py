@@ -1,4 +1,4 @@
-"""What is a folder's own, as a tier."""
+"""Properties that only a tier in a folder has."""
 
 import contextlib
 import errno
@@ -31,7 +31,7 @@ def file_of(path: Path, key: bytes) -> Path:
 
 @pytest.fixture
 def one(tmp_path: Path) -> Iterator[tuple[FileTier, Block, Path]]:
-    """A tier with one block, and the block's file."""
+    """(a tier with one block, the block, the block's file)."""
     tier, stored = open_file(tmp_path), block(key_at(0), 2 * PAGE)
     assert tier.put_many([stored]) == [True]
     yield tier, stored, file_of(tmp_path / "0", stored.key)
@@ -40,7 +40,7 @@ def one(tmp_path: Path) -> Iterator[tuple[FileTier, Block, Path]]:
 
 @pytest.mark.parametrize("mode", [0o777, 0o770, 0o702])
 def test_a_folder_that_others_can_write_is_refused_unless_it_is_shared(tmp_path: Path, mode: int) -> None:
-    """They could put links there, through which blocks would be written over this user's files."""
+    """Other users could put links there, and blocks would be written over this user's files."""
     for name in ("0", "shared"):
         (tmp_path / name).mkdir()
         (tmp_path / name).chmod(mode)
@@ -194,7 +194,7 @@ def test_half_written_files_are_removed_unless_the_folder_is_shared(tmp_path: Pa
 
 
 def test_deleted_files_are_written_over(tmp_path: Path) -> None:
-    """By blocks of any length. Nothing of it is listed or left behind; a shared folder keeps nothing."""
+    """Blocks of any length reuse them. They are not listed, and none stays in the end. A shared folder keeps none."""
     for shared in (False, True):
         tier, folder = open_file(tmp_path, shared), tmp_path / ("shared" if shared else "0")
         blocks = [block(key_at(i), length) for i, length in enumerate((2 * PAGE, 2 * PAGE, PAGE, 3 * PAGE + 1))]
@@ -213,7 +213,7 @@ def test_deleted_files_are_written_over(tmp_path: Path) -> None:
 
 @contextlib.contextmanager
 def mounted(folder: Path, *options: str) -> Iterator[Callable[..., None]]:
-    """Mount with these options; yields `mount`, for remounts."""
+    """Mount a disk with these options. Yields a function that mounts it again with other options."""
 
     def mount(*options: str) -> None:
         subprocess.run(["mount", *options, str(folder)], check=True, capture_output=True)
@@ -226,7 +226,7 @@ def mounted(folder: Path, *options: str) -> Iterator[Callable[..., None]]:
     try:
         yield mount
     finally:
-        subprocess.run(["umount", "--lazy", str(folder)], check=True)  # a test that failed left files open
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)  # lazy, as a failed test leaves files open
 
 
 def test_a_full_disk_takes_no_more_and_goes_on_serving(tmp_path: Path) -> None:
@@ -236,7 +236,7 @@ def test_a_full_disk_takes_no_more_and_goes_on_serving(tmp_path: Path) -> None:
         assert any(stored) and not all(stored)
         assert there(tier, blocks) == stored
         files = [name for _, _, names in os.walk(tmp_path / "small") for name in names]
-        assert len(files) == sum(stored) + 1  # and the lock
+        assert len(files) == sum(stored) + 1  # the blocks and the lock
         tier.delete_many([block.key for block in blocks])
         assert tier.put_many(blocks[-1:]) == [True] == there(tier, blocks[-1:])
         tier.close()
@@ -303,7 +303,7 @@ def test_more_capacity_than_the_disk_has(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"external=.*capacity"):
         open_file(tmp_path, capacity="900TiB")
     open_file(tmp_path).close()
-    assert os.listdir(tmp_path) == ["0"]  # it kept no lock
+    assert os.listdir(tmp_path) == ["0"]  # the failed opening kept no lock
 
 
 def test_blocks_that_are_there_count_as_free(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A guarded tier knows its content, after a clear, and beside other stores and strangers."""
+"""A guarded tier knows its content after a clear, and beside other stores and strangers."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -30,7 +30,7 @@ def test_content_of_others_is_refused_and_left_as_it_is(
     stranger = GuardedTier(lambda: folder(tmp_path), OTHERS if other == "secret" else OURS)
     with pytest.raises(ValueError, match=r"another secret or by another version.*another path"):
         stranger.check()
-    assert not stranger.open(SEED) and not stranger.up  # nor is it changed by one that did not look before
+    assert not stranger.open(SEED) and not stranger.up  # `open` refuses the content, too
     assert load(stranger, keys) == [] and not any(store(stranger, keys))
     stranger.clear(NEXT)
     stranger.close()
@@ -64,7 +64,7 @@ def test_cleared_blocks_are_never_read_again(tmp_path: Path, opened: Callable[..
     assert load(tier, keys) == [False] * 3
     assert all(store(tier, keys[:2]))
     assert load(tier, keys) == [True, True, False]
-    file_of(folder, keys[1].tobytes()).write_bytes(old[keys[1].tobytes()])  # as from a late write
+    file_of(folder, keys[1].tobytes()).write_bytes(old[keys[1].tobytes()])  # as a late write would leave it
     tier.close()
     again = opened(folder)
     assert load(again, keys) == [True, False, False]
@@ -88,7 +88,7 @@ def test_blocks_cleared_while_the_tier_is_down_are_not_read_when_it_is_back(
 
 def test_a_tier_that_is_full_can_be_cleared(opened: Callable[..., GuardedTier]) -> None:
     class Copying(Timid):
-        """Takes a block's new bytes before it lets go of the old ones, as files do."""
+        """A tier that, as files do, takes a block's new bytes before it frees the old ones."""
 
         def put_many(self, blocks: Sequence[Block]) -> list[bool]:
             fits = [len(self.blocks) < self.room for _ in blocks]
@@ -106,7 +106,7 @@ def test_a_tier_that_is_full_can_be_cleared(opened: Callable[..., GuardedTier]) 
 def test_stores_that_share_a_tier_agree_on_its_content(
     opened: Callable[..., GuardedTier], hasty: None, when: str
 ) -> None:
-    """All of them see that nothing is there before any of them says what it is called."""
+    """All stores find the tier empty before any of them writes the name of its content."""
     shared, barrier, keys = Moody(), threading.Barrier(3), some_keys(3)
     if when == "lost":
         stores = [opened(shared) for _ in range(3)]
@@ -123,7 +123,7 @@ def test_stores_that_share_a_tier_agree_on_its_content(
         if when == "opened":
             stores = [GuardedTier(lambda: shared, OURS) for _ in range(3)]
             waits: list[Any] = [threads.submit(one.open, SEED) for one in stores]
-            for wait in waits:  # the second read of `open`
+            for wait in waits:  # each store waits in the second read of `open`
                 wait.result(30)
         else:
             waits = [threads.submit(eventually, lambda one=one: one.probe() is not None) for one in stores]

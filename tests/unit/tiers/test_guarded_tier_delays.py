@@ -1,4 +1,4 @@
-"""A late call of a guarded tier keeps nobody waiting, and keeps its buffer."""
+"""A late call of a guarded tier keeps no caller waiting, and keeps its buffer."""
 
 import threading
 from collections.abc import Callable
@@ -22,7 +22,7 @@ def test_the_buffer_of_a_late_call_is_not_used_again(opened: Callable[..., Guard
     moody.before_read = lambda: release.wait(30)
     moody.after_read = lambda: read.set() if release.is_set() else None
     moody.buffers.clear()
-    assert load(tier, keys[:2]) == []  # it reads later, into what it was given
+    assert load(tier, keys[:2]) == []  # the tier reads later, into the buffer of this call
     late = set(moody.buffers)
     moody.before_read = lambda: None
     assert eventually(tier.probe) is True
@@ -42,7 +42,7 @@ def test_a_busy_tier_is_not_down(opened: Callable[..., GuardedTier], monkeypatch
     moody.open.clear()
     with ThreadPoolExecutor(guarded.READERS) as threads:
         reading = [threads.submit(load, tier, keys[i : i + 1]) for i in range(guarded.READERS)]
-        eventually(lambda: moody.calls.count("get") == guarded.READERS + 1)  # and the marker
+        eventually(lambda: moody.calls.count("get") == guarded.READERS + 1)  # one more, for the marker
         monkeypatch.setattr(guarded, "data_deadline", lambda size: DEADLINE_S)
         assert load(tier, keys[-1:]) == [] and tier.up and not tier.faults["load"]
         moody.open.set()
@@ -69,4 +69,4 @@ def test_a_call_that_did_not_begin_in_time_is_cancelled(opened: Callable[..., Gu
         assert not any(map(any, threads.map(lambda _: load(tier, keys), range(12))))
     moody.open.set()
     assert eventually(tier.probe) is True
-    assert moody.calls.count("get") <= guarded.READERS + 3  # those, the one of `open`, and probes
+    assert moody.calls.count("get") <= guarded.READERS + 3  # the readers', the one of `open`, and probes

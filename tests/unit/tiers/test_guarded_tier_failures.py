@@ -1,4 +1,4 @@
-"""A guarded tier that fails is down, and a tier that refuses writes is read as before."""
+"""A guarded tier that fails is down. A tier that refuses writes is still read."""
 
 import errno
 import time
@@ -58,7 +58,7 @@ def test_a_tier_that_fails_is_down_until_a_probe_succeeds(
     moody.open.set()
     assert eventually(lambda: tier.probe() is not None)
     assert tier.up
-    cleared, deleted = call == "clear", (call, failure) == ("delete", "waits")  # late, but it was asked to
+    cleared, deleted = call == "clear", (call, failure) == ("delete", "waits")  # a late call is still carried out
     assert load(tier, keys) == [not cleared and not deleted] * 2
     assert all(store(tier, keys)) and load(tier, keys) == [True, True]
 

@@ -1,4 +1,4 @@
-"""A probe finds a guarded tier that is back, that hangs or that lost its content."""
+"""A probe notices that a guarded tier is back, hangs or has lost its content."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -26,7 +26,7 @@ def test_a_tier_that_is_down_at_first_is_opened_later(
     eventually(lambda: tier.probe() is None and tier.faults["probe"] > 1)
     path.unlink()
     moved.rename(path)
-    (path / "0" / "lock").unlink()  # else it would take another subfolder than the one above
+    (path / "0" / "lock").unlink()  # otherwise the new tier would take another subfolder
     assert eventually(lambda: tier.probe() is not None)
     assert tier.shared is False and load(tier, keys) == [True, True]
     tier.close()
@@ -49,7 +49,7 @@ def test_probes_back_off(opened: Callable[..., GuardedTier], hasty: None, monkey
 def test_a_probe_notices_lost_content(
     opened: Callable[..., GuardedTier], hasty: None, monkeypatch: pytest.MonkeyPatch, noticed: bool
 ) -> None:
-    """Whether calls failed meanwhile, or nobody asked while it was away."""
+    """It does so whether calls failed meanwhile or nobody called."""
     monkeypatch.setattr(guarded, "CHECK_S", 0.05)
     moody, keys = Moody(), some_keys(2)
     tier = opened(moody)

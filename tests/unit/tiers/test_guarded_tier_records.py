@@ -1,4 +1,4 @@
-"""A record of a guarded tier comes back as it was stored, and a wrong byte in the record is noticed."""
+"""A guarded tier gives records back unchanged, and notices a wrong byte in a record."""
 
 import shutil
 from collections.abc import Callable

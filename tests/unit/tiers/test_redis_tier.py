@@ -1,4 +1,4 @@
-"""What only a redis server can do to a tier."""
+"""Faults that only a redis server causes."""
 
 import dataclasses
 import subprocess
@@ -19,7 +19,7 @@ from raykv.tiers.guarded import GuardedTier
 redis = pytest.importorskip("redis")
 
 MIB = 1 << 20
-STALL_S = 6.0  # at most, of a server that stands still: twice 2 s, on a machine that may be busy
+STALL_S = 6.0  # at most, for a call to a server that stands still: twice 2 s, and time for a busy machine
 KEY, OTHER = bytes(range(16)), bytes(range(1, 17))
 BODY = bytes(range(256)) * (MIB // 256)
 
@@ -102,7 +102,7 @@ def test_a_server_that_may_not_be_written_raises(tmp_path: Path) -> None:
 
 
 def test_an_evicted_marker_costs_no_block(server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As `allkeys-random` and `allkeys-lrm` evict it. Where all is gone the content is another one."""
+    """`allkeys-random` and `allkeys-lrm` may evict it. If all records are gone, the content gets a new name."""
     monkeypatch.setattr(guarded, "CHECK_S", 0.0)
     tier = GuardedTier(lambda: open_tier(parse(server.url())), bytes(16))
     assert tier.open(bytes(8))
@@ -115,7 +115,7 @@ def test_an_evicted_marker_costs_no_block(server: RedisServer, monkeypatch: pyte
         assert tier.probe() is None and tier.up and tier.content == content
         assert [piece.there.all() for piece in tier.load(keys, 4096)] == [True]
         client.flushall()
-        assert tier.store(~keys[:1], np.ones(1, np.uint64), np.zeros(1, np.uint32), bodies[:1]).all()  # not noticed yet
+        assert tier.store(~keys[:1], np.ones(1, np.uint64), np.zeros(1, np.uint32), bodies[:1]).all()  # not noticed
         assert tier.probe() is False and tier.up and tier.content != content
     tier.close()
 
@@ -128,7 +128,7 @@ def test_a_miss_is_reason_to_look_whether_all_is_gone(server: RedisServer) -> No
     assert [piece.there.all() for piece in tier.load(keys, 4096)] == [True]
     with redis.Redis(port=server.port) as client:
         client.flushall()
-    assert tier.probe() is None  # it looked a moment ago
+    assert tier.probe() is None  # the tier has looked a moment ago
     assert [piece.there.any() for piece in tier.load(keys, 4096)] == [False]
     assert tier.probe() is False and tier.up
     tier.close()

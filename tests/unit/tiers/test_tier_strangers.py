@@ -1,4 +1,4 @@
-"""What lies in a tier and is not ours: it is left alone, counted and named, and costs no block its place."""
+"""Records in a tier that are not ours are left alone, counted and named, and cost no block its place."""
 
 import logging
 import os
@@ -23,7 +23,7 @@ TIB = 1 << 40
 SIZE = 8192
 Keys = NDArray[np.uint8]
 KEYS: Keys = np.random.default_rng(1).integers(1, 256, (30, 16), np.uint8)
-ABSENT = [bytes([number]) * 16 for number in range(1, 16)]  # names of blocks that nobody stored
+ABSENT = [bytes([number]) * 16 for number in range(1, 16)]  # keys of blocks that nobody stored
 
 
 @pytest.fixture
@@ -54,7 +54,7 @@ def listed(tier: GuardedTier) -> list[tuple[bytes, int]]:
 
 
 def missed(tier: GuardedTier) -> list[int]:
-    """Numbers of the blocks that are not read; the others are right."""
+    """Numbers of the blocks that can't be read. AssertionError if another block is wrong."""
     there = list[bool]()
     for piece in tier.load(KEYS, SIZE):
         assert (piece.blocks[piece.there] == payload(KEYS[piece.which], SIZE)[piece.there]).all()
@@ -69,19 +69,19 @@ OURS = sorted((key.tobytes(), SIZE) for key in KEYS)
 
 
 def in_the_folder(folder: Path) -> list[Path]:
-    """Put one of each kind there."""
+    """Put a foreign file of each kind into a folder. Returns their paths."""
     names = [folder / path_of(key) for key in ABSENT]
     for path, size in zip(names, (0, 1, 64, PAGE, PAGE + SIZE, 1 << 29, TIB), strict=False):
         path.touch()
-        os.truncate(path, size)  # sparse
+        os.truncate(path, size)  # a sparse file
     record = (folder / path_of(KEYS[0].tobytes())).read_bytes()
-    names[7].write_bytes(record)  # a copy under another block's name
+    names[7].write_bytes(record)  # a block's record under another block's name
     names[8].write_bytes(record.replace(KEYS[0].tobytes(), ABSENT[8]) + b"longer")
     names[9].mkdir()
     os.mkfifo(names[10])
     names[11].symlink_to("/dev/zero")
     with socket.socket(socket.AF_UNIX) as server:
-        os.chdir(folder)  # its path would be too long
+        os.chdir(folder)  # the socket's whole path would be too long
         server.bind(path_of(ABSENT[12]))
     others = [folder / "README", folder / "00" / "notes.txt", folder / "lost+found"]
     others[0].write_text("not ours")
@@ -167,7 +167,7 @@ def a_name(key: bytes) -> str:
 
 
 def odd_values(client: Any, names: list[str]) -> None:
-    """One of each kind of value that is no block."""
+    """Set a foreign value of each kind."""
     for name in names:
         client.delete(name)
     client.rpush(names[0], "a", "list")
@@ -207,7 +207,7 @@ def test_what_others_keep_in_the_key_space_is_left_there(
     odd_values(client, names[:KINDS])
     client.rpush(names[-2], "a", "list")
     client.set(names[-1], bytes(SIZE))
-    client.set(a_name(ABSENT[9]), bytes(64 + SIZE))  # as long as a block's
+    client.set(a_name(ABSENT[9]), bytes(64 + SIZE))  # as long as a block's record
     client.set("raykv:other:list", "of another pool")
     for _ in range(2):
         assert listed(tier) == OURS and missed(tier) == [] and tier.up

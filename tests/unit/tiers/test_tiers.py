@@ -1,4 +1,4 @@
-"""What every tier promises. Servers that fail are in test_redis_tier."""
+"""Properties of every tier. test_redis_tier tests servers that fail."""
 
 import dataclasses
 import random
@@ -36,7 +36,7 @@ def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def s3() -> Iterator[str]:
-    """Address of a bucket in an S3 server of our own."""
+    """The address of a bucket in an S3 server of this test."""
     pytest.importorskip("s3fs")
     server = pytest.importorskip("moto.server").ThreadedMotoServer("127.0.0.1", 0, verbose=False)
     with pytest.MonkeyPatch.context() as environment:
@@ -65,7 +65,7 @@ KINDS = ("file", "file-shm", "file-shared", "redis", "fsspec-files", "memory", "
 
 @pytest.fixture(params=KINDS)
 def opener(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Opener:
-    """Opens a tier, empty at first, that keeps what it has when it is closed and opened again."""
+    """A function that opens a tier, which is empty at first, and keeps its blocks when it is opened again."""
     name = tmp_path.name
     match request.param:
         case "file":
@@ -75,7 +75,7 @@ def opener(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.M
         case "file-shared":
             url = f"file://{tmp_path}/tier?shared=1&"
         case "redis":
-            # its server lives, however busy the machine is
+            # the server answers, but maybe late on a busy machine
             monkeypatch.setattr("raykv.tiers.redis.TIMEOUT_S", 60.0)
             parsed = dataclasses.replace(parse(request.getfixturevalue("redis_url")), pool=next(pools))
             return lambda: open_tier(parsed)

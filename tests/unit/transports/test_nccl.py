@@ -1,4 +1,4 @@
-"""Blocks by NCCL, on a stand-in for CuPy's: nodes in this process, and in others, which die."""
+"""Blocks by NCCL, on the stand-in for CuPy's NCCL: between nodes of this process, and other processes, which die."""
 
 import ctypes
 import os
@@ -99,7 +99,7 @@ def test_blocks_that_are_not_there(sender: Node, reader: Node) -> None:
 
 @pytest.mark.parametrize("taken", [[1, 4], range(6)])
 def test_slots_that_are_no_longer_granted(nccl: Any, sender: Node, reader: Node, taken: Sequence[int]) -> None:
-    """They come all the same: the peer sends them. What is pulled next is not what was left over."""
+    """The peer sends those blocks all the same. The next pull must not take them for its own."""
     for i in taken:
         assert w.put(reader.arena, TO[i], 30 + i)
     assert reader.pull_from(sender) == [FAILED if i in taken else PULLED for i in range(6)]
@@ -111,7 +111,7 @@ def test_slots_that_are_no_longer_granted(nccl: Any, sender: Node, reader: Node,
 
 
 def test_all_read_from_all_at_once(nccl: Any, node: Callable[[int], Node]) -> None:
-    """None of them posts before all have been asked, and all at the same time."""
+    """No node posts before all have been asked, and then all post at once."""
     nodes = [node(ordinal).put() for ordinal in (0, 1, 0)]
     ways = [(a, b) for a in nodes for b in nodes if a is not b]
     together = threading.Barrier(2 * len(ways))
@@ -142,7 +142,7 @@ def test_a_gpu_that_stalls(nccl: Any, sender: Node, reader: Node, rank: int, sil
 
 
 def test_an_abort_that_hangs(nccl: Any, sender: Node, reader: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As NCCL's does where it waits for the peer's: it is enough that the GPU has stopped."""
+    """NCCL's abort hangs while it waits for the peer's. It is enough that the GPU has stopped."""
     go, abort = threading.Event(), nccl.NcclCommunicator.abort
     monkeypatch.setattr(nccl.NcclCommunicator, "abort", lambda communicator: (abort(communicator), go.wait()))
     nccl.before_move = stalls(SENDER, 4)
@@ -153,7 +153,7 @@ def test_an_abort_that_hangs(nccl: Any, sender: Node, reader: Node, monkeypatch:
 
 
 def test_a_gpu_that_does_not_stop(nccl: Any, sender: Node, reader: Node) -> None:
-    """Nobody else writes where it still may."""
+    """No other transport writes into slots that the GPU may still write."""
     go = threading.Event()
     nccl.before_move = lambda communicator, number: communicator.rank == SENDER or number < 4 or go.wait()
     with pytest.raises(TimeoutError, match="slots stay locked"):
@@ -200,7 +200,7 @@ def test_the_next_transport_reads_it_in_time(nccl: Any, sender: Node, reader: No
 
 @pytest.mark.parametrize("stuck", ["join", "send", "headers"])
 def test_an_actor_that_does_not_answer(sender: Node, reader: Node, stuck: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it was asked for does no harm when it comes to it."""
+    """The late call does no harm when the actor gets to it."""
     if stuck == "join":
         monkeypatch.setattr(nccl_pair, "CONNECT_S", 0.5)
     go, late = threading.Event(), threading.Event()
@@ -232,7 +232,7 @@ def test_a_peer_that_restarted(nccl: Any, sender: Node, reader: Node) -> None:
     before.close()
     with pytest.raises(ConnectionError, match="ask for the offer again"):
         reader.pull(sender.peer, before.offer())
-    reader.start()  # and a reader: whoever sends to it makes do without the old pair
+    reader.start()  # a reader restarts too: the sender drops the old pair
     assert reader.pull_from(sender, [11, 12, 13, 14, 15, 16]) == [PULLED] * 6
     assert all(each.aborted.wait(PATIENCE_S) for each in nccl.communicators[2:4])
 
@@ -252,7 +252,7 @@ def test_a_block_overwritten_while_it_is_sent_is_altered(nccl: Any, sender: Node
 def test_a_reader_that_dies(
     nccl: Any, sender: Node, reader: Node, silent: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is aborted by the sender's own deadline, if not before; others are served meanwhile."""
+    """Its pair is aborted at the latest by the sender's own deadline. Other readers are served meanwhile."""
     monkeypatch.setattr(transport, "data_deadline", lambda size: 1.0 if silent else 1000.0)
     nccl.silent = silent
     dead = ByHand(nccl, sender).connect()
@@ -264,7 +264,7 @@ def test_a_reader_that_dies(
 
 
 def test_withdraw_waits_for_sends(nccl: Any, sender: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is sent from it is waited for, and who has not even connected is not: that pair is given up."""
+    """Sends from the slab are waited for. A pair that has not connected is given up."""
     monkeypatch.setattr(transport, "data_deadline", lambda size: 1.0 if size == w.SLAB else PATIENCE_S)
     late, reader = ByHand(nccl, sender), ByHand(nccl, sender).connect()
     eventually(sender.nccl._sending[reader.name].ready.done)
@@ -280,7 +280,7 @@ def test_withdraw_waits_for_sends(nccl: Any, sender: Node, monkeypatch: pytest.M
 
 
 def test_questions_that_make_no_sense(nccl: Any, sender: Node) -> None:
-    """More would be sent from a slot than it has, or a pair made that nobody can join."""
+    """Otherwise a send could exceed its slot, or a pair be made that nobody can join."""
     reader, sizes = ByHand(nccl, sender).connect(), locations(FROM)
     sizes["bytes"][1] = 2 * SIZE
     for question in (
@@ -328,7 +328,7 @@ def test_close_during_a_transfer(
 
 
 class Child:
-    """A node in a process of its own, which sends, and answers in turn."""
+    """A node in a process of its own, which sends, and answers questions one by one."""
 
     def __init__(self) -> None:
         self._pipe, theirs = w.fork.Pipe()

@@ -1,4 +1,4 @@
-"""Pairs of GPUs on a stand-in for CuPy's NCCL: how they connect and end, and what they leave behind."""
+"""Pairs of GPUs on the stand-in for CuPy's NCCL: how they connect and end, and what they leave behind."""
 
 import threading
 from collections.abc import Callable
@@ -34,7 +34,7 @@ MIB = 1 << 20
 
 
 class Slower(Transport):
-    """Reads what NCCL does not."""
+    """A slower transport, which reads blocks that NCCL does not."""
 
     name = "slower"
 
@@ -43,7 +43,7 @@ class Slower(Transport):
 
 
 def taken() -> list[int]:
-    """MiB of each GPU."""
+    """MiB that are taken of each GPU."""
     found = []
     for ordinal in (0, 1):
         with cuda.on(ordinal) as module:
@@ -58,7 +58,7 @@ def pairs_running() -> bool:
 
 @pytest.mark.parametrize("step", ["before_connect", "after_meeting", "before_move"])
 def test_another_transport_reads_while_nccl_connects(nccl: Any, sender: Node, reader: Node, step: str) -> None:
-    """NCCL takes seconds for it: that is no failure, and makes nobody wait."""
+    """NCCL takes seconds to connect. That is no failure, and no reader waits for it."""
     go = threading.Event()
     setattr(nccl, step, lambda *_: go.wait())
     selector = TransportSelector([reader.nccl, Slower()])
@@ -81,7 +81,7 @@ def test_another_transport_reads_while_nccl_connects(nccl: Any, sender: Node, re
 
 @pytest.mark.parametrize("step", ["before_connect", "after_meeting"])
 def test_an_init_that_fails_gives_back_its_memory(nccl: Any, sender: Node, reader: Node, step: str) -> None:
-    """A minute later the next one takes as much."""
+    """Otherwise the next try, a minute later, would take as much again."""
 
     def fail(communicator: Any) -> None:
         raise nccl.NcclError(3)
@@ -101,7 +101,7 @@ def test_an_init_that_fails_gives_back_its_memory(nccl: Any, sender: Node, reade
 def test_a_peer_that_never_comes(
     nccl: Any, sender: Node, reader: Node, end: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """NCCL waits for it for good: it is aborted, which ends the pair's thread."""
+    """NCCL would wait for ever. An abort ends the pair's thread."""
     monkeypatch.setattr(nccl_pair, "CONNECT_S", 0.3, raising=False)
     before = taken()
     if end == "reader":
@@ -120,7 +120,7 @@ def test_a_peer_that_never_comes(
 def test_a_peer_that_stalls_in_the_first_move(
     nccl: Any, sender: Node, reader: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its init was done: the pair is not connected either."""
+    """Though its init was done, the pair does not count as connected."""
     monkeypatch.setattr(nccl_pair, "CONNECT_S", 0.5, raising=False)
     nccl.before_move, nccl.silent = lambda communicator, number: communicator.aborted.wait(), True
     before = taken()
@@ -131,7 +131,7 @@ def test_a_peer_that_stalls_in_the_first_move(
 
 
 def test_a_pair_that_is_dropped_while_it_connects(nccl: Any, sender: Node, reader: Node) -> None:
-    """NCCL reads what an abort frees meanwhile: it ends when it has connected."""
+    """NCCL would read memory that an abort frees, so the pair is aborted only when it has connected."""
     go = threading.Event()
     nccl.before_connect = lambda *_: go.wait()
     assert reader.nccl.connecting(sender.peer, sender.nccl.offer())
@@ -148,7 +148,7 @@ def test_a_pair_that_is_dropped_while_it_connects(nccl: Any, sender: Node, reade
 
 
 def test_a_gpu_whose_node_is_gone(nccl: Any, sender: Node, reader: Node) -> None:
-    """Both of its pairs give back what they took of the GPU here."""
+    """Both pairs with that GPU give back their memory of the GPU here."""
     before = taken()
     reader.put()
     for here, there in ((reader, sender), (sender, reader)):
@@ -164,7 +164,7 @@ def test_a_gpu_whose_node_is_gone(nccl: Any, sender: Node, reader: Node) -> None
 
 
 def test_pairs_make_no_context_elsewhere(nccl: Any, node: Callable[[int], Node]) -> None:
-    """NCCL sets a thread back to the GPU that it was at: GPU 0 where it was at none."""
+    """NCCL sets a thread back to its former GPU, and to GPU 0 if it had none."""
     sender, reader = node(1).put(), node(1)
     assert reader.pull_from(sender) == [PULLED] * 6
     for each in (sender, reader):
@@ -176,7 +176,7 @@ def test_pairs_make_no_context_elsewhere(nccl: Any, node: Callable[[int], Node])
 
 @pytest.mark.parametrize(("status", "says"), [(7, "unset NCCL_COMM_BLOCKING"), (8, "NCCL_ERROR_TIMEOUT")])
 def test_errors_that_cupy_has_no_name_for(nccl: Any, sender: Node, reader: Node, status: int, says: str) -> None:
-    """It raises KeyError."""
+    """CuPy raises KeyError."""
 
     def fail(communicator: Any) -> None:
         raise nccl.NcclError(status)
@@ -187,7 +187,7 @@ def test_errors_that_cupy_has_no_name_for(nccl: Any, sender: Node, reader: Node,
 
 
 def test_nccl_that_makes_no_name(nccl: Any, sender: Node, reader: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where it finds no network."""
+    """NCCL fails so if it finds no network, for example."""
 
     def fail() -> bytes:
         raise nccl.NcclError(2)
@@ -199,7 +199,7 @@ def test_nccl_that_makes_no_name(nccl: Any, sender: Node, reader: Node, monkeypa
 
 
 def test_a_gpu_that_has_no_room_for_its_pairs(nccl: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """NCCL takes what the engine beside it was told it has."""
+    """NCCL takes memory that the engine beside it counted as its own."""
     nodes = [{"NodeID": name, "Alive": name != "gone", "Resources": {"GPU": 8.0}} for name in ("here", "other", "gone")]
     monkeypatch.setattr(ray, "nodes", lambda: nodes)
     needs = nccl_pair.memory_of(16)

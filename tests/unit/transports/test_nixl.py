@@ -1,4 +1,4 @@
-"""Blocks by NIXL, between two processes: right bytes or none, whatever becomes of the peer."""
+"""Blocks by NIXL between two processes: right bytes or none, whatever happens to the peer."""
 
 import os
 import signal
@@ -41,7 +41,7 @@ def locations(slots: NDArray[np.int64], slab: int = 0, turn: int = 1) -> NDArray
 
 
 def some(seed: int, count: int) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
-    """Keys and blocks."""
+    """(keys, blocks)."""
     random = np.random.default_rng(seed)
     return random.integers(0, 256, (count, 16), np.uint8), random.integers(0, 256, (count, SIZE), np.uint8)
 
@@ -104,7 +104,7 @@ def pull(
 @pytest.mark.full
 def test_scattered_blocks_arrive(ours: Arena, theirs: Arena, peer: nixl_peer.Peer) -> None:
     nixl, random = Nixl(ours), np.random.default_rng(0)
-    for turn, slab in enumerate((0, 1, 0), start=1):  # another slab is registered with both in between
+    for turn, slab in enumerate((0, 1, 0), start=1):  # in between, both sides register another slab
         keys, blocks = some(turn, 30)
         source = locations(random.permutation(SLOTS)[:30], slab, turn)
         target = locations(random.permutation(SLOTS)[:30], 1 - slab, turn)
@@ -118,15 +118,15 @@ def test_blocks_that_are_gone_and_slots_that_are_not_granted(ours: Arena, theirs
     nixl = Nixl(ours)
     keys, blocks = some(1, 5)
     source = target = locations(np.arange(5))
-    assert theirs.write(source[:4], keys[:4], blocks[:4]).all()  # the last is not there,
+    assert theirs.write(source[:4], keys[:4], blocks[:4]).all()  # the last block is not there
     assert theirs.write(source[3:4], some(2, 4)[0][3:], blocks[3:4]).sum() == 0
     theirs._memory[1][theirs.addresses(source[1:2])[0] - theirs._memory[1].ctypes.data + 5] ^= (
-        1  # the second is altered,
+        1  # the second block is altered
     )
     newer = locations(np.arange(5), turn=7)
-    assert ours.write(newer[2:3], keys[2:3], blocks[2:3]).all()  # and the third one's slot was given to somebody else
+    assert ours.write(newer[2:3], keys[2:3], blocks[2:3]).all()  # the third block's slot was granted again
     wanted = keys.copy()
-    wanted[3] = 0  # of another key
+    wanted[3] = 0  # the fourth block has another key
     assert pull(nixl, peer, source, wanted, ours, target) == [PULLED, ALTERED, FAILED, ALTERED, ALTERED]
     assert has(ours, target[:1], keys[:1], blocks[:1]) and ours.corrupt == 1
     assert has(ours, newer[2:3], keys[2:3], blocks[2:3])
@@ -139,7 +139,7 @@ def test_blocks_of_which_none_is_there(ours: Arena, theirs: Arena, peer: nixl_pe
 
 
 def test_a_slab_that_was_given_back(ours: Arena, theirs: Arena, peer: nixl_peer.Peer) -> None:
-    """And is offered again: memory that was registered before is another by then."""
+    """The slab is offered again with new memory, so the memory that was registered is gone."""
     nixl = Nixl(ours)
     for turn in range(1, 4):
         keys, blocks = some(turn, 8)
@@ -160,7 +160,7 @@ def test_a_slab_that_was_given_back(ours: Arena, theirs: Arena, peer: nixl_peer.
 @pytest.mark.full
 @pytest.mark.parametrize("over", ["all", "tcp"])
 def test_the_peer_is_killed(ours: Arena, theirs: Arena, over: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The slots can be written by another transport at once, with the same grant, and its next process is read."""
+    """Another transport can write the slots at once with the same grant, and the peer's next process is read."""
     monkeypatch.setenv("UCX_TLS", over)
     nixl = Nixl(ours)
     keys, blocks = some(1, SLOTS)
@@ -177,7 +177,7 @@ def test_the_peer_is_killed(ours: Arena, theirs: Arena, over: str, monkeypatch: 
 
         monkeypatch.setattr(raykv.transports.nixl, "ask", kill)
         target = locations(np.arange(SLOTS), 1, 2)
-        try:  # the bytes may have come before it died
+        try:  # the bytes may have come before the peer died
             assert pull(nixl, peer, source, keys, ours, target) == [PULLED] * SLOTS
             assert has(ours, target, keys, blocks)
         except ConnectionError:
@@ -191,8 +191,8 @@ def test_the_peer_is_killed(ours: Arena, theirs: Arena, over: str, monkeypatch: 
 
 @pytest.mark.full
 def test_the_peer_is_stopped(ours: Arena, theirs: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A transfer can't be called off: until it has ended, its slots are nobody else's."""
-    monkeypatch.setenv("UCX_TLS", "tcp")  # over shared memory a peer that is stopped is read all the same
+    """A transfer can't be called off. Until it has ended, nothing else may write its slots."""
+    monkeypatch.setenv("UCX_TLS", "tcp")  # over shared memory even a stopped peer can be read
     nixl = Nixl(ours)
     keys, blocks = some(1, SLOTS)
     source = locations(np.arange(SLOTS))
@@ -212,7 +212,7 @@ def test_the_peer_is_stopped(ours: Arena, theirs: Arena, monkeypatch: pytest.Mon
         try:
             newer = locations(np.arange(SLOTS), 1, 3)
             assert not ours.write(newer, *some(2, SLOTS)).any()
-            with pytest.raises(ConnectionError, match="has not ended"):  # another transport is used meanwhile
+            with pytest.raises(ConnectionError, match="has not ended"):  # so another transport is used meanwhile
                 nixl.pull(PEER, peer.offer, PullRequest(source, keys, ours, newer, time.monotonic() + FOREVER))
         finally:
             os.kill(peer.process.pid or 0, signal.SIGCONT)
@@ -227,7 +227,7 @@ def test_the_peer_is_stopped(ours: Arena, theirs: Arena, monkeypatch: pytest.Mon
 
 
 def test_many_pulls_at_once(ours: Arena, theirs: Arena, peer: nixl_peer.Peer) -> None:
-    """Of several peers, which share an agent here."""
+    """Several threads pull in turn through one agent."""
     nixl, turns = Nixl(ours), threading.Lock()
     keys, blocks = some(1, SLOTS)
     source = locations(np.arange(SLOTS))
@@ -251,7 +251,7 @@ def test_many_pulls_at_once(ours: Arena, theirs: Arena, peer: nixl_peer.Peer) ->
 
 @pytest.mark.full
 def test_nothing_is_written_after_an_error(ours: Arena, theirs: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
-    """NIXL says that a transfer failed with its first request that did, while others may be under way."""
+    """NIXL reports a failed transfer at its first failed request, while other requests may be under way."""
     monkeypatch.setenv("UCX_TLS", "tcp")
     nixl = Nixl(ours)
     keys, blocks = some(1, SLOTS)

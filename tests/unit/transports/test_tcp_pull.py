@@ -1,4 +1,4 @@
-"""A pull over TCP between two arenas: its streams share its pieces, and one that breaks costs none of them."""
+"""A pull over TCP between two arenas: its streams share its pieces. A stream that breaks costs no piece."""
 
 import threading
 import time
@@ -54,7 +54,7 @@ class Pair:
         return self.reader.pull(PEER, relay.address, PullRequest(source, keys, self.here, source.copy(), end))
 
     def arrived(self, which: slice = slice(None)) -> bool:
-        """Whether all of these are here, and right, with their positions."""
+        """Whether all of these blocks are here and right, with their positions."""
         where, keys = self.where[which], self.keys[which]
         out = np.zeros((len(where), BLOCK), np.uint8)
         positions = self.here.read_headers(where, keys).positions.tolist()
@@ -125,7 +125,7 @@ def test_a_block_that_is_gone_there_is_altered_and_one_that_changed_is_too(pair:
 def test_a_slot_that_somebody_else_writes_fails_alone(pair: Pair) -> None:
     other = Arena.attach(pair.here.path, pair.here.nonce)
     with pair.relay() as relay:
-        assert (pair.pull(relay, slice(5, 6)) == PULLED).all()  # the slab has its format now
+        assert (pair.pull(relay, slice(5, 6)) == PULLED).all()  # so the slab has its format
     with pair.relay() as relay, other._locks.locked(other._lock_numbers(other._find(pair.where[4:5]).headers)):
         assert np.flatnonzero(pair.pull(relay) == FAILED).tolist() == [4, 5], "5 is here: its grant was used"
     with pair.relay() as relay:
@@ -175,7 +175,7 @@ def test_a_pull_does_not_wait_for_another_from_the_same_peer(pair: Pair) -> None
         assert relay.held.wait(PATIENCE_S)
         assert (pair.pull(relay, slice(12, None)) == PULLED).all() and pair.arrived(slice(12, None))
         assert not first.done()
-        relay.go_on.set()  # which ends the held connections
+        relay.go_on.set()  # ends the held connections
         assert (first.result() == PULLED).all() and pair.arrived()
 
 
@@ -191,7 +191,7 @@ def test_one_stream_is_enough_where_no_thread_can_be_started(pair: Pair, monkeyp
         raise RuntimeError("can't start new thread")
 
     with pair.relay() as relay:
-        pair.pull(relay, slice(0, 1))  # the server's threads are there
+        pair.pull(relay, slice(0, 1))  # so the server has its threads
         with monkeypatch.context() as patch:
             patch.setattr(pair.reader._receivers, "submit", lambda *args: fail(threading.current_thread()))
             assert (pair.pull(relay, slice(1, None)) == PULLED).all() and pair.arrived()
@@ -213,18 +213,18 @@ def test_large_pulls_give_way_to_small_ones(pair: Pair, monkeypatch: pytest.Monk
         waiting.result(PATIENCE_S / 2)
     monkeypatch.setattr(raykv.transports.tcp, "GIVE_WAY_S", 0.01)
     with lane.running(small):
-        lane._give_way(large)  # it does not wait for small ones for ever
+        lane._give_way(large)  # a large pull does not wait for small ones for ever
 
 
 def test_streams_are_added_while_the_rate_grows(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
     monkeypatch.setattr(raykv.transports.tcp.time, "monotonic", lambda: now)  # type: ignore[attr-defined]
     lane = Lane(Address("127.0.0.1", 0, b""))
-    for _ in range(2 * MOST):  # the rate is proportional
+    for _ in range(2 * MOST):  # the rate grows with the number of streams
         lane._note(float(lane.streams))
     assert lane.streams == MOST
     lane = Lane(Address("127.0.0.1", 0, b""))
-    for _ in range(2 * MOST):  # four fill the wire
+    for _ in range(2 * MOST):  # four streams fill the wire
         lane._note(float(min(lane.streams, 4)))
     assert lane.streams == 4
     now += SETTLED_S

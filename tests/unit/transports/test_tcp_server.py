@@ -1,4 +1,4 @@
-"""Blocks that are served over TCP where a thread, or the arena, fails."""
+"""A server of blocks over TCP when a thread or the arena fails."""
 
 import threading
 import time
@@ -22,10 +22,10 @@ BYTES = 3000
 
 
 class Arena:
-    """Has one block, or fails."""
+    """An arena with one block, which may fail."""
 
     error: Exception | None = None
-    blocks = 1  # as many bytes come as these have
+    blocks = 1  # how many blocks' bytes a read gives
 
     def read_for_peer(self, locations: NDArray[np.void], keys: NDArray[np.uint8]) -> Any:
         if self.error:
@@ -74,10 +74,10 @@ def test_a_request_that_fails_ends_its_connection_only(error: Exception) -> None
 
 
 def test_a_reader_that_takes_its_bytes_slowly_keeps_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each call of the system moves some, so that none of them ever times out."""
+    """Each system call moves some bytes, so no call ever times out."""
     monkeypatch.setattr("raykv.transports.block_server.data_deadline", lambda size: 1.0)
     arena, taken = Arena(), 0
-    arena.blocks = 128 << 10  # more than buffers take
+    arena.blocks = 128 << 10  # more than the sockets' buffers take
     with serving(arena) as server, wire.connect(server.address) as peer:
         peer.sendall(REQUEST)
         with suppress(ConnectionError):
@@ -85,6 +85,6 @@ def test_a_reader_that_takes_its_bytes_slowly_keeps_no_thread(monkeypatch: pytes
                 taken += got
                 if taken == CLAIM.itemsize + arena.blocks * BYTES:
                     break
-                time.sleep(0.01)  # it is slow
+                time.sleep(0.01)  # reads slowly
         assert taken < arena.blocks * BYTES
         eventually(lambda: not server._listener.served)

@@ -1,4 +1,4 @@
-"""Which transport is used from a peer: the best that both have, the next while that fails, and the best again."""
+"""Reads from a peer use the best transport that both have, the next one while the best fails, then the best again."""
 
 import threading
 from pathlib import Path
@@ -33,7 +33,7 @@ HERE: Any = SimpleNamespace(
 
 
 class Moody(Transport):
-    """Reads, or fails as it is told."""
+    """A transport that reads, or fails as a test says."""
 
     def __init__(self, name: str) -> None:
         self.name = name  # type: ignore[misc]
@@ -41,7 +41,7 @@ class Moody(Transport):
         self.pulls = 0
         self.offered: list[Any] = []
         self.forgot: list[str] = []
-        self.connects = False  # still
+        self.connects = False  # whether it is still connecting
         self.asked_to_connect = 0
 
     def connecting(self, peer: Any, offer: Any) -> bool:
@@ -63,13 +63,13 @@ class Moody(Transport):
 
 
 class Store:
-    """A peer's actor."""
+    """In place of a peer's actor."""
 
     offers = SimpleNamespace(remote=lambda name: "the offers")
 
 
 class World:
-    """Three transports, a peer, and the time."""
+    """Three transports, a peer, and a clock."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now, self.asked = 0.0, 0
@@ -87,7 +87,7 @@ class World:
         return self.offers
 
     def pull(self, peer: Peer | None = None) -> str:
-        """Which of the transports were asked, in order."""
+        """Pull. Returns the names of the transports that were asked, in order."""
         before = [transport.pulls for transport in (self.fast, self.middle, self.last)]
         self.selector.pull(peer or self.peer, SOURCE, KEYS, HERE, SOURCE)
         names = ("fast", "middle", "last")
@@ -181,7 +181,7 @@ def test_a_peer_that_restarts_while_another_transport_is_used(world: World) -> N
 
 
 def test_a_late_pull_is_not_tried_by_another_transport(world: World) -> None:
-    """It may be written yet."""
+    """The late transport may still write the slots."""
     world.fast.error = TimeoutError("late")
     with pytest.raises(TimeoutError):
         world.pull()
@@ -190,7 +190,7 @@ def test_a_late_pull_is_not_tried_by_another_transport(world: World) -> None:
 
 
 def test_blocks_that_a_failed_transport_wrote_count(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its slot is not written twice."""
+    """Their slots are not written twice."""
     world.fast.error = ConnectionError("in the middle")
     verdicts = np.array([FAILED, FAILED, PULLED, ALTERED], np.uint8)
     monkeypatch.setattr(world.middle, "pull", lambda *args: verdicts.copy())
@@ -199,7 +199,7 @@ def test_blocks_that_a_failed_transport_wrote_count(world: World, monkeypatch: p
 
 
 def test_offers_are_asked_for_once_when_a_retry_is_due(world: World) -> None:
-    """Or that the peer no longer offers: what it offers is not asked for with every pull."""
+    """The same holds for a transport that the peer no longer offers. Offers are not asked for with every pull."""
     world.fast.error = world.middle.error = ConnectionError("for now")
     assert world.pull() == "fast middle last"
     world.fast.error = None
@@ -217,7 +217,7 @@ def test_offers_are_asked_for_once_when_a_retry_is_due(world: World) -> None:
 
 
 def test_a_transport_that_had_no_time_has_not_failed(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its turn came late: that tells nothing of the transport."""
+    """The transport's turn came too late, which tells nothing about the transport."""
     assert world.pull() == "fast"
 
     class Late:
