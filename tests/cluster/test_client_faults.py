@@ -222,7 +222,6 @@ def alter(pool: raykv.KVPool, location: np.void, payload: bool) -> None:
 
 @pytest.fixture(scope="module", params=TRANSPORTS)
 def altered(start_for_module: Callable[..., raykv.KVPool], request: Any) -> tuple[raykv.KVPool, Any]:
-    """A pool, and a worker on its other node."""
     pool = start_for_module(transport=request.param)
     return pool, worker(pool, other_node(pool))
 
@@ -255,8 +254,6 @@ def test_an_altered_block_is_a_miss_and_is_not_offered_again(
 
 
 class Engine(Worker):
-    """An engine that swaps out, to be killed."""
-
     def swap_out(self, blocks: int) -> int:
         paged = np.ones((blocks, BLOCK), np.uint8)
         return self.cache().swap_out(paged, range(blocks), "r").result()

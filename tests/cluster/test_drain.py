@@ -31,7 +31,6 @@ def keep_there(pool: raykv.KVPool, node_id: str, seed: int) -> list[raykv.Keys]:
 
 
 def notice(cluster: Any, node_id: str) -> None:
-    """Tell Ray that a node will leave."""
     command = ["drain-node", "--address", cluster.address, "--node-id", node_id, "--reason-message", "disconnect"]
     command += ["--reason", "DRAIN_NODE_REASON_PREEMPTION", "--deadline-remaining-seconds", "600"]
     subprocess.run([Path(sys.executable).with_name("ray"), *command], check=True, capture_output=True, timeout=60)

@@ -230,7 +230,6 @@ def secret(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_secret_enters_the_keys_and_cleared_blocks_stay_cleared_after_restarts(
     start: Callable[..., raykv.KVPool], secret: None, transport: str
 ) -> None:
-    """An explicit secret enters the keys. Cleared blocks are not found after the whole pool has restarted."""
     pool = start(transport=transport)
     fields = {"model": "m", "revision": "", "dtype": "uint8", "layout": "rows", "parallel": "", "part": 0, "salt": ""}
     root = key_chain.root(b"of the environment", **fields, block_tokens=16, block_bytes=BLOCK)  # type: ignore[arg-type]

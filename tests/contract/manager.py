@@ -48,7 +48,6 @@ class Now:
         return answer
 
     def end(self) -> None:
-        """End all look-ups that have begun."""
         for answer, call in self._begun:
             if answer.set_running_or_notify_cancel():
                 answer.set_result(call())

@@ -36,8 +36,6 @@ STATES = MISSING, PENDING, READY = range(3)
 
 
 class Line(DirectoryLine):
-    """A line to the directory of this process."""
-
     address_of_all: ClassVar[Address]
 
     def find(self) -> bool:
@@ -48,7 +46,6 @@ class Line(DirectoryLine):
 
 @contextmanager
 def open_pool() -> Iterator[KVPool]:
-    """An empty pool."""
     patch = pytest.MonkeyPatch()
     patch.setattr(directory_client, "DirectoryLine", Line)
     for module in (directory_client, tending):

@@ -49,7 +49,6 @@ def of_cupy(node: ast.expr) -> str:
 
 
 def names(tree: ast.Module) -> set[str]:
-    """All names of CuPy that a file uses."""
     return {name for node in ast.walk(tree) if isinstance(node, ast.Attribute) and (name := of_cupy(node))}
 
 
@@ -108,7 +107,6 @@ def test_the_stand_in_takes_no_more_than_cupy(module: str) -> None:
 
 
 def stand_ins(module: str) -> Iterator[tuple[str, Signature]]:
-    """(name, signature) of the functions and methods in a module of the stand-in."""
     for node in Package(Path(ON_HOST)).module(module).body:
         if isinstance(node, ast.FunctionDef):
             yield f"{module}.{node.name}", signature(node, method=False)

@@ -104,7 +104,6 @@ def test_demoted_blocks_are_evicted_from_the_gpu_first_oldest_first() -> None:
 
 
 def nodes_with(pool: Pool, key: bytes) -> set[int]:
-    """Indices of the nodes that have a copy of a key."""
     c = pool.directory.c
     return {
         int(c.size_classes[c.slabs[c.pages[row >> 6]]["size_class"]]["node"]) for row in chain_of(pool.directory, key)

@@ -23,7 +23,6 @@ HUGE = [1 << 31, 1 << 32, 1 << 62, 1 << 63, 1 << 64]
 
 
 def full(nodes: str = "ab") -> Pool:
-    """A pool with five blocks on its first node."""
     pool = Pool(slots=8, slabs=2, nodes=nodes)
     pool.store("a", KEYS[:5])
     return pool

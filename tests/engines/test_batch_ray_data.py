@@ -38,7 +38,6 @@ def questions(numbers: range) -> list[Row]:
 
 
 def predicted(dataset: Dataset, pool: str, model: str, engines: int) -> list[Row]:
-    """The rows with their answers, from new engines."""
     engine = {
         "kv_transfer_config": kv_transfer_config(pool),
         "block_size": CHUNK,

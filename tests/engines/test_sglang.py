@@ -95,7 +95,6 @@ def is_right(host: Any, page: int, key: str) -> bool:
 
 
 def at(host: Any, pages: list[int]) -> torch.Tensor:
-    """Host indices of pages."""
     return torch.cat([torch.arange(page * host.page_size, (page + 1) * host.page_size) for page in pages])
 
 
@@ -338,7 +337,6 @@ def test_clear_forgets_all(hicache: SimpleNamespace, pool: raykv.KVPool) -> None
 
 
 def all_methods(made: Any, hicache: SimpleNamespace, host: Any, state: Any, keys: list[str]) -> list[Any]:
-    """The results of all methods."""
     pages, last = list(range(len(keys))), keys[-1:]
     trailing = transfer(hicache, state, last, [0], "mamba", "TRAILING_PAGES")
     return [

@@ -31,7 +31,6 @@ class Engines(NamedTuple):
     plain: Any
 
     def reset(self, engine: Any) -> None:
-        """Empty an engine's own cache."""
         eventually(lambda: ray.get(engine.reset.remote()))
         eventually(lambda: settled(self.pool))
 

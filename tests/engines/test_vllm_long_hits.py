@@ -37,7 +37,6 @@ class Engines(NamedTuple):
         return ray.get(engine.answer.remote(*prompts, **how))  # type: ignore[no-any-return]
 
     def forget(self, engine: Any) -> None:
-        """Empty the engine's own cache."""
         eventually(lambda: ray.get(engine.reset.remote()))
 
     def stored(self, *prompts: list[int]) -> list[list[int]]:

@@ -25,8 +25,6 @@ PARAMS = [pytest.param(name, marks=[pytest.mark.promise] if name == HYBRID else 
 
 
 class Engines(NamedTuple):
-    """Two engines on two raylets."""
-
     pool: raykv.KVPool
     model: Model
     one: Any

@@ -25,8 +25,6 @@ _fillers = itertools.count()
 
 
 class Engines(NamedTuple):
-    """An engine on each node."""
-
     pool: raykv.KVPool
     first: Any
     second: Any

@@ -63,7 +63,6 @@ class Engine:
         return self.manager.lookup(TAIL.key, context)
 
     def waits(self, context: ReqContext) -> bool:
-        """Whether the request is told three times to wait."""
         answers: list[Any] = []
         while len(answers) < 3 and self.ask(context) is RETRY:
             answer = self.manager._asks[context.req_id].answer

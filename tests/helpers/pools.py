@@ -243,7 +243,6 @@ def worker(pool: raykv.KVPool, node_id: str, kind: type = Worker, **arguments: A
 
 
 def other_node(pool: raykv.KVPool) -> str:
-    """The id of a node that this process is not on."""
     return next(str(node["NodeID"]) for node in ray.nodes() if node["Alive"] and node["NodeID"] != pool.node_id)
 
 
@@ -337,7 +336,6 @@ def served(pool: raykv.KVPool, nodes: int) -> bool:
 
 
 def locations(pool: raykv.KVPool, cache: raykv.KVCache, keys: Keys) -> NDArray[np.void]:
-    """The locations of the blocks that a match leases."""
     lease, answer = pool.session.directory.match(pool.node_id, keys, 0)
     pool.session.directory.release(lease)
     assert answer

@@ -36,7 +36,6 @@ def pool(start_for_module: Callable[..., raykv.KVPool]) -> raykv.KVPool:
 
 @pytest.fixture(scope="module")
 def there(pool: raykv.KVPool) -> Any:
-    """A worker on the other node."""
     return worker(pool, other_node(pool))
 
 
@@ -48,7 +47,6 @@ def cache(pool: raykv.KVPool, request: pytest.FixtureRequest) -> raykv.KVCache:
 
 @pytest.fixture
 def model(request: pytest.FixtureRequest) -> str:
-    """The model name of `cache`."""
     return str(request.node.name)
 
 

@@ -77,7 +77,6 @@ def elsewhere(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def refuse(*_: object) -> None:
-    """Replaces a method of Device, and fails."""
     raise DeviceError("cudaErrorNotSupported")
 
 

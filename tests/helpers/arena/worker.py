@@ -37,7 +37,6 @@ def locations(
 
 
 def key_of(seed: int) -> NDArray[np.uint8]:
-    """(1, 16) key."""
     return np.random.default_rng(seed).integers(0, 256, (1, 16), np.uint8)
 
 
@@ -47,7 +46,6 @@ def block_of(key: NDArray[np.uint8], size: int = 64 << 10) -> NDArray[np.uint8]:
 
 
 def put(arena: Arena, slot: int, gen: int, **location: int) -> bool:
-    """Write the block of key_of(gen)."""
     where = locations([slot], [gen], **location)
     return bool(arena.write(where, key_of(gen), block_of(key_of(gen), int(where["bytes"][0])))[0])
 

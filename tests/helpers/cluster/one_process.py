@@ -74,8 +74,6 @@ class Ref:
 
 
 class Method:
-    """A method of an actor, which `remote` calls."""
-
     def __init__(self, actor: "Handle", name: str, group: str = "") -> None:
         self._actor, self._name, self._group = actor, name, group
 
@@ -204,7 +202,6 @@ class OneProcess:
             _here.reset(token)
 
     def add_node(self, **_: Any) -> Any:
-        """Add a node. Returns it."""
         self.nodes.append(secrets.token_hex(28))
         self.worker_nodes.add(self.nodes[-1])
         return Node(self.nodes[-1])
@@ -309,8 +306,6 @@ class OneProcess:
 
 
 class Remote:
-    """A class or function that `ray.remote` has decorated."""
-
     def __init__(self, owner: OneProcess, made_of: Any, options: dict[str, Any]) -> None:
         self._owner, self._made_of, self._options = owner, made_of, options
 

@@ -64,7 +64,6 @@ def _row(
 
 
 def slots_of(directory: Directory, rows: Sequence[int]) -> list[tuple[int, int, int]]:
-    """(node, slab, slot) of each row."""
     c, at = directory.c, np.array(rows, np.int64)
     slab = c.slabs[c.pages[at >> columns.PAGE_BITS]]
     nodes = c.size_classes["node"][slab["size_class"]]
@@ -88,7 +87,6 @@ Chains = dict[bytes, list[int]]  # rows of every key
 
 
 def chains_of(directory: Directory) -> Chains:
-    """By key, its rows in the directory's table."""
     c = directory.c
     heads = (c.table[c.table != 0] & 0xFFFFFFFF) - 1
     keys = np.stack((c.rows["k0"][heads], c.rows["k1"][heads]), axis=1).tobytes()

@@ -77,7 +77,6 @@ class Pool:
     def match(
         self, node: str, keys: list[bytes], size: int = PAGE, stage: int = KEYS_PER_CALL, tenant: str = ""
     ) -> tuple[int, Matched]:
-        """(lease, answer)."""
         self.id += 1
         request = MatchRequest(self.id, node, b"".join(keys), size, stage, tenant=tenant)
         got = self.directory.match(self.call(node), request, self.now)
@@ -227,7 +226,6 @@ class Pool:
 
 
 def primary(pool: Pool, key: bytes) -> str:
-    """The node whose copy is the primary."""
     c = pool.directory.c
     (row,) = [row for row in chain_of(pool.directory, key) if c.rows[row]["state"] == columns.READY]
     return pool.name(int(c.size_classes[c.slabs[c.pages[row >> columns.PAGE_BITS]]["size_class"]]["node"]))

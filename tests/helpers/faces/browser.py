@@ -16,8 +16,6 @@ HEIGHT = 900
 
 
 class Browser:
-    """A window of the browser."""
-
     def __init__(self) -> None:
         options = webdriver.ChromeOptions()
         options.binary_location = CHROMIUM
@@ -57,7 +55,6 @@ class Browser:
         field.send_keys(text)
 
     def ask(self, script: str) -> Any:
-        """Run a script in the page. Returns its result."""
         return self._driver.execute_script(script)
 
     def complaints(self) -> list[str]:

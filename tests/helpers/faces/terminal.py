@@ -68,7 +68,6 @@ class Tmux:
         self._folder.cleanup()
 
     def shown(self) -> str:
-        """The text on the screen now."""
         return self._ask("capture-pane", "-p")
 
     def press(self, key: str) -> None:

@@ -22,7 +22,6 @@ def send(pipeline: Pipeline, number: int, size: int = 0, seconds: float = 0.0) -
 
 
 def ask(pipeline: Pipeline, number: int, size: int = 0, seconds: float = 0.0) -> None:
-    """Ask a question, and check the answer."""
     assert pipeline.wait(send(pipeline, number, size, seconds), PATIENCE_S) == expected(number, size)
 
 

@@ -49,13 +49,11 @@ def answer(question: bytes) -> bytes:
 
 
 def expected(number: int, size: int = 0) -> bytes:
-    """The right answer to a question."""
     return number.to_bytes(8, "little") + bytes([number % 251]) * size
 
 
 @contextmanager
 def serving(longest: int = 16 << 20) -> Iterator[Listener]:
-    """A listener in this process."""
     listener = Listener("127.0.0.1", "raykv-test", {CLIENT: longest}, lambda _, body: wire.frame(answer(body)))
     try:
         yield listener

@@ -17,7 +17,6 @@ class Interrupted(BaseException):
 
 
 def interrupt(*_: Any) -> None:
-    """A signal's handler."""
     raise Interrupted
 
 
@@ -61,5 +60,4 @@ def interrupted_at(number: int, module: ModuleType) -> Iterator[list[str]]:
 
 @functools.cache
 def names(code: CodeType) -> dict[int, str]:
-    """Names of a code's instructions, by offset."""
     return {instruction.offset: instruction.opname for instruction in dis.get_instructions(code)}

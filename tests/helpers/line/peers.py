@@ -55,7 +55,6 @@ def receive_frame(peer: socket.socket) -> bytes:
 
 
 def asked(peer: socket.socket, number: int = 7) -> bool:
-    """Ask. Returns whether the right answer comes."""
     peer.sendall(frame(question(number, 100)))
     return receive_frame(peer) == expected(number, 100)
 

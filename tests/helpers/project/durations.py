@@ -14,7 +14,6 @@ def file_of(nodeid: str) -> str:
 
 
 def read() -> dict[str, float]:
-    """Seconds by file."""
     lines = KEPT.read_text(encoding="utf-8").splitlines() if KEPT.exists() else []
     return {file: float(seconds) for seconds, file in map(str.split, lines)}
 

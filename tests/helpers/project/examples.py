@@ -11,7 +11,6 @@ NAMES = sorted(path.stem for path in (ROOT / "examples").glob("*.py"))
 
 
 def commands(example: str) -> list[str]:
-    """The commands in an example's docstring."""
     return COMMAND.findall(ast.get_docstring(ast.parse(source(example).read_text()), clean=False) or "")
 
 

@@ -49,8 +49,6 @@ class Signature:
 
 
 class Package:
-    """The sources of a package."""
-
     def __init__(self, folder: Path) -> None:
         """folder: the folder that contains the package's folder."""
         self.folder = folder
@@ -95,7 +93,6 @@ class Package:
         return found
 
     def made(self, module: str, name: str) -> Signature:
-        """The signature by which a class is called."""
         if function := self.methods(module, name).get("__init__"):
             return signature(function)
         fields = [one for node in reversed(self.mro(module, name)) for one in node.body]

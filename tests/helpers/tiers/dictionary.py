@@ -8,8 +8,6 @@ dict_stores: dict[str, dict[bytes, tuple[bytes, bytes]]] = {}
 
 
 class DictTier:
-    """A user's tier."""
-
     shared = False
 
     def __init__(self, url: TierUrl) -> None:

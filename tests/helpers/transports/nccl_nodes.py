@@ -46,7 +46,6 @@ def peer(serve: Callable[..., Any], offers: Callable[[], Any] = dict) -> Peer:
 
 
 def get(answer: "Future[Any]", timeout: float) -> Any:
-    """In place of ray.get."""
     try:
         return answer.result(timeout)
     except TimeoutError as error:
@@ -184,7 +183,6 @@ class ByHand:
 
     @property
     def of_sender(self) -> Any:
-        """The sender's communicator."""
         return next(each for each in self._nccl.communicators if each.unique == self.unique and each.rank == SENDER)
 
     def serve(self, *args: Any) -> None:

@@ -42,8 +42,6 @@ class InternalKv:
 
 
 class Line:
-    """A line to a directory that answers or not, as a test says."""
-
     def __init__(self, pool: str) -> None:
         self.answers, self.alive, self.way = True, True, "socket"
         self.address: Address | None = THERE

@@ -63,7 +63,6 @@ def host(cupy: Any) -> Iterator[Arena]:
 
 @pytest.fixture
 def ours(gpu: Device) -> Iterator[GpuArena]:
-    """The GPU's arena."""
     arena = gpu_arena(gpu)
     yield arena
     arena.close(unlink=True)

@@ -83,7 +83,6 @@ def test_files_of_living_and_dead_stores(gpu: Device) -> None:
 
 
 def test_a_file_that_another_store_replaced_is_not_removed(on_host: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another store has made a file of the same name first."""
     gpu = devices.device(devices.visible()[0])
     path = elsewhere(DEAD, POOL, gpu.uuid).stdout.strip()
     made: list[GpuArena] = []

@@ -54,7 +54,6 @@ class Foreign:
 
 
 def streams_of(rows: buffers.Rows, on_host: Any) -> set[int]:
-    """The streams that copies of the rows wait for."""
     return {on_host.cuda.runtime._events[event.ptr][0] for event in rows.after}
 
 

@@ -26,7 +26,6 @@ one_by_one = settings(suppress_health_check=[HealthCheck.function_scoped_fixture
 
 @pytest.fixture
 def host_memory(gpu: Device) -> Iterator[Bytes]:
-    """Host memory that the GPU reaches."""
     memory = np.frombuffer(mmap.mmap(-1, MIB), np.uint8)
     gpu.register(memory.ctypes.data, MIB)
     yield memory
@@ -210,7 +209,6 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def test_the_kernel_writes_every_byte_once(
     compiled: Any, layout: list[tuple[int, int, int]], blocks: int, threads: int
 ) -> None:
-    """No byte is written twice or beside the pieces."""
     source, to = noise(MIB), np.zeros(MIB, np.uint8)
     pieces = copy_kernel.with_units(table_of(*((to.ctypes.data + a, source.ctypes.data + b, c) for a, b, c in layout)))
     if len(pieces):

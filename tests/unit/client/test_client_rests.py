@@ -17,8 +17,6 @@ from raykv.protocol.location import KEY_BYTES
 
 
 class Line:
-    """A line to a directory that answers every call."""
-
     way = "socket"
 
     def __init__(self, pool: str) -> None:

@@ -28,7 +28,6 @@ from raykv.integrations.vllm.spec import RayKVOffloadingSpec
 
 
 def application(file: str) -> Any:
-    """The LLM configuration in a file of deploy/."""
     content = yaml.safe_load((ROOT / "deploy" / file).read_text())
     if "spec" in content:
         content = yaml.safe_load(content["spec"]["serveConfigV2"])

@@ -41,7 +41,6 @@ HASH = get_hash_fn_by_name("sha256")
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with configurations of models."""
     folder = tmp_path_factory.mktemp("models")
     llama = LlamaConfig(**SIZES, **HEADS, max_position_embeddings=4096, architectures=["LlamaForCausalLM"])
     for name in ("llama", "tuned"):

@@ -28,7 +28,6 @@ class Lender:
         return None
 
     def one(self) -> Connection:
-        """The connection that was lent last."""
         eventually(lambda: self.lent)
         return self.lent.pop()
 

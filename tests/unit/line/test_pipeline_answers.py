@@ -44,7 +44,6 @@ def test_threads_and_loops_get_their_own_answers_at_once(pipeline: Pipeline) -> 
 
 
 def test_a_waiter_that_was_told_to_read_before_it_waited_reads(pipeline: Pipeline) -> None:
-    """The waiter does not take the signal to read for its answer."""
     first, second = send(pipeline, 1), send(pipeline, 2, seconds=0.1)
     assert pipeline.wait(first, PATIENCE_S) == expected(1)
     for _ in range(3):

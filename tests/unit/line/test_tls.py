@@ -46,7 +46,6 @@ def listener(authority: trustme.CA) -> Iterator[Listener]:
 
 
 def answered(address: Address, number: int = 7, size: int = 100_000) -> bool:
-    """Whether this process gets the right answer."""
     with wire.connect(address) as peer:
         peer.sendall(frame(question(number, size)))
         (length,) = wire.LENGTH.unpack(wire.receive(peer, wire.LENGTH.size))

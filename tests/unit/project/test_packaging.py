@@ -36,7 +36,6 @@ def test_uplot_is_what_npm_has(file: str, sha256: str) -> None:
 
 @pytest.fixture(scope="module")
 def archive(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The source distribution."""
     folder = tmp_path_factory.mktemp("sdist")
     checkout = folder / "checkout"  # a copy, as a build leaves files behind
     ignored = shutil.ignore_patterns(".*", "build", "dist", "*.egg-info", "__pycache__")

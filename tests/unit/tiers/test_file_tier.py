@@ -31,7 +31,6 @@ def file_of(path: Path, key: bytes) -> Path:
 
 @pytest.fixture
 def one(tmp_path: Path) -> Iterator[tuple[FileTier, Block, Path]]:
-    """(a tier with one block, the block, the block's file)."""
     tier, stored = open_file(tmp_path), block(key_at(0), 2 * PAGE)
     assert tier.put_many([stored]) == [True]
     yield tier, stored, file_of(tmp_path / "0", stored.key)

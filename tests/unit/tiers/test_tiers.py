@@ -36,7 +36,6 @@ def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def s3() -> Iterator[str]:
-    """The address of a bucket in an S3 server of this test."""
     pytest.importorskip("s3fs")
     server = pytest.importorskip("moto.server").ThreadedMotoServer("127.0.0.1", 0, verbose=False)
     with pytest.MonkeyPatch.context() as environment:

@@ -69,8 +69,6 @@ class Store:
 
 
 class World:
-    """Three transports, a peer, and a clock."""
-
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now, self.asked = 0.0, 0
         self.offers: dict[str, Any] | Exception = {"fast": 1, "middle": 1}

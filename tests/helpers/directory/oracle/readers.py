@@ -152,7 +152,6 @@ class Readers(Membership):
         return reader.index if reader and reader.state != "joining" else -1
 
     def cut(self, hold: Lease, n: int) -> None:
-        """Release the blocks from n on, last to first."""
         for i in reversed(range(n, len(hold.keys))):
             self.end_read(hold.source[i])
             self.end_hold(hold.staged[i])

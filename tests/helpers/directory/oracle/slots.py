@@ -18,8 +18,6 @@ LOCATION = struct.Struct("<IIIIQQ")
 
 @dataclass(eq=False)
 class Row:
-    """A slot."""
-
     slab: "Slab"
     slot: int
     state: str = "free"
@@ -67,7 +65,6 @@ class SizeClass:
 
     @property
     def counts(self) -> bool:
-        """Whether tenants are charged for blocks there."""
         return not self.on_gpu and not is_tier(self.node)
 
     def line(self) -> list[Row]:

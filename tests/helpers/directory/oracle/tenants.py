@@ -55,7 +55,6 @@ class Tenants(Slots):
             self.assign(key, tenant)
 
     def assign(self, key: bytes, tenant: str) -> None:
-        """Charge a key to a tenant."""
         for row in self.table[key]:
             if row.tenant == tenant:
                 continue

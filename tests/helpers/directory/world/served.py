@@ -35,15 +35,12 @@ class Windowed(Directory):
 
 
 class RayWay:
-    """Makes calls as Ray does."""
-
     def __init__(self, directory: "Windowed") -> None:
         self.directory = directory
         self.server = DirectoryServer("p", DirectoryMetrics("p", "p/directory-1"), lambda: directory.clock)
         self.server.serve(directory)
 
     def ask(self, method: str, *arguments: Any) -> Any:
-        """The answer to a call."""
         return _pickled(getattr(self.server, method)(*_pickled(arguments)))
 
     def close(self) -> None:
@@ -87,7 +84,6 @@ class ServedWorld(World):
     way: RayWay | None = None
 
     def close(self) -> None:
-        """Close the way to the directory."""
         if self.way:
             self.way.close()
 
@@ -110,8 +106,6 @@ class ServedWorld(World):
 
 
 class SocketWorld(ServedWorld):
-    """A World called over the socket."""
-
     kind = SocketWay
 
 
@@ -160,5 +154,4 @@ def _plain(argument: Any) -> Any:
 
 
 def _pickled(message: Any) -> Any:
-    """A message as it arrives."""
     return cloudpickle.loads(cloudpickle.dumps(message))

@@ -15,7 +15,6 @@ class Tiers(Cast):
         """Anything that may happen while a node lists its tier."""
 
     def content_of(self, name: str) -> dict[bytes, None]:
-        """Keys in a node's tier."""
         return self.tier_content.setdefault("" if self.tiers == "shared" else name, {})
 
     def tier_heartbeat(self, name: str = "") -> None:

@@ -259,7 +259,6 @@ class Engine:
         return {i: said for i, said in done.items() if i % 6}
 
     def abort(self, prompt: list[int], steps: int) -> None:
-        """Ask a prompt, and abort the request after a few steps."""
         engine, sampling = self.llm.llm_engine, SamplingParams(max_tokens=100, detokenize=False, ignore_eos=True)
         engine.add_request("aborted", {"prompt_token_ids": prompt}, sampling)
         for _ in range(steps):

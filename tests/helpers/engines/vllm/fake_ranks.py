@@ -138,7 +138,6 @@ class FakeEngine:
     def __init__(
         self, pool: str, model: Path, shape: Shape, layers: int = LAYERS, blocks: int = 64, **options: Any
     ) -> None:
-        """options: vLLM's."""
         transfer = kv_transfer_config(pool)
         transfer["kv_connector_extra_config"] |= {"blocks_per_chunk": 2}
         config = EngineArgs(

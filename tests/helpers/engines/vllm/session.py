@@ -94,7 +94,6 @@ class StreamedEngine:
                 await asyncio.sleep(0.05)
 
     async def close(self) -> None:
-        """End the engine, and wait for its processes."""
         started = processes()
         self.engine.shutdown()
         psutil.wait_procs(started, timeout=PATIENCE_S)

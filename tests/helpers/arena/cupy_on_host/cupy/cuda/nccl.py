@@ -121,7 +121,6 @@ class NcclCommunicator:
             raise NcclError(3)
 
     def _meet(self):
-        """Wait for the other rank."""
         if self.aborted.is_set():
             raise OSError("aborted")
         if self.rank == 0:
