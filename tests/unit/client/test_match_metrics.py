@@ -72,10 +72,10 @@ def test_tenants_and_models_are_bounded() -> None:
 
 
 def test_salts_do_not_make_named_tenants_others() -> None:
-    exporter = Exporter("p")
+    exporter, nothing = Exporter("p"), found_tokens([], SALTED)
     for number in range(LABELS_MAX + 1):
-        count_found(session(exporter), SALTED._replace(tenant=tenant_of(str(number), SECRET)), 1, {})
-    count_found(session(exporter), SALTED._replace(tenant="acme", is_named=True), 1, {})
+        count_found(session(exporter), SALTED._replace(tenant=tenant_of(str(number), SECRET)), 1, nothing)
+    count_found(session(exporter), SALTED._replace(tenant="acme", is_named=True), 1, nothing)
     tenants = [dict(tags)["tenant"] for tags in added(exporter, "lookups_total")]
     assert tenants[-2:] == [OTHER, "acme"] and len(set(tenants)) == LABELS_MAX + 2
 
