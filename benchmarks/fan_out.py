@@ -1,0 +1,203 @@
+"""How long nodes take that want one node's blocks at once, over links of a given rate.
+
+    python benchmarks/fan_out.py [--readers 4] [--gbit 1] [--turns 3] [--json]
+
+Each node of a Ray cluster is a network namespace, whose cable to a switch has that rate in both directions. One node
+stores 512 MiB. In one turn one reader brings all of it to its node; in the next turn all readers do at once. The figure
+is the time of the last reader divided by the time of a reader alone. If all readers read the first node, the figure is
+their number, or reads fall short: a pull may take 2 s, and 1 s more for 100 MB. It needs root, iproute2, 2 GiB of
+memory a node, and processors that move the bytes of all links at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+MIB = 1 << 20
+BLOCK_BYTES, BLOCKS = 2 * MIB, 256
+MEMORY = 1024 * MIB  # of a node
+OWN = 1e9  # locality: blocks are stored on the writer's node
+SWITCH, PORT = "10.79.0.254", 6399
+HOLD = ["setpriv", "--pdeathsig=KILL", "unshare", "--net", "sleep", "infinity"]  # a namespace ends with its process
+RAY = Path(sys.executable).with_name("ray")
+ROOT = Path(__file__).resolve().parent.parent
+ENVIRONMENT = {
+    **os.environ,
+    **{"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": str(ROOT)},
+}
+READY_S = 120.0
+
+
+def address(node: int) -> str:
+    return f"10.79.0.{node + 1}"
+
+
+def run(*command: Any, **more: Any) -> str:
+    """The output of a command. RuntimeError if it fails."""
+    done = subprocess.run([str(part) for part in command], capture_output=True, text=True, **more)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(map(str, command))}: {done.stderr.strip() or done.stdout.strip()}")
+    return str(done.stdout)
+
+
+def inside(pid: int) -> list[str]:
+    """What runs a command in the network of a process."""
+    return ["nsenter", f"--target={pid}", "--net"]
+
+
+@contextmanager
+def networks(nodes: int, gbit: float) -> Iterator[list[int]]:
+    """A process in the network of each node. The switch is in a network of its own."""
+    with ExitStack() as stack:
+        pids = []
+        for _ in range(1 + nodes):
+            holder = stack.enter_context(subprocess.Popen(HOLD))
+            stack.callback(holder.kill)
+            pids.append(holder.pid)
+        own = os.readlink("/proc/self/ns/net")
+        while any(os.readlink(f"/proc/{pid}/ns/net") == own for pid in pids):  # until unshare has done its work
+            time.sleep(0.01)
+        switch, *ends = pids
+        run(*inside(switch), "ip", "link", "add", "switch", "type", "bridge")
+        run(*inside(switch), "ip", "link", "set", "switch", "up")
+        shape = ["root", "tbf", "rate", f"{gbit}gbit", "burst", "1mb", "latency", "50ms"]
+        for node, pid in enumerate(ends):
+            port = f"port{node}"
+            run("ip", "link", "add", "eth0", "netns", pid, "type", "veth", "peer", "name", port, "netns", switch)
+            run(*inside(switch), "ip", "link", "set", port, "master", "switch", "up")
+            run(*inside(switch), "tc", "qdisc", "add", "dev", port, *shape)
+            run(*inside(pid), "ip", "link", "set", "lo", "up")
+            run(*inside(pid), "ip", "address", "add", f"{address(node)}/24", "dev", "eth0")
+            run(*inside(pid), "ip", "link", "set", "eth0", "up")
+            run(*inside(pid), "tc", "qdisc", "add", "dev", "eth0", *shape)
+        yield ends
+
+
+@contextmanager
+def cluster(ends: list[int]) -> Iterator[None]:
+    """A raylet in each network; the first is the head's."""
+    room = ["--num-cpus=2", f"--object-store-memory={100 * MIB}", "--block"]
+    with ExitStack() as stack:
+        for node, pid in enumerate(ends):
+            head = ["--head", f"--port={PORT}", "--include-dashboard=false"]
+            where = [f"--address={address(0)}:{PORT}"] if node else head
+            words = [*inside(pid), str(RAY), "start", *where, f"--node-ip-address={address(node)}", *room]
+            pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+            raylet = stack.enter_context(subprocess.Popen(words, env=ENVIRONMENT, cwd=ROOT, **pipes))
+            stack.callback(raylet.terminate)
+            said = list[str]()
+            assert raylet.stdout is not None
+            while not any("Ray runtime started" in line for line in said):  # two that start at once may take one socket
+                said.append(raylet.stdout.readline())
+                if not said[-1]:
+                    raise RuntimeError(f"{' '.join(map(str, words))}: {''.join(said)}")
+        yield
+
+
+class Client:
+    """A process on one node. It stores the blocks, or brings them to its node."""
+
+    def __init__(self) -> None:
+        import raykv
+
+        self.cache = raykv.attach("fan-out").cache(
+            model="m", dtype="uint8", layout="rows", block_tokens=16, block_bytes=BLOCK_BYTES
+        )
+
+    def keys(self, turn: int) -> Any:
+        return self.cache.keys(np.arange(BLOCKS * 16) + turn * BLOCKS * 16)
+
+    def store(self, turn: int) -> int:
+        """Store the blocks. Returns on how many nodes they are."""
+        stored = self.cache.store(self.keys(turn), np.full((BLOCKS, BLOCK_BYTES), turn, np.uint8), wait=True)
+        assert stored == BLOCKS, f"{stored} of {BLOCKS} blocks were stored"
+        with self.cache.match(self.keys(turn)) as match:
+            return len(match.nodes)
+
+    def fetch(self, turn: int, at: float) -> tuple[float, int]:
+        """(time of the end, by the machine's clock; number of blocks that came). Begins at the time `at`."""
+        keys = self.keys(turn)
+        time.sleep(max(0.0, at - time.time()))
+        with self.cache.match(keys) as match:
+            got = match.fetch(whole=True)
+        return time.time(), got
+
+
+def measure(readers: int, turns: int) -> dict[str, Any]:
+    """For a process in the head's network: seconds of a reader alone and of all readers, in each turn."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    import raykv
+
+    ray.init(address=f"{address(0)}:{PORT}", log_to_driver=False, logging_level=40)
+    end = time.monotonic() + READY_S
+    while len(ray.nodes()) < 1 + readers:
+        assert time.monotonic() < end, f"{len(ray.nodes())} raylets after {READY_S:.0f} s"
+        time.sleep(0.5)
+    pool = raykv.start(raykv.PoolConfig(name="fan-out", cpu_memory=MEMORY, locality=OWN))
+    try:
+        while not all(it["slabs"] + it["spare_slabs"] == it["limit"] for it in pool.stats()["nodes"].values()):
+            time.sleep(0.5)  # the stores offer their memory slab by slab
+        made: Any = ray.remote(num_cpus=0)(Client)
+        nodes = [node["NodeID"] for node in sorted(ray.nodes(), key=lambda node: node["NodeManagerAddress"])]
+        places = [NodeAffinitySchedulingStrategy(node, soft=False) for node in nodes]
+        writer, *others = [made.options(scheduling_strategy=place).remote() for place in places]
+        alone: list[float] = []
+        together: list[float] = []
+        came: list[float] = []
+        for turn in range(2 + 2 * turns):
+            some = others if turn % 2 else others[:1]
+            pool.clear()
+            while ray.get(writer.store.remote(turn)) > 1:  # its node still frees the slots of the last turn
+                pool.clear()
+            at = time.time() + 1.0
+            ends, blocks = zip(*ray.get([reader.fetch.remote(turn, at) for reader in some]), strict=True)
+            if turn >= 2:  # the first turns make the connections
+                (together if turn % 2 else alone).append(max(ends) - at)
+                came.append(sum(blocks) / (BLOCKS * len(some)))
+        route = pool.stats()["transports"][0]["transport"]
+    finally:
+        pool.stop()
+        ray.shutdown()
+    ratio = statistics.median(both / one for one, both in zip(alone, together, strict=True))
+    return {"alone_s": alone, "together_s": together, "ratio": ratio, "came": min(came), "transport": route}
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("--readers", type=int, default=4)
+    options.add_argument("--gbit", type=float, default=1.0)
+    options.add_argument("--turns", type=int, default=3)
+    options.add_argument("--json", action="store_true")
+    options.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
+    given = options.parse_args()
+    if given.inside:
+        print(json.dumps(measure(given.readers, given.turns)), flush=True)
+        return
+    with networks(1 + given.readers, given.gbit) as ends, cluster(ends):
+        again = [sys.executable, __file__, "--inside", "--readers", given.readers, "--turns", given.turns]
+        answer = run(*inside(ends[0]), *again, env=ENVIRONMENT, cwd=ROOT).splitlines()[-1]
+    found = json.loads(answer)
+    if given.json:
+        print(answer)
+        return
+    alone, together = (statistics.median(found[name]) for name in ("alone_s", "together_s"))
+    print(f"one reader {alone:.2f} s, {given.readers} readers {together:.2f} s, {found['ratio']:.2f} times as long")
+    print(f"{found['came']:.0%} of the blocks came, by {found['transport']}")
+
+
+if __name__ == "__main__":
+    main()
