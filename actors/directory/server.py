@@ -32,7 +32,7 @@ Message = tuple[Any, ...]  # of raykv.protocol, as a plain tuple, which Ray pick
 
 # limits: a client sends its lists of keys in steps; a store's big arena may have many half-written slots
 FRAME_BYTES = {CLIENT: 4 << 20, STORE: 64 << 20}
-PARTS = 1024  # of a match: for each rank, one for each KV head and kind of layer
+PARTS = 1024  # parts of one match, at most: each rank has a part for each of its KV heads and kinds of layers
 ERROR_CHARS = 1000  # of the error text of a failed call
 LOG_EVERY_S = 60.0  # between two lines of the log about failed calls of one name
 PLAN_EVERY_S = 10.0  # between two plans of a node's memory
@@ -238,7 +238,7 @@ class DirectoryServer:
 
     @one_at_a_time
     def clear(self) -> tuple[int, int]:
-        """(all blocks up to this generation are forgotten, number of keys before)."""
+        """Forget all blocks. Returns (generation up to which blocks are forgotten, number of forgotten keys)."""
         keys = self._directory.clear(self._clock())
         return self._directory.floor, keys
 

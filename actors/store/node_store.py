@@ -60,9 +60,9 @@ class NodeStore:
         """CapacityError where the node can't afford `cpu_memory`, or a GPU `gpu_memory`. DeviceError for an unusable
         GPU.
 
-        Serves without the external tier while it is unusable, and after a restart also without GPUs. question: of a
-        pool that has not started yet. The answer goes to Ray's internal KV. Then the store waits until the pool has
-        settings.
+        While the external tier is unusable, the store serves without it. After a restart the store also serves without
+        unusable GPUs. question: a question of `raykv.start`, before the pool has settings. The store puts the answer
+        into Ray's internal KV, and waits for the settings.
         """
         self._pool, self._node_id = pool, node_id
         again = named_actors.restarted()

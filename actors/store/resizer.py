@@ -194,7 +194,7 @@ class Resizer:
     def _discard(self) -> Pause:
         """Free the memory of slabs that nobody can still be reading. Returns the pause until more memory may go.
 
-        A late reader, or a client that maps such a slab late, fills its memory again. That memory is freed later too.
+        If a reader or a mapping client is late, the slab takes memory again. A later call frees that memory too.
         """
         given_back, now = self._arena.given_back(), time.monotonic()
         for slab in self._to_discard.keys() - set(given_back):  # offered again

@@ -132,7 +132,7 @@ def _origin(name: str, arrays: Sequence[Any], views: list[NDArray[Any]]) -> tupl
 
 
 def rows_within(arrays: Sequence[NDArray[np.uint8]], row_bytes: int) -> Rows:
-    """Rows of `row_bytes` that lie one after another in each array.
+    """Cut each array into rows of `row_bytes` bytes. Returns the rows of all arrays, in order.
 
     ValueError unless the arrays are contiguous uint8 of whole rows: another process may have sent them.
     """

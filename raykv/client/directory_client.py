@@ -261,9 +261,10 @@ class DirectoryClient:
             self._rouse()
 
     def drop(self, held: Sequence[int]) -> None:
-        """The garbage collector took an object that still held these ids. The client's thread ends and reports them.
+        """The garbage collector took an object that still held these leases or reservations.
 
-        Takes no lock: the garbage collector may call it anywhere.
+        The client's thread ends these holds later, and reports a fault. `drop` takes no lock, since the garbage
+        collector may call it anywhere.
         """
         self._dropped.append(held)
 

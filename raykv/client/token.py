@@ -35,7 +35,7 @@ def check() -> None:
     Ray itself would try for half a minute, then say that there is no cluster. ConnectionError if no cluster answers.
     """
     if os.environ.get("RAY_ADDRESS", "") in ("", "auto"):
-        maybe_enable_token_auth_if_token_available(warn_if_disabled=False)  # ray.init does so for these addresses only
+        maybe_enable_token_auth_if_token_available(warn_if_disabled=False)  # ray.init does so for these values only
     if (address := canonicalize_bootstrap_address("auto")) is None:
         return  # RAY_ADDRESS=local: ray.init will start that cluster
     try:
@@ -57,7 +57,7 @@ def is_sent() -> bool:
 
 def is_asked_for(address: str) -> bool:
     """Whether the Ray cluster at an address refuses clients without a token. It takes a second."""
-    without = {**os.environ, "RAY_AUTH_MODE": "disabled"}  # a process has one mode, so another process asks
+    without = {**os.environ, "RAY_AUTH_MODE": "disabled"}  # not this process's mode, so a new process asks
     try:
         asked = subprocess.run([sys.executable, "-c", ASK, address], env=without, capture_output=True, timeout=ASK_S)
     except subprocess.TimeoutExpired:

@@ -24,8 +24,9 @@ class MatchRequest(NamedTuple):
     A part with a window needs only its last blocks before the end of that prefix, as a sliding-window layer does. A
     model's state needs one block. Earlier blocks may be gone, or may never have been stored.
 
-    `ahead` is for layers of a drafter. The last position of their block depends on the token after the block. The key
-    of the following block says which token that is. So the following block must be ready too.
+    `ahead` is for the layers of a drafter. A drafter's KV of the last token in a block depends on the next token too.
+    The next token is in the following block, and only that block's key names the token. So the following block must be
+    ready too.
     """
 
     lease: int  # id that the client has chosen

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 BLOCKS_MAX = 1 << 24  # number of keys that are compared; longer batches are ordered by the first blocks of each prompt
 SLACK = 0.1  # of an engine's share; loads may differ by so much, so that a prefix stays on one engine
 
-Prompts = Sequence[NDArray[np.uint8]]  # of each (n, k): keys of its n full blocks; a key stands for all before it too
+Prompts = Sequence[NDArray[np.uint8]]  # a prompt is (n, k): keys of n full blocks; a key covers all blocks before too
 
 
 def order(prompts: Prompts) -> list[int]:
@@ -85,9 +85,13 @@ def _shared(one: NDArray[np.uint8], other: NDArray[np.uint8]) -> int:
 
 
 def _cut(done: NDArray[np.int64], shared: NDArray[np.int64], wanted: float, engines: int) -> int:
-    """Index to cut before: near the place where `wanted` blocks are done, where neighbours share least.
+    """The index of the prompt that begins the next engine's part.
 
-    done: (n + 1,), blocks to compute up to each place. shared: (n,), blocks that each shares with the prompt before.
+    Looks at the prompts before which about `wanted` blocks are done, within SLACK. Takes the prompt that shares the
+    fewest blocks with the prompt before it. If there is no such prompt, takes the place nearest to `wanted`.
+
+    done: (n + 1,), done[i] is the number of blocks to compute for the first i prompts. shared: (n,), shared[i] is the
+    number of blocks that prompt i shares with the prompt before it.
     """
     slack = SLACK * done[-1] / engines
     begin, end = np.searchsorted(done, [wanted - slack, wanted + slack]).tolist()

@@ -1,4 +1,6 @@
-"""Which requests an engine runs in its next step. Cached tokens cost no computing, and no blocks if others hold them.
+"""Which requests an engine runs in its next step. Cached tokens cost no computing.
+
+Blocks of cached tokens that other requests hold cost no free blocks either.
 
 Names are those of vLLM's scheduler, where it has them (vllm/v1/core/sched/scheduler.py).
 """
@@ -15,13 +17,12 @@ from numpy.typing import NDArray
 class Request:
     """A prompt, and what was generated after it.
 
-    keys: (n, k) uint8, of the full blocks of its prompt; a key stands for all blocks before it too, like
-    `KVCache.keys`.
-    num_tokens: of the prompt, plus generated tokens. arrival: seconds.
-    num_computed_tokens: of a running request, tokens whose KV it has; of a waiting request, tokens whose KV is cached
-    where the engine can read it.
-    num_held_blocks: of a waiting request, how many of its first blocks are held by running requests. Its other cached
-    blocks count as free until it starts.
+    keys: (n, k) uint8, keys of the prompt's full blocks. A key covers all blocks before it too, like `KVCache.keys`.
+    num_tokens: number of the prompt's and of the generated tokens. arrival: seconds.
+    num_computed_tokens: for a running request, the number of tokens with KV in the engine. For a waiting request, the
+    number of tokens with cached KV that the engine can read.
+    num_held_blocks: for a waiting request, how many of its first blocks running requests hold. The other cached blocks
+    count as free until the request starts.
     """
 
     keys: NDArray[np.uint8]
@@ -32,7 +33,7 @@ class Request:
 
     @property
     def num_new_tokens(self) -> int:
-        """Tokens to compute until it can be sampled from: at least one, even if all are cached."""
+        """Number of tokens to compute before a token can be sampled: at least one, even if all are cached."""
         return max(1, self.num_tokens - self.num_computed_tokens)
 
 

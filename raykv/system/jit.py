@@ -112,8 +112,8 @@ def kernel(*types: Any) -> Any:
     for a kernel that only kernels call. It is compiled into each place that calls it, as a real call would hand over
     all columns, of seven words and more each.
 
-    Kernels borrow their arrays and make none, so numba's reference counts are off. They would cost an atomic operation
-    or two for every `c.rows`. Without them, to touch blocks takes a third of the time.
+    Kernels borrow their arrays and make none, so numba's reference counts are off. Reference counts would cost an
+    atomic operation or two for every `c.rows`. Without reference counts a touch of blocks takes a third of the time.
     """
     if len(types) == 1 and isinstance(types[0], FunctionType):
         return _jitted(types[0], inline=True)

@@ -236,9 +236,9 @@ class GuardedTier:
         return ours
 
     def clear(self, content: bytes) -> None:
-        """Forget all blocks there, now and after any restart.
+        """Forget all blocks of the tier, now and after any restart.
 
-        content: the new name (CONTENT_BYTES); all stores of a shared tier give the same.
+        content: the new name of the tier's content, CONTENT_BYTES long. All stores of a shared tier give the same name.
         """
         self._content = content
         self._write(self._mark_cleared, CALL_S, "clear")  # if the write fails, the next probe writes the marker

@@ -108,7 +108,7 @@ def test_async_methods_leave_the_loop_running(cache: raykv.KVCache) -> None:
     ticks: list[int] = []
 
     async def counted(step: Any) -> Any:
-        """Count the loop's turns while a step runs. A step that blocks the loop gets a single turn."""
+        """Count the loop's turns while a step runs. If the step blocks the loop, the count is one."""
         running, turns = asyncio.ensure_future(step), 0
         while not running.done():
             await asyncio.sleep(0)

@@ -155,8 +155,8 @@ class Device:
     def register(self, address: int, length: int) -> None:
         """Page-lock a range of this process's memory, so that GPUs reach it. DeviceError if CUDA refuses.
 
-        Ranges must not overlap. GPUs see the pages that are there now. So call `unregister` before the pages are
-        unmapped, or discarded from the mapped file.
+        Ranges must not overlap. GPUs reach only the pages that the range has during this call. So call `unregister`
+        before these pages are unmapped, or discarded from the mapped file.
         """
         if length <= 0:
             raise ValueError(f"length={length}: there is nothing to register")

@@ -19,7 +19,7 @@ from raykv.keys import Keys
 POOL, POOL_BYTES = "bench-sizes", 1024 * MIB
 FILL = 1280 * MIB  # stored ahead: more than the pool has, so every slot is mapped, and stores evict
 SPAN = 768 * MIB  # bytes of slots that copies take in turn: a slot has left the CPU caches when its turn comes again
-BUFFERS = 256 * MIB  # bytes of the caller's memory, taken in turn for the same reason
+BUFFERS = 256 * MIB  # bytes of the caller's buffers: calls take the buffers in turn, for the same reason
 LARGEST = 128 * MIB  # bytes of a call, at most
 CHUNK = 32 * MIB
 PAIRS_MIN, PAIRS_MAX, PAIRS_BYTES = 16, 200, 1024 * MIB

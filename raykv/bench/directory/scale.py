@@ -28,8 +28,8 @@ from raykv.protocol.location import Address
 
 LOADS = 2  # processes that simulate nodes
 WARM_S = 3.0
-P99_MS = 20.0  # of a match, at most, if the directory carries its nodes
-CARRIED = 0.95  # share of the offered calls that the directory answers, at least, if it carries its nodes
+P99_MS = 20.0  # a directory that carries its nodes has at most this p99 of a match
+CARRIED = 0.95  # a directory that carries its nodes answers at least this share of the offered calls
 SPAWN = multiprocessing.get_context("spawn")
 
 
@@ -92,10 +92,13 @@ class Server(NamedTuple):
 
 
 def run(nodes: list[int], entries: int, seconds: float, take_over: int = 0) -> dict[str, Any]:
-    """Returns results: figures by number of nodes; largest_nodes: the most that it carries; take_over: figures of one.
+    """Measure a directory with each of these numbers of nodes, and then a take-over.
 
     entries: blocks in the directory, of all nodes together. seconds: how long to measure each number of nodes.
-    take_over: number of nodes of a pool whose directory is killed; 0: no such pool.
+    take_over: number of nodes of a pool whose directory is killed; 0: no directory is killed.
+
+    Returns a dict. results: figures for each number of nodes. largest_nodes: the largest number of nodes that one
+    directory carries; 0 if it carries none of them. take_over: figures of the take-over, if there was one.
     """
     results = [_measured(count, entries, seconds) for count in nodes]
     carried = [row["nodes"] for row in results if row["carried"]]

@@ -46,7 +46,7 @@ class Engine(ttft.Engine):
 def run() -> dict[str, Any]:
     """Median number of computed prompts of REQUESTS, and median milliseconds until the last first token.
 
-    alone_ms: the same of a single request to one engine.
+    alone_ms: milliseconds until the first token of a single request to one engine.
     """
     import ray
 
@@ -82,7 +82,7 @@ def run() -> dict[str, Any]:
 
 
 def _round(turn: int, pool: Any, engines: dict[str, list[Any]]) -> dict[str, float]:
-    """One engine first computes a prompt alone. In rounds that warm up all engines do, to learn their speed."""
+    """First one engine computes a prompt alone. In rounds that warm up, every engine does so, to learn its speed."""
     import ray
 
     figures: dict[str, float] = {}

@@ -148,7 +148,7 @@ def run(model: str = LLAMA) -> dict[str, Any]:
         writer, reader = (_engine(node, path, folder, dtype) for node in (there, here))
         plain = _engine(here, path, dtype=dtype)
         columns: dict[str, list[float]] = defaultdict(list)
-        ray.get(reader.answer.remote(WARM + ROUNDS))  # it learns its speed, which limits waits for a tier
+        ray.get(reader.answer.remote(WARM + ROUNDS))  # the reader learns its speed, which limits waits for a tier
         ray.get(reader.reset.remote())  # waits until its blocks are offered
         kept = _kept(pool, writer)
         far, near = (Floors(on_node(Bytes, n, kept.bytes), on_node(Lane, n, POOL, kept.bytes)) for n in (there, here))
@@ -187,7 +187,7 @@ class Floors(NamedTuple):
 
 
 def _kept(pool: Any, writer: Any) -> Kept:
-    """Measured with a prompt of its own. It asks twice, since a late call may lose a store."""
+    """Measure with a prompt that no round asks for. The writer gets it twice, since a late call may lose a store."""
     import ray
 
     found = Kept(0, 0)

@@ -1,7 +1,7 @@
 """Request traces, by their public descriptions. A prompt is a list of ids of its blocks. Equal ids are equal prefixes.
 
 - Mooncake's (github.com/kvcache-ai/Mooncake, FAST'25): a request a line, blocks of 512 tokens, `timestamp` in ms. A
-  line may have `session`, `turn` and `last` (of its session).
+  line may have `session`, `turn` and `last` (whether it is the session's last request).
 - Alibaba Bailian's (github.com/alibaba-edu/qwen-bailian-usagetraces-anon): a request a line, blocks of 16 tokens,
   `timestamp` in s. `parent_chat_id` is the `chat_id` of the turn before, -1 for a first turn.
 - AgentX's (semianalysisai/cc-traces at Hugging Face): a session a line, with `requests`. The requests of a sub-agent
@@ -16,14 +16,14 @@ from os import PathLike
 from typing import Any, NamedTuple
 
 MOONCAKE_TOKENS, BAILIAN_TOKENS, AGENTX_TOKENS = 512, 16, 64  # of a block
-SESSION_IDS = 1 << 32  # ids of one session, at most, where ids count within it
+SESSION_IDS = 1 << 32  # ids that a session gets for itself, if each session of a trace counts its ids from 0
 
 
 class Request(NamedTuple):
     """A prompt. ids: of its blocks. tokens: of the prompt; its last block may be shorter than the others.
 
-    at: seconds. output: tokens of the answer. session: None where a trace does not tell. last: whether it is the last
-    of its session, as far as the trace tells.
+    at: seconds. output: tokens of the answer. session: None where a trace does not tell. last: whether this is the last
+    request of the session, as far as the trace tells.
     """
 
     ids: list[int]

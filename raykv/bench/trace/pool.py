@@ -16,7 +16,7 @@ from raykv.protocol.location import ALIGN, KEY_BYTES, LOCATION
 from raykv.protocol.stores import ArenaDescription, Inventory
 from raykv.protocol.tiers import DemotionReport, ExistingBlocks, TierReport
 
-BLOCK_BYTES = 4 * MIB - ALIGN  # no bytes move. A power of two with its header, so that tiers have few spare slots
+BLOCK_BYTES = 4 * MIB - ALIGN  # with its header in a tier a block has 4 MiB, so tiers have few spare slots
 CLIENT = 1
 PLAN_EVERY = 50  # requests between two plans
 LONG_WAIT_S = 10.0  # after so long a person answers, not a tool

@@ -25,13 +25,13 @@ def run(
     capacities: blocks of all nodes, without staging; a block is as long as the trace's. external: blocks of all
     external tiers; 0: no tiers. advance: called after each figure.
     ceiling: hit percent of an endless cache.
-    results: one row for each capacity: exact_lru, isolated, optimum (a cache that knows what comes), pool_strict
-    (locality 1), pool; pool_one_writer and pool_one_writer_strict, with all requests on one node; local_stores: percent
-    of the pool's stores that stayed on the writer's node. `pool` also by where a token was read: here, crossed; and
-    crossed_bytes, bytes from other nodes for each token that was read. hit_curve: the pool's own estimate of
-    exact_lru, by blocks. If the trace has sessions: also `sticky`, with the same details, where each session stays on
-    a node; and `told`, like `pool`, where sessions tell of long waits and of their end.
-    With `external` also exact_lru_external (an LRU of as many blocks), pool_shared_tier (all nodes share a tier) and
+    results: one row for each capacity. Caches: exact_lru, isolated, optimum (a cache that knows what comes). Pools:
+    pool_strict (locality 1), pool. With all requests on one node: pool_one_writer, pool_one_writer_strict.
+    local_stores: percent of the pool's stores that stayed on the writer's node. hit_curve: the pool's own estimate of
+    exact_lru, by blocks. `pool` has three more figures (see Served): tokens read here, tokens crossed, crossed_bytes.
+    If the trace has sessions, two more pools: `sticky`, in which each session stays on a node (with the same three
+    figures), and `told`, in which sessions tell of long waits and of their end.
+    With `external`: exact_lru_external (an LRU of as many blocks), pool_shared_tier (all nodes share a tier) and
     pool_own_tiers (each node has a tier).
     Raises ValueError for a malformed trace, nodes < 1, or less than one block for each node.
     """

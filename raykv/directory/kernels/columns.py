@@ -22,7 +22,8 @@ STATES = ("free", "writing", "ready", "replica", "staging", "quarantined", "drop
 
 PAGE_BITS = 6  # rows are handed to slabs in pages of 64
 HOLDS_MAX = 65535
-# Who is sent to a size class: nobody; readers (the node leaves); readers, and writers of the same GPU; everybody.
+# Whom the directory sends to a size class. NOT_OFFERED: nobody. TO_READERS: readers of a tier or of a leaving node.
+# TO_OWN: readers, and writers of the same GPU. TO_ALL: all readers and writers.
 NOT_OFFERED, TO_READERS, TO_OWN, TO_ALL = range(4)
 NODE_BITS = 20  # low bits of a node's index; the epoch is above them, so that no directory repeats an earlier index
 NODE_MASK = (1 << NODE_BITS) - 1
@@ -43,8 +44,8 @@ ROW = np.dtype(
         ("uses", "u1"),  # matches since it was stored; written by lists, leases, gpu_demotion
     ]
 )
-# All rows from the old end up to `clean_tail` are clean: `clean_count` rows; clean_tail is -1 if there are none.
-# Evicting a clean row loses nothing: its block is in the external tier, being demoted, or not wanted there.
+# All rows from the old end up to `clean_tail` are clean. clean_count: number of clean rows. clean_tail: -1 without any.
+# An eviction of a clean row loses nothing: its block is in the external tier, is being demoted, or is not wanted there.
 # done: the youngest of the rows that `eviction.done` put at the old end, -1 if there are none.
 LIST = np.dtype(
     [
@@ -153,7 +154,7 @@ class Goal(NamedTuple):
 
     size_class: int
     slots: int  # of the size class
-    share: float  # of them
+    share: float  # of these slots
 
 
 class Chosen(NamedTuple):

@@ -103,10 +103,10 @@ def in_memory(c, row):
 
 @kernel
 def take_tier_slot(c, tier_class, evicted, count):
-    """Take a row of a tier's size class: a free one, else its oldest, whose key is appended to evicted[:count].
+    """Take a free row of a tier's size class. Without one, evict the oldest block, and append its key to `evicted`.
 
-    A block that is in memory too is read there, so its age in the tier is too high: others are evicted first.
-    Returns (row or -1, new count).
+    A block that is in memory too is read from memory, so its row in the tier looks older than the block is. The
+    eviction passes over CHANCES such blocks. Returns (row or -1, new count of evicted keys).
     """
     row = np.int64(c.lists[tier_class * LISTS_PER_CLASS + FREE_LIST].head)
     if row >= 0:
@@ -189,7 +189,7 @@ def _start_in_tier(c, row, tier_class, chosen, n, count):
 
 @kernel(C, ROWS, ROWS, FLAGS, MASK)
 def demoted(c, rows, gens, stored, lost):
-    """Make DEMOTING rows that were stored EXTERNAL, and free the others. Idempotent.
+    """If a DEMOTING row was stored, set it to EXTERNAL, else free it. Idempotent.
 
     lost[i], out: the row is not this demotion's any more, so the stored bytes are not wanted. Returns how many became
     EXTERNAL.
@@ -255,7 +255,7 @@ def report_existing(c, tier_class, keys, refused):
 
 @kernel(C, INT)
 def forget_clean_tail(c, size_class):
-    """Some clean blocks of a size class no longer are clean: look at its blocks again, from the oldest on."""
+    """Some clean blocks of a size class are no longer clean: let demotion look at its blocks again, oldest first."""
     for tenant in range(c.state[TENANTS]):
         c.lists[ready_list(size_class, tenant)].clean_tail = -1
         c.lists[ready_list(size_class, tenant)].clean_count = 0

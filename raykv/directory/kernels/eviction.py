@@ -1,9 +1,9 @@
 """Which block is evicted: the line that evicts is in `evict`.
 
-Each size class keeps the primaries of each tenant in a list by age. A writer's own size class evicts its oldest, unless
-the oldest of the whole cluster was idle much longer (`victim`). `placement.reserve` evicts for a writer, and
-`restore_window` where blocks, or leases, use up a staging window. quotas.py decides whose blocks may go: with one
-tenant, all.
+Each size class keeps the primaries of each tenant in a list by age. A writer's own size class evicts its oldest block,
+unless the oldest block of the whole cluster was idle much longer (`victim`). `placement.reserve` evicts blocks for a
+writer. `restore_window` evicts blocks if primaries or leases use up a staging window. quotas.py decides whose blocks
+may go. If there is only one tenant, all blocks may go.
 """
 
 import numpy as np
@@ -52,13 +52,13 @@ def oldest(c, size_class):
 
 @kernel
 def oldest_of(c, size_class, tenant):
-    """As `oldest`, of one tenant."""
+    """As `oldest`, among the blocks of one tenant."""
     return oldest_in(c, ready_list(size_class, tenant))
 
 
 @kernel(C, INT)
 def oldest_in_use(c, size_class):
-    """As `oldest`, among rows in use, which nobody is done with. The row may be held."""
+    """As `oldest`, among rows that nobody is done with (see `done`). The row may be held."""
     found = np.int64(-1)
     for tenant in range(c.state[TENANTS]):
         row = oldest_of(c, size_class, tenant)
@@ -89,7 +89,7 @@ def oldest_candidate(c, size_class, tenant):
 
 @kernel
 def near_victim(c, size_class, tenant):
-    """The row of this size class that a tenant's new block evicts, or -1: one of its own if no other may go."""
+    """The row of this size class that a tenant's new block evicts, or -1. The last resort is a row of the tenant."""
     row = oldest_candidate(c, size_class, tenant)
     return row if row >= 0 else _oldest_for(c, size_class, tenant, OWN)
 
@@ -98,8 +98,9 @@ def near_victim(c, size_class, tenant):
 def coldest(c, heap, tenant):
     """A tenant's oldest primary of all size classes of one slot size, or -1.
 
-    heap: of that tenant and slot size; each tick is a lower bound of the last use of the tenant's oldest primary in
-    that size class. Oldest primaries only get younger, so a tick is never too high: correct the top until it is exact.
+    heap: of that tenant and slot size. The tick of an entry is a lower bound of the last use of the tenant's oldest
+    primary in the entry's size class. Oldest primaries only get younger, so no tick is too high. Corrects the top entry
+    until its tick is exact.
     """
     clock = c.state[CLOCK]
     while True:
@@ -137,9 +138,10 @@ def _coldest_for(c, writer, who):
 
 @kernel
 def victim(c, writer, may_leave):
-    """The row that is evicted for a writer, or -1: the oldest of its size class, or that of the cluster.
+    """The row that is evicted for a writer, or -1.
 
-    The cluster's must have been idle `locality` times as long. may_leave: whether a slot on another node will do.
+    It is the oldest row of the writer's size class, unless the oldest row of the cluster was idle more than `locality`
+    times as long. may_leave: whether the writer can use a slot on another node.
     """
     if c.state[TENANTS] == 1:  # as below, at half the cost
         far_tail = coldest(c, writer.heaps[0], 0) if may_leave else np.int64(-1)
@@ -154,7 +156,7 @@ def victim(c, writer, may_leave):
 
 @kernel
 def _victim(c, writer, may_leave, near, far):
-    """As `victim`, among blocks that may go. near, far: whose may go here, and elsewhere (`whose`)."""
+    """As `victim`. near, far: whose blocks may go (`whose`), in the writer's size class and in the whole cluster."""
     tail = _oldest_for(c, writer.size_class, writer.tenant, near)
     far_tail = _coldest_for(c, writer, far) if may_leave else np.int64(-1)
     return _idler(c, tail, far_tail, writer.locality)
@@ -162,7 +164,7 @@ def _victim(c, writer, may_leave, near, far):
 
 @kernel
 def _idler(c, tail, far_tail, locality):
-    """Of two rows, each of which may be -1: the far row if it was idle much longer (`locality`), else the near row."""
+    """The far row if it was idle more than `locality` times as long as the near row, else the near row; -1: no row."""
     if far_tail < 0:  # `tail` may be on a GPU, which is in no heap
         return tail
     if tail < 0:
@@ -188,8 +190,8 @@ def drop_replicas(c, first):
 def evict(c, row):
     """Forget a primary that nobody holds. Its row is the caller's.
 
-    Replicas that nobody holds go too: they are as old, since `release` touches the primary of a replica that was read.
-    A replica that became the primary would use up the staging window of its node.
+    The key's replicas go too, unless somebody holds them. They are as old as the primary, since `release` touches the
+    primary after a read of a replica. A replica that became the primary would take a slot of its node's staging window.
     """
     position = probe(c, c.rows[row].k0, c.rows[row].k1)
     if not alone(c, position, row):
@@ -224,7 +226,7 @@ def keep_maximum(c, tenant, size_class):
 
 @kernel(C, INT, INT)
 def restore_window(c, size_class, slots):
-    """Evict until the staging window lacks no slot, at most `slots` times. Returns how many are still to be freed."""
+    """Evict until the staging window lacks no slot, at most `slots` times. Returns how many slots are still lacking."""
     while slots > 0 and room(c, size_class) < 0 and evict_surplus(c, size_class):
         slots -= 1
     return slots if room(c, size_class) < 0 else 0
@@ -244,7 +246,10 @@ def victim_ahead(c, size_class, tenant, steps):
 
 @kernel
 def next_ahead(c, row):
-    """The next younger victim. Prefetches both: each cache miss of the list overlaps with the work of one grant."""
+    """The next younger victim after a row. Prefetches this victim and the table's entry of the row.
+
+    So each cache miss of the list overlaps with the work of one grant.
+    """
     if row < 0:
         return row
     prefetch_entry(c, row)
@@ -256,11 +261,11 @@ def next_ahead(c, row):
 
 @kernel(C, ROWS, INT, BOOL)
 def done(c, firsts, tenant, again):
-    """Make all copies of a tenant's keys that nobody holds older than all blocks in use. Returns how many copies.
+    """Make keys of a tenant older than all blocks in use. Returns how many copies became older.
 
-    firsts: of `find`. again: whether the keys are asked for again, later than others. Keys that are not are evicted
-    first, beginning with those done with last. Then go keys to ask for again, beginning with those done with first. Of
-    one call the last key goes first.
+    Copies that somebody holds stay as they are. firsts: of `find`. again: whether somebody will ask for the keys later.
+    Keys that nobody will ask for are evicted first, and of these the keys of the last call. Then keys follow that
+    somebody will ask for, and of these the keys of the first call. Of one call the last key is evicted first.
     """
     count = 0
     for i in range(len(firsts)):
@@ -284,7 +289,8 @@ def done(c, firsts, tenant, again):
 def _may_rest(c, row):
     """Whether `done` may make a row older.
 
-    Not on a GPU, whose oldest blocks become young ones of memory. Nor while its node is not offered, as when it joins.
+    False on a GPU: the oldest blocks of a GPU become young blocks of memory. False while the row's node is not offered,
+    as when the node joins.
     """
     size_class = c.size_classes[size_class_of(c, row)]
     return is_tier_row(c, row) or (size_class.charge > 0 and size_class.offered != NOT_OFFERED)
@@ -294,7 +300,8 @@ def _may_rest(c, row):
 def _rest(c, which, row):
     """Put a row between the rows in use and the rows that are done with. Returns whether it did.
 
-    A block that the external tier lacks stays where it is if it would come among clean rows: demotion skips clean rows.
+    A row stays where it is if its new place is among clean rows and the external tier lacks its block: demotion skips
+    clean rows.
     """
     clean_tail, older = c.lists[which].clean_tail, np.int64(c.lists[which].done)
     is_clean = clean_tail >= 0 and c.rows[row].last <= c.rows[clean_tail].last
@@ -314,7 +321,7 @@ def _rest(c, which, row):
 
 @kernel
 def _end(c, which, row):
-    """Make a row the next victim of its list. It is clean: no external tier wants it."""
+    """Make a row the next victim of its list. The row counts as clean, since no external tier wants its block."""
     unlink(c, which, row)
     c.state[CLOCK] += 1
     c.rows[row].last = FIRST_TICK - FOR_GOOD - (c.state[CLOCK] - FIRST_TICK)

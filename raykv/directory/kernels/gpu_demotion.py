@@ -63,9 +63,9 @@ def _being_demoted(c, row):
 
 @kernel(C, ROWS, MASK)
 def gpu_demoted(c, rows, stored):
-    """Make DEMOTING rows that were stored primaries, and their copies on GPUs replicas that are evicted first.
+    """If a DEMOTING row was stored, make it the primary. Its copies on GPUs become replicas that are evicted first.
 
-    Rows that were not stored are quarantined, since somebody may still write there. Returns how many were stored.
+    A row that was not stored is quarantined, since somebody may still write there. Returns how many rows were stored.
     """
     count = 0
     for i in range(len(rows)):

@@ -20,7 +20,7 @@ KEY = np.dtype(
     [
         *(("k0", "<u8"), ("k1", "<u8"), ("bytes", "<i8")),
         ("last", "<i4"),  # the place of its last use
-        ("free", "<i4"),  # from entry COUNT on: a number that no key has; unused in the entries before
+        ("free", "<i4"),  # in entries from COUNT on: a number that no key has; unused in earlier entries
     ]
 )
 # A use that is not counted yet. Counting many uses in a row is four times as fast: caches then hold the sample
@@ -29,7 +29,7 @@ USE = np.dtype([("k0", "<u8"), ("k1", "<u8"), ("bytes", "<i8"), ("call", "<i4"),
 PLACE = np.dtype(
     [
         ("hashed", "<i4"),  # number of a key + 1, or 0
-        ("used", "<i4"),  # number of the key that was used there last + 1, or 0
+        ("used", "<i4"),  # number of the key whose last use has this place + 1, or 0
         ("sum", "<i8"),  # of a Fenwick tree of bytes
     ]
 )
@@ -46,10 +46,11 @@ class Sample(NamedTuple):
 
     keys: NDArray[np.void]  # (n,) KEY
     places: NDArray[np.void]  # (4 n,) PLACE
-    counts: NDArray[np.float64]  # (DISTANCES + 1,) estimated uses of all keys by distance; the last: of unknown keys
+    counts: NDArray[np.float64]  # (DISTANCES + 1,) estimated uses of all keys by distance; last entry: of unknown keys
     waiting: NDArray[np.void]  # (n,) USE: of one call, or of several calls with at most n / 4 keys together
-    state: NDArray[np.int64]  # NEXT place, COUNT of keys, their BYTES, SHIFT: one of 2**SHIFT keys; USES that were
-    # counted, WAITING uses, number of the last CALL
+    # state[NEXT]: the next place. COUNT: number of keys in the sample. BYTES: bytes of these keys. SHIFT: the sample
+    # takes one of 2**SHIFT keys. USES: counted uses. WAITING: uses not counted yet. CALL: number of the last call
+    state: NDArray[np.int64]
 
 
 def sample(keys: int) -> Sample:
@@ -65,9 +66,9 @@ SAMPLE = types.Tuple(tuple(numba.typeof(array) for array in sample(1)))
 
 @kernel(SAMPLE, KEYS, INT, BOOL, FLOAT)
 def use(sample, keys, size, asked, horizon):
-    """Note the uses of at most as many keys as can wait, of `size` bytes each.
+    """Note a use of each key. `keys` may be as long as `waiting`. size: bytes of each key's block.
 
-    asked: whether somebody looked for them. horizon: bytes; keys with a larger distance may leave the sample.
+    asked: whether somebody looked for the keys. horizon: bytes; keys with a larger distance may leave the sample.
     """
     s = Sample(*sample)
     if s.state[WAITING] > 0 and s.state[WAITING] + len(keys) > len(s.waiting) // 4:

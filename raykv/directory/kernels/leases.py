@@ -73,7 +73,7 @@ def warm_neighbours(c, rows):
 
 @kernel
 def _staging_need(c, firsts, reader):
-    """Staging slots that a ready prefix needs on its reader's node, within the window; 0 if enough are free."""
+    """How many staging slots a ready prefix needs on its reader's node, within the window; 0 if enough are free."""
     if reader.size_class < 0:
         return np.int64(0)
     own = c.size_classes[reader.size_class]
@@ -93,12 +93,12 @@ def _staging_need(c, firsts, reader):
 
 @kernel(C, KEYS, ROWS, READER, BLOCKS, PLACES, BOOL)
 def match(c, keys, firsts, reader, blocks, places, found):
-    """Hold the longest ready prefix, and say where it is. blocks, out: see `_hold_prefix`. places, out: of `blocks`.
+    """Hold the longest ready prefix, and write where its blocks are.
 
-    found: whether `find` has filled `firsts` already. If it has not, and there are too few staging slots, nothing is
-    held, and the first number is minus the slots that the prefix needs.
-    Returns (number of blocks, how many of them are on other nodes, how many in external tiers, how many on the
-    reader's `host`).
+    blocks, out: see `_hold_prefix`. places, out: the locations of `blocks`. found: whether `find` has filled `firsts`.
+    Returns the number of blocks in the prefix, on other nodes, in external tiers, and on the reader's `host`.
+    If `found` is False and the prefix needs more staging slots than are free, holds nothing. Then the first number is
+    minus the number of slots that the prefix needs.
     """
     reader, blocks, places = Reader(*reader), Blocks(*blocks), Places(*places)
     if not found:
@@ -123,9 +123,9 @@ def match(c, keys, firsts, reader, blocks, places, found):
 def _hold_prefix(c, keys, firsts, reader, blocks):
     """Hold the longest ready prefix, and charge it to the reader's tenant.
 
-    firsts: the keys' first rows, of `find`. blocks, out: all but `gens`. staged[i] is -1 where the source is on the
-    reader's node already. It is UNSTAGED where `limit` blocks have a slot, or the window is used up: the block gets its
-    slot later (`next_window`). Returns (number of blocks, how many of them are on other nodes).
+    firsts: the keys' first rows, of `find`. blocks, out: all but `gens`. staged[i] is -1 if block i is on the reader's
+    node already. staged[i] is UNSTAGED if `limit` earlier blocks have a slot, or if the window is used up:
+    `next_window` gives block i a slot later. Returns (number of blocks, how many of these are on other nodes).
     """
     source, staged = blocks.source, blocks.staged
     n, remote = 0, 0
@@ -147,7 +147,7 @@ def _hold_prefix(c, keys, firsts, reader, blocks):
                 blocks.staged_gens[n] = c.rows[staging].gen
         n += 1
     covered = _cover(c, keys, n, reader, blocks)
-    if covered < n and reader.size_class >= 0:  # a long prefix streams through the window, and must not fill it
+    if covered < n and reader.size_class >= 0:  # replicas of a long prefix must not fill the window
         moved = _read_elsewhere(c, firsts, covered, n, reader.node, blocks)
         remote += moved
         if moved > 0:
@@ -174,10 +174,10 @@ def _count_use(c, first):
 
 @kernel
 def _read_elsewhere(c, firsts, covered, n, node, blocks):
-    """Release the replicas on the reader's node, which may use up its window, and read their primaries instead.
+    """Release replicas on the reader's node, and read their primaries on other nodes instead.
 
-    Does so with the blocks from `covered` on, last to first. Returns how many. `next_window` uses replicas that are
-    still there.
+    The replicas may take up the staging window. Replaces replicas of blocks[covered:n], last to first. Returns the
+    number of replaced replicas. `next_window` uses a released replica if it still exists.
     """
     moved = 0
     for j in range(n - covered):
@@ -202,7 +202,7 @@ def _is_own_replica(c, row, node):
 
 @kernel
 def _primary_elsewhere(c, first, node):
-    """Of a key's rows, its primary on another node; -1 if there is none."""
+    """The row of a key's primary on another node than `node`; -1 if there is none. first: the key's first row."""
     while first >= 0 and not (_readable(c, first) and node_of(c, first) != node):
         first = np.int64(c.rows[first].same)
     return first
@@ -212,7 +212,8 @@ def _primary_elsewhere(c, first, node):
 def pass_by(c, keys, blocks, node):
     """Release the replicas on the reader's node that a lease has passed; from now on it reads their primaries.
 
-    Otherwise a lease could wait for a window that its own replicas use up. Releases the last first. Returns how many.
+    The held replicas may take up the window that the lease itself waits for. Releases the last replica first. Returns
+    how many.
     """
     blocks, moved = Blocks(*blocks), 0
     source, gens = blocks.source, blocks.gens
@@ -220,7 +221,7 @@ def pass_by(c, keys, blocks, node):
         i = len(source) - 1 - j
         row = np.int64(source[i])
         if row < 0 or c.rows[row].gen != gens[i]:
-            source[i] = -1  # it is gone
+            source[i] = -1  # the block is gone
             continue
         if not _is_own_replica(c, row, node):  # asked first: a look into the hash table costs 50 times as much
             continue
@@ -258,9 +259,10 @@ def _cover(c, keys, n, reader, blocks):
 
 @kernel
 def _stage_next(c, keys, i, n, size_class, blocks):
-    """Give block i of n a staging slot. If the window is used up, release later blocks' slots first. Returns whether.
+    """Give block i of n a staging slot. If the window is used up, release the slots of later blocks first.
 
-    Blocks are read in order: a block that waited for slots of later blocks would wait for ever.
+    Blocks are read in order: a block that waited for slots of later blocks would wait for ever. Returns whether block i
+    has a slot.
     """
     row = stage(c, size_class, keys[i, 0], keys[i, 1])
     if row < 0 and _give_back(c, i + 1, n, blocks):
@@ -273,7 +275,7 @@ def _stage_next(c, keys, i, n, size_class, blocks):
 
 @kernel
 def _give_back(c, first, n, blocks):
-    """Release the staging slots of blocks[first:n], last to first. Returns whether there were any."""
+    """Release the staging slots of blocks[first:n], last to first. Returns whether any block had a slot."""
     staged, any_staged = blocks.staged, False
     for j in range(n - first):
         i = n - 1 - j
@@ -288,8 +290,8 @@ def _give_back(c, first, n, blocks):
 def next_window(c, keys, blocks, node, size_class):
     """Give UNSTAGED blocks of a lease staging slots, in order, until the window is used up.
 
-    A block that is on the reader's node by now gets the slot that it is in. Returns how many leading blocks still
-    exist. After the first of them without a slot, no block has a staging slot.
+    If a block has a copy on the reader's node by now, the slot of that copy is its staging slot. Returns how many
+    leading blocks still exist. No block after the first block without a slot has a staging slot.
     """
     blocks, full = Blocks(*blocks), False
     source, staged, staged_gens = blocks.source, blocks.staged, blocks.staged_gens
@@ -317,7 +319,7 @@ def next_window(c, keys, blocks, node, size_class):
 
 @kernel(C, INT, ROWS)
 def staging_lack(c, size_class, staged):
-    """Staging slots that UNSTAGED blocks of a lease need, within the window; 0 if enough are free."""
+    """How many staging slots the UNSTAGED blocks of a lease need, within the window; 0 if enough are free."""
     need = np.int64(0)
     for row in staged:
         need += row == UNSTAGED
@@ -329,7 +331,8 @@ def staging_lack(c, size_class, staged):
 def pulled(c, rows, gens, promoted):
     """Make pulled STAGING rows replicas, or primaries where the key has no lasting primary (`has_primary`).
 
-    promoted[size_class], in and out: adds the number of new primaries, which use up the staging window.
+    promoted, in and out: adds the number of new primaries to promoted[size_class]. A new primary keeps a slot of the
+    staging window.
     """
     for i in range(len(rows)):
         row = np.int64(rows[i])
@@ -357,7 +360,7 @@ def has_primary(c, row):
 
 @kernel
 def fleeting(c, row):
-    """Whether a row's node is about to leave, or is a GPU: its blocks must get a copy elsewhere."""
+    """Whether a row is on a GPU, or on a node that is about to leave: the row's block must get a copy elsewhere."""
     offered = c.size_classes[size_class_of(c, row)].offered
     return TO_READERS <= offered <= TO_OWN
 
@@ -399,7 +402,7 @@ def promote_replicas(c, base, slots, promoted):
 
 @kernel(C, ROWS, ROWS, ROWS)
 def hold_lasting(c, firsts, rows, gens):
-    """Hold the copy of each key that is to stay. rows[i], gens[i], out: its row (-1: there is none) and generation."""
+    """Hold the lasting copy of each key (`_lasting`). rows[i], gens[i], out: row, or -1, and generation of the copy."""
     for i in range(len(firsts)):
         row = rows[i] = _lasting(c, firsts[i])
         if row >= 0:
@@ -443,7 +446,7 @@ def release(c, source, gens, staged, staged_gens):
         row = np.int64(source[i])
         _release_row(c, row, gens[i])
         if row >= 0 and c.rows[row].state == REPLICA and c.rows[row].gen == gens[i]:
-            touch_primary(c, row)  # a read of a replica is a use of the key, whose age is its primary's
+            touch_primary(c, row)  # a read of a replica is a use of the key, and the primary has the key's age
         if i < len(staged):
             _release_row(c, np.int64(staged[i]), staged_gens[i])
     return warm
@@ -451,7 +454,7 @@ def release(c, source, gens, staged, staged_gens):
 
 @kernel
 def touch_primary(c, row):
-    """Touch the primary of a replica's key, unless somebody holds it: then the end of that hold touches it."""
+    """Touch the primary of a replica's key. If somebody holds the primary, the end of that hold will touch it."""
     other = first_of(c, row)
     while other >= 0:
         if c.rows[other].state == READY and c.rows[other].holds == 0:

@@ -1,8 +1,8 @@
 """The LRU lists, and what is done to one row: holds, and changes of state.
 
-A row that somebody holds (`holds` > 0) is never evicted: an eviction that meets it at the old end of its list takes it
-out of the list. When the last hold ends, the row goes to the young end. Holds of a request end with its last block
-first, so that plain LRU never evicts a parent before its children.
+A row that somebody holds (`holds` > 0) is never evicted: an eviction that meets such a row at the old end of a list
+takes the row out of the list. When the last hold ends, the row goes to the young end. Holds of a request end with its
+last block first, so that plain LRU never evicts a parent before its children.
 """
 
 import numpy as np
@@ -59,7 +59,7 @@ def ready_list(size_class, tenant):
 
 @kernel
 def charge(c, row, blocks):
-    """Charge a row's tenant for so many blocks more (1, or -1)."""
+    """Charge a row's tenant for `blocks` more blocks (1 or -1)."""
     c.quotas[tenant_of(c, row)].used += blocks * c.size_classes[size_class_of(c, row)].charge
 
 
@@ -216,7 +216,7 @@ def free(c, row):
 
 @kernel
 def hold(c, row):
-    """Hold a stored row. A replica leaves its list, whose count says how many may be taken."""
+    """Hold a stored row. A replica leaves its list: that list counts the replicas whose slots may be taken."""
     if listed(c, row) and c.rows[row].state == REPLICA:
         unlink(c, list_of(c, row, REPLICA), row)
     c.rows[row].holds += 1
@@ -224,7 +224,7 @@ def hold(c, row):
 
 @kernel
 def unhold(c, row):
-    """End one hold on a row. After the last one it is the youngest, or free if it stores no block."""
+    """End one hold on a row. After its last hold, a row with a block is its list's youngest, another row is free."""
     c.rows[row].holds -= 1
     if c.rows[row].holds == 0:
         if stored(c.rows[row].state):
@@ -304,7 +304,7 @@ def stored(state):
 
 @kernel(C, ROWS)
 def replace_by_stored(c, found):
-    """found[i]: first row of a key, or -1; out: 1 where one of its rows stores the block, else 0."""
+    """Replace found[i], the first row of a key or -1, by 1 if a row of the key stores the block, else by 0."""
     for i in range(len(found)):
         row = np.int64(found[i])
         while row >= 0 and not stored(c.rows[row].state):
@@ -340,7 +340,7 @@ def in_external_tier(c, row):
 
 @kernel
 def promote(c, row):
-    """A key's primary, or the row that was to be it, goes. Make the key's first replica the primary."""
+    """A key's primary, or a WRITING row of the key, goes. Make the key's first replica the primary."""
     other = first_of(c, row)
     while other >= 0 and c.rows[other].state != REPLICA:
         other = np.int64(c.rows[other].same)
@@ -416,7 +416,7 @@ def forget_at(c, row, position):
 
 @kernel
 def grant(c, row, k0, k1, state, holds):
-    """Grant a row, which is in no list, for a key and in a state. holds: number of its holders."""
+    """Give a row that is in no list to a key, in `state`. holds: number of the row's holders."""
     c.state[COUNTER] += 1
     fill(c, row, k0, k1, c.state[EPOCH] << COUNTER_BITS | c.state[COUNTER], state)
     c.rows[row].holds = holds

@@ -10,10 +10,10 @@ from raykv.system.jit import kernel
 
 @kernel
 def best(c, first, node):
-    """Of a key's rows: (the one to read, the one being staged on `node`), each -1 if there is none.
+    """Of a key's rows: (the row to read, the row that is being staged on `node`), each -1 if there is none.
 
-    To read: a copy on `node`, else the primary, else any replica, else a copy in an external tier. The copy on `node`
-    is read whether its store answers or not: it is in memory that the reader shares.
+    The row to read is a copy on `node`, else the primary, else any replica, else a copy in an external tier. A copy on
+    `node` is read even if the store of `node` does not answer, since the reader shares the memory.
     """
     source = np.int64(-1)
     external = np.int64(-1)
@@ -50,7 +50,10 @@ def ready_prefix(c, keys, firsts, node):
 
 @kernel(C, KEYS, ROWS, INT, INT, ROWS)
 def ready_runs(c, keys, firsts, node, window, runs):
-    """As `find`. runs[i], out: readable keys without a gap up to the i-th, for a reader on `node`; at most `window`."""
+    """As `find`. runs[i], out: how many consecutive keys, the last of them keys[i], a reader on `node` may read.
+
+    No run is longer than `window`.
+    """
     find(c, keys, firsts)
     run = np.int64(0)
     for i in range(len(firsts)):
@@ -81,8 +84,8 @@ def _is_written(c, first):
 def locate_prefix(c, firsts, hosts, counts, last):
     """counts[h], out: how many blocks of the longest ready prefix host h has, in memory or on a GPU. Touches nothing.
 
-    hosts[node & NODE_MASK]: the host of a node. last, out: of each host, the number (from 1) of the last block that
-    was counted; zeros before.
+    hosts[node & NODE_MASK]: the host of a node. last, in and out: zeros at first, then for each host the number (from
+    1) of its last counted block.
     """
     for i in range(len(firsts)):
         row = np.int64(firsts[i])

@@ -60,10 +60,10 @@ def _missing(c, firsts, start):
 
 @kernel(C, KEYS, ROWS, WRITER, BLOCKS, INDICES_OUT, PLACES, BOOL)
 def reserve(c, keys, firsts, writer, blocks, granted, places, found):
-    """As `_grant_missing`, and say where the slots are. places[...][j], out: of the slots of keys[granted[j]].
+    """As `_grant_missing`, and write the slots' locations. places, out: entry j is for the slot of keys[granted[j]].
 
-    found: whether `find` has filled `firsts` already. If it has not, and the writer's size class lacks room for the
-    missing keys, nothing is granted, and the first number is minus the number of missing keys.
+    found: whether `find` has filled `firsts` already. If `found` is False and the writer's size class lacks room for
+    the missing keys, nothing is granted. Then the first number is minus the number of missing keys.
     """
     writer, blocks, places = Writer(*writer), Blocks(*blocks), Places(*places)
     if not found:
@@ -86,8 +86,9 @@ def reserve(c, keys, firsts, writer, blocks, granted, places, found):
 def _grant_missing(c, keys, firsts, writer, source, staged, granted):
     """Hold all keys that are present, then grant slots for the missing keys from the writer's `start` on.
 
-    A key goes to the writer's size class while that has room, else to one of `others` that has, else a block is
-    evicted (`victim`). A tenant at its maximum may not use room: each new block evicts one of its own blocks.
+    A key gets a slot of the writer's size class while that class has room, else a slot of one of `others` with room. If
+    no class has room, the key gets the slot of an evicted block (`victim`). A tenant at its maximum may not use room:
+    each of its new blocks evicts an older block of this tenant.
 
     firsts: the keys' first rows, of `find`. source[i], out: the held or granted row, -1 where another client writes the
     key. staged[i], out: if the granted row is elsewhere, the row on the writer's node to write into; else -1.
@@ -126,7 +127,7 @@ def _grant_missing(c, keys, firsts, writer, source, staged, granted):
                 tried += 1
         has_room = bool(target >= 0)
         if not has_room:
-            has_own_room = room(c, size_class) > 0  # which the tenant may use only once another of its blocks is gone
+            has_own_room = room(c, size_class) > 0  # a full tenant may use it only once an older block is gone
             leaving = victim(c, writer, can_leave or has_own_room or (may_leave and writer.locality == 1.0))
             if leaving < 0:
                 return i, grants
@@ -135,7 +136,7 @@ def _grant_missing(c, keys, firsts, writer, source, staged, granted):
                 free(c, evict(c, leaving))
                 has_room, target = True, size_class
         if target != size_class:
-            if not can_leave:  # this call used up the window: the rest is for another call, and evicts nothing here
+            if not can_leave:  # this call used up the window: evict nothing for keys that another call must store
                 return i, grants
             elsewhere += 1
             staged[i] = stage(c, size_class, k0, k1)  # first: an eviction may promote a replica, which uses the window

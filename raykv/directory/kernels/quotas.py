@@ -1,7 +1,7 @@
 """The memory of tenants: the bytes that each is charged for, and whose blocks may go for whom.
 
-A tenant is a number below `TENANTS`; 0 is whoever has no quota. All rows of a key have one tenant, usually the last one
-that stored or matched it. Only primaries in the memory of nodes count, ready or being written.
+A tenant is a number below `TENANTS`. Tenant 0 is everybody without a quota. All rows of a key have one tenant, usually
+the tenant that stored or matched the key last. Only primaries in the memory of nodes count, ready or being written.
 `eviction` asks before a block goes, `placement` before a slot is granted, `gpu_demotion` before it takes a slot.
 `lists.assign` moves a key from one tenant to another.
 """
@@ -28,10 +28,10 @@ def is_full(c, tenant, size):
 
 @kernel
 def whose(c, tenant, size):
-    """Whose blocks may go for one more block of a tenant, of `size` bytes (0: it counts for no quota).
+    """Whose blocks may be evicted for a tenant's new block. size: bytes of the new block; 0 if no quota counts it.
 
-    OWN: the block takes the tenant above its maximum. OTHERS: the tenant stays within its minimum, and must be able to
-    grow even if its own blocks are the oldest. FAIR: in between.
+    ANYBODY: no quota counts the new block. OWN: the tenant would be above its maximum. OTHERS: the tenant would be
+    within its minimum, and must be able to grow even if its own blocks are the oldest. FAIR: in between.
     """
     if size == 0:
         return ANYBODY
@@ -42,9 +42,10 @@ def whose(c, tenant, size):
 
 @kernel
 def may_go(c, owner, tenant, who, size):
-    """Whether a block of `size` bytes of `owner` may go for `tenant` (-1: for nobody).
+    """Whether a block of `owner`, of `size` bytes, may go for a block of `tenant` (-1: for nobody's block).
 
-    FAIR: the tenant's own blocks, and those of tenants that keep their minimum without them. OTHERS: the latter only.
+    OWN: only the tenant's own blocks may go. OTHERS: only blocks of other tenants may go, if these tenants keep their
+    minimum without the block. FAIR: blocks of both kinds may go.
     """
     if who == ANYBODY:
         return True
@@ -55,6 +56,9 @@ def may_go(c, owner, tenant, who, size):
 
 @kernel(C, INT, INT, INT, INT)
 def may_give_up(c, tenant, size, owner, others):
-    """Whether a pinned block of `owner`, after `others` more, may go for a block of `tenant`. size: bytes of each."""
+    """Whether a pinned block of `owner` may go for a block of `tenant`, once `others` blocks of `owner` have gone.
+
+    size: bytes of each block.
+    """
     who = whose(c, tenant, size)
     return may_go(c, owner, tenant, FAIR if who == OTHERS else who, (others + 1) * size)

@@ -1,6 +1,6 @@
-"""The rows of whole slabs: opened, closed, emptied, counted. Also takes reports of node stores on single slots.
+"""Opens, closes, empties and counts the rows of whole slabs. Takes the reports of node stores on single slots.
 
-Also how rows become locations for messages (`describe`) and back (`rows_of`).
+`describe` makes locations of rows, for messages. `rows_of` makes rows of locations.
 """
 
 import numpy as np
@@ -97,7 +97,7 @@ def clear_rows(c, base, slots):
 
 @kernel(C, INT, INT)
 def retire(c, base, slots):
-    """Close the rows of a slab that nobody holds. Repeated, it empties a slab of which some row is always held.
+    """Close the unheld rows of a slab. Repeated calls empty a slab even if some of its rows are held at any time.
 
     Returns how many rows are left.
     """
@@ -125,7 +125,10 @@ def reopen(c, base, slots):
 
 @kernel(C, INT, INT, ROWS)
 def census(c, base, slots, counts):
-    """Add a slab's rows to counts[state]. Returns (tick of its newest block or -1, whether any row is held)."""
+    """Add the number of a slab's rows in each state to `counts`.
+
+    Returns (tick of the slab's newest block or -1, whether any row is held, QUARANTINED or DEMOTING).
+    """
     newest, held = np.int64(-1), False
     for row in range(base, base + slots):
         state = c.rows[row].state
@@ -141,8 +144,8 @@ def census(c, base, slots, counts):
 def adopt(c, rows, keys, gens, floor):
     """Take up blocks found in free slots of a node that joins, oldest first. The first copy of a key is primary.
 
-    They become older than all rows in the node's lists: of an inventory in pieces, the youngest piece comes first.
-    floor: the tick before that of the oldest block. rows, in and out: -1 where a block was not taken up.
+    The blocks become older than all rows in the node's lists, since the youngest piece of an inventory comes first.
+    floor: the tick before the tick of the oldest block. rows, in and out: -1 where a block was not taken up.
     """
     for i in range(len(rows)):
         row = np.int64(rows[i])

@@ -9,7 +9,7 @@ from raykv.system.jit import kernel
 
 @kernel
 def take(c, size_class):
-    """Take a row that costs no primary: a free one, else the oldest replica's. -1 if there is none."""
+    """Take a free row, else the row of the oldest replica, without evicting a primary. -1 if there is no such row."""
     free_list = size_class * LISTS_PER_CLASS + FREE_LIST
     row = np.int64(c.lists[free_list].head)
     if row >= 0:
@@ -23,14 +23,14 @@ def take(c, size_class):
 
 @kernel(C, INT)
 def takeable(c, size_class):
-    """Slots that cost no primary: free ones, and those of replicas that nobody holds."""
+    """How many slots `take` can take: free slots, and slots of replicas that nobody holds."""
     first = size_class * LISTS_PER_CLASS
     return c.lists[first + FREE_LIST].count + c.lists[first + REPLICA_LIST].count
 
 
 @kernel(C, INT)
 def room(c, size_class):
-    """Slots that writers may take without evicting. The unused staging window stays free. May be negative."""
+    """How many slots writers may take without evicting. The unused staging window stays free. May be negative."""
     return takeable(c, size_class) - max(0, c.size_classes[size_class].window - c.size_classes[size_class].staging)
 
 

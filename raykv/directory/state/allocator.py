@@ -35,12 +35,12 @@ class Node:
     slab_bytes: int
     window_bytes: int
     last_heartbeat: float
-    limit: int  # slabs that it is to have
+    limit: int  # slabs that the node is to have
     state: str = "joining"  # then alive <-> suspect
     leaving: bool = False
     floor: int = -1  # tick before the oldest block of its inventory; known from the inventory's first piece on
     offered: int = 0  # slabs that were allocated
-    withdrawn: set[int] = field(default_factory=set)  # offered slabs that were given back, or are to be
+    withdrawn: set[int] = field(default_factory=set)  # offered slabs that the node gave back or must give back
     closing: set[int] = field(default_factory=set)  # slabs to withdraw in which somebody still holds a slot
     spare: list[int] = field(default_factory=list)  # slabs that serve no size; the last is taken first
     size_classes: dict[int, int] = field(default_factory=dict)  # by slot size
@@ -63,12 +63,12 @@ class Node:
 
     @property
     def is_half_adopted(self) -> bool:
-        """Whether its inventory's first piece has come, but not the last."""
+        """Whether the first piece of the node's inventory has come, but not the last piece."""
         return self.state == "joining" and self.floor >= 0
 
     @property
     def offered_to(self) -> int:
-        """To whom the directory offers it: NOT_OFFERED, TO_READERS, TO_OWN or TO_ALL."""
+        """To whom the directory offers this memory: NOT_OFFERED, TO_READERS, TO_OWN or TO_ALL."""
         if self.state != "alive":
             return columns.NOT_OFFERED
         if self.leaving:
@@ -86,7 +86,7 @@ class Allocator:
 
     def __init__(self, size_classes: SizeClasses) -> None:
         self.nodes: dict[str, Node] = {}
-        self.may_have_spare: set[str] = set()  # names of all nodes with spare slabs, maybe also of others
+        self.may_have_spare: set[str] = set()  # names of all nodes with spare slabs, maybe also of other nodes
         self.lacking: dict[int, int] = {}  # by size class: slots that its window lacks until holds on blocks end
         self._size_classes = size_classes
 
@@ -122,7 +122,7 @@ class Allocator:
         self.restore_windows(lacking)
 
     def resize_windows(self, node: Node) -> None:
-        """Set a node's windows, which include the room for copies. Later writers evict the primaries in the way."""
+        """Set a node's windows to include the room for copies. Later writers evict primaries that take up this room."""
         copies = node.copies if node.offered_to == columns.TO_ALL else 0.0
         slots = self.slots(node) if copies else dict.fromkeys(node.size_classes, 0)
         for stride, size_class in node.size_classes.items():
@@ -130,7 +130,10 @@ class Allocator:
             self._size_classes.resize_window(size_class, window)
 
     def restore_windows(self, lacking: RowArray) -> None:
-        """Open spare slabs, or evict, as primaries took slots of staging windows. lacking: such slots by size class."""
+        """Open spare slabs, or evict blocks, to give staging windows the slots that primaries took.
+
+        lacking: number of taken slots by size class.
+        """
         for size_class in np.flatnonzero(lacking).tolist():
             self.lacking[size_class] = self.lacking.get(size_class, 0) + int(lacking[size_class])
         self.restore_lacking()
@@ -174,10 +177,10 @@ class Allocator:
         return numbers
 
     def _slabs_to_close(self, node: Node, count: int, pinned: RowArray) -> set[int]:
-        """The slabs to close, at most `count`: those without held slots first. Slabs with a pinned block stay.
+        """The slabs to close, at most `count`: slabs without held slots first. Slabs with a pinned block stay.
 
-        Among slabs with held slots, slabs that are already being emptied come first: others would lose their blocks
-        too. Then come slabs without which every tenant keeps its minimum, and then those used longest ago.
+        Among slabs with held slots, slabs that are already being emptied come first: further slabs would lose their
+        blocks too. Then come slabs without which every tenant keeps its minimum, and then the slabs used longest ago.
         """
         if count <= 0:
             return set()
@@ -201,7 +204,7 @@ class Allocator:
         return node.size_classes[stride]
 
     def provision(self, writer: Node, size_class: int, stride: int, need: int, tenant: int) -> bool:
-        """Give a size slabs until `need` more blocks fit, or the tenant's maximum is reached.
+        """Open slabs for a size class until `need` more blocks fit, or the tenant's maximum is reached.
 
         Spare slabs of the writer's node come first, then other nodes' spare slabs, then slabs of other sizes. Returns
         whether it took any slab of another size.
@@ -239,20 +242,21 @@ class Allocator:
             self._reclaim(node, size_class, stride, self._size_classes.room, need, NOBODY)
 
     def staging_class(self, reader: Node | None, stride: int) -> int:
-        """The size class into which a reader's node pulls blocks; -1 without such a size or a store that pulls."""
+        """The size class into which a reader's node pulls blocks; -1 if the node can't pull blocks of this size."""
         size_class = self.size_class(reader, stride) if reader else -1
         return size_class if reader and reader.state == "alive" else -1
 
     def _open_spare(self, node: Node, size_class: int, stride: int, need: int) -> int:
-        """Give a size spare slabs until `need` more blocks fit. Returns how many more fit."""
+        """Open spare slabs for a size class until `need` more blocks fit. Returns how many more blocks fit."""
         while node.spare and self._size_classes.room(size_class) < need:
             self._open_slab(node, node.spare[-1], size_class, stride)
         return self._size_classes.room(size_class)
 
     def provide_slots(self, node: Node, size_class: int, stride: int, need: int, tenant: int = NOBODY) -> bool:
-        """Give a size slots on a node without evicting its primaries: `need` in spare slabs, else at least one.
+        """Provide a size class with free slots, without evicting its primaries.
 
-        Returns whether it took any slab of another size.
+        Opens spare slabs until `need` slots are free. If no slot is free then, takes a slab of another size. Returns
+        whether it took any slab of another size.
         """
         while self._size_classes.takeable(size_class) < need and node.spare:
             self._open_slab(node, node.spare[-1], size_class, stride)
@@ -261,11 +265,11 @@ class Allocator:
     def _reclaim(
         self, node: Node, size_class: int, stride: int, measure: Callable[[int], int], need: int, tenant: int
     ) -> bool:
-        """Take slabs of other sizes until `measure(size_class)` is `need`. Returns whether it took any.
+        """Take slabs of other sizes until `measure(size_class)` is `need`. Returns whether it took any slab.
 
         While this size has nothing to evict for the tenant, any slab will do. Otherwise the slab's newest block must be
-        older than the oldest block that may go. The search for a slab looks at all rows, so it is done only once in as
-        many evictions as a slab has slots.
+        older than the oldest block that may go. The search for a slab looks at all rows. So a size class with
+        victims searches again only after as many evictions as a slab has slots.
         """
         took = False
         while len(node.size_classes) > 1 and measure(size_class) < need:
@@ -286,7 +290,7 @@ class Allocator:
         return took
 
     def _oldest_slab(self, node: Node, size_class: int, tenant: int) -> tuple[int, int]:
-        """The slab of another size that was used longest ago: (tick of its newest block, its number, or -1 if none).
+        """The slab of another size that was used longest ago: (tick of its newest block, its number; -1 for no slab).
 
         Skips slabs without which another tenant would fall below its minimum. Slabs without which this tenant itself
         would fall below its minimum come last.
@@ -308,7 +312,7 @@ class Allocator:
         return set(np.flatnonzero((used > 0) & (quotas["used"] - used < quotas["minimum"])).tolist())
 
     def _open_slab(self, node: Node, number: int, size_class: int, stride: int, gen: int | None = None) -> None:
-        """gen: of the slab's format, where the slab was found formatted."""
+        """gen: generation of the slab's format, if the slab was found formatted."""
         if number in node.spare:
             node.spare.remove(number)
         gen = self._size_classes.next_gen() if gen is None else gen

@@ -8,9 +8,9 @@ from raykv.directory.state.size_classes import SizeClasses
 
 
 def blocks_per_call(stride: int, left: int, budget: int) -> int:
-    """How many blocks of `stride` bytes an answer may still demote. left: unused bytes of its `budget`.
+    """How many blocks of `stride` bytes an answer may still demote. left: unused bytes of the answer's `budget`.
 
-    At least one while the budget is unused, however large a block is.
+    An answer with an unused budget may demote one block, however large the block is.
     """
     return min(max(left // stride, int(left == budget)), KEYS_PER_CALL)
 

@@ -45,7 +45,7 @@ class GpuDemotion:
         return GpuDemotions(*batch.fields())
 
     def demoted(self, name: str, locations: Locations, stored: NDArray[np.uint8]) -> int:
-        """Finish the last answer. Its blocks count as demoted only if the report says so. Returns how many do.
+        """Finish the last answer. Blocks that the report names as stored count as demoted. Returns their number.
 
         A report on an earlier answer has no effect: that answer's rows are quarantined by now, or hold other blocks.
         """
@@ -59,6 +59,6 @@ class GpuDemotion:
         self.demoted(name, np.zeros(0, LOCATION), np.zeros(0, np.uint8))
 
     def invalidate(self) -> None:
-        """Slabs were closed. Forget the rows there."""
+        """Slabs were closed. Forget the rows of these slabs."""
         for rows in self._under_way.values():
             self._size_classes.invalidate(rows, rows)

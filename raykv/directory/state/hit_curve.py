@@ -10,21 +10,21 @@ from raykv.directory.state.arrays import KeyArray
 
 KEYS = 32_768  # of the sample: 4 MiB
 MULTIPLES = (0.5, 1.0, 2.0, 4.0)  # of the pool's memory, for which `figures` has hit rates
-CEILING = 16  # times the pool's memory: keys with more between two uses count as never used again
+CEILING = 16  # times the pool's memory: a key with a longer distance between two uses counts as never used again
 USES_MOST, LOOK_S = 50_000, 10.0  # uses of sampled keys, 0.1 us each, in so many seconds; above, the sample is halved
 CALM_S = 600.0  # of few look-ups, after which the hit curve begins anew with all keys
 HALF_LIFE_S = 1800.0  # in which the counts of the hit curve lose half of their weight
 PLANNED_FROM = 20_000  # uses of sampled keys before the first plan
 LEAST_COPIES, MOST_COPIES, STEP = 0.125, 0.5, 1 / 32  # of a node's slots; a smaller share spares few reads
-PRICE = 0.0075  # of the hit rate, that the room for copies may cost
-SHORT = 0.01  # of the hit rate: evictions on the writers' nodes may cost so much against an LRU over all nodes
+PRICE = 0.0075  # the room for copies may cost so much of the hit rate
+SHORT = 0.01  # evictions on the writers' nodes may cost so much of the hit rate, compared with an LRU over all nodes
 SPARE_LOCALITY = 2.0  # where there is room for copies
 
 
 class Plan(NamedTuple):
     """How a full pool uses its memory.
 
-    copies: share of a node's slots that is reserved for copies of other nodes' blocks that are read there.
+    copies: share of a node's slots that is reserved for the node's copies of other nodes' blocks.
     exact: whether each eviction takes the oldest block of all nodes.
     """
 
@@ -39,7 +39,7 @@ class Plan(NamedTuple):
 
 
 class HitCurve:
-    """Counts how much memory a hit of a match would have taken, on a sample of the keys."""
+    """Counts, for a sample of the keys, how much memory an LRU would need to have a key at its next use."""
 
     def __init__(self) -> None:
         self._capacity = self._horizon = 1.0
@@ -86,7 +86,7 @@ class HitCurve:
         return int(self._sample.state[USES]) - self._uses
 
     def check(self, now: float) -> None:
-        """Count, keep the sample so small that it costs little, and let what was counted age."""
+        """Count waiting uses. Halve the sample if it has too many uses, and halve old counts."""
         self._count()
         uses = self._uses_since()
         if uses > USES_MOST:
@@ -104,7 +104,7 @@ class HitCurve:
             self._sample.counts[:] /= 2
 
     def hit_rate(self, memory: float) -> float:
-        """Share of the keys asked for that an LRU of so many bytes would have had; nan before the first key."""
+        """Share of the asked keys that an LRU of `memory` bytes would have had; nan before the first key."""
         if not self._asked:
             return float("nan")
         self._count()

@@ -32,7 +32,7 @@ class Hold:
     held_up: float | None = None  # since when it waits for slots that others hold (same clock); None: it does not
 
     def cut(self, n: int) -> "Hold":
-        """Cut blocks from n on off this hold. Returns a Hold of those blocks, for the caller to release."""
+        """Cut the blocks from index n on off this hold. Returns a Hold of those blocks, for the caller to release."""
         rest = replace(self, keys=self.keys[n:], blocks=self.blocks.part(slice(n, None)))
         self.keys, self.blocks = self.keys[:n].copy(), self.blocks.first(n)
         return rest
@@ -120,7 +120,7 @@ class Clients(dict[int, Client]):
         return [i for i, client in self.items() if now - client.last_seen > self._ttl]
 
     def invalidate(self) -> None:
-        """Slabs were closed. Nobody holds rows there any more."""
+        """Slabs were closed. Take the rows of these slabs out of all holds."""
         for client in self.values():
             for hold in client.holds.values():
                 self._size_classes.invalidate(hold.blocks.source, hold.blocks.gens)

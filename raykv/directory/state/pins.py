@@ -76,7 +76,8 @@ class Pins(dict[bytes, tuple[int, int]]):
     def give_up(self, size_class: int, count: int, may_go: Callable[[int, int], bool]) -> bool:
         """Unpin at most `count` blocks of a size class that nothing else holds. Returns whether there were any.
 
-        may_go(tenant, count): whether another block of the tenant, by its number, may be evicted after `count` others.
+        may_go(tenant, count): whether one more block of the tenant may be evicted after `count` blocks of this tenant.
+        tenant: the tenant's number.
         """
         given_up, of_tenant = list[bytes](), Counter[int]()
         for key in self._held_alone(size_class):
@@ -133,7 +134,7 @@ class Pins(dict[bytes, tuple[int, int]]):
         return len(held)
 
     def renew(self, keys: list[bytes]) -> None:
-        """Hold the copy that is to stay now. Once a key is in an external tier, its copy in memory may go."""
+        """Hold the present lasting copy of each key. Once a key is in an external tier, its copy in memory may go."""
         before = {key: self.pop(key) for key in keys if key in self}
         self._hold(list(before))
         self._forget_terms([key for key in before if key not in self])

@@ -62,7 +62,7 @@ class SizeClasses:
         self.c.state[CLOCK], self.c.state[EPOCH], self.c.state[TENANTS] = columns.FIRST_TICK, epoch, 1
         self.sizes: dict[int, list[int]] = {}  # size classes by slot size
         self.classes: dict[int, RowArray] = {}  # the same as arrays
-        self.heaps: dict[int, NDArray[np.void]] = {}  # for `eviction.coldest`: one heap for each tenant, by slot size
+        self.heaps: dict[int, NDArray[np.void]] = {}  # for `eviction.coldest`, by slot size: a heap for each tenant
         self._class_count = 0
         self._slab_count = 0
         self._page_count = 0
@@ -163,7 +163,7 @@ class SizeClasses:
         return int(free_slots.room(self.c, size_class))
 
     def takeable(self, size_class: int) -> int:
-        """Slots that are free, or hold a replica that nobody reads."""
+        """How many slots are free, or have a replica that nobody holds."""
         return int(free_slots.takeable(self.c, size_class))
 
     def oldest_tick(self, size_class: int) -> int:
@@ -175,7 +175,7 @@ class SizeClasses:
         return self._tick_of(eviction.oldest_in_use(self.c, size_class))
 
     def oldest_tick_for(self, size_class: int, tenant: int) -> int:
-        """As `oldest_tick`, among blocks that may go for this tenant; while it is within its minimum, not its own."""
+        """As `oldest_tick`, among blocks that may go for this tenant. A tenant within its minimum keeps its blocks."""
         return self._tick_of(eviction.oldest_candidate(self.c, size_class, tenant))
 
     def _tick_of(self, row: int) -> int:
@@ -234,7 +234,7 @@ class SizeClasses:
         return counts * int(self.c.size_classes[self.c.slabs[record]["size_class"]]["charge"])
 
     def _take_pages(self, pages: int) -> int:
-        """Take a run of pages: that of a closed slab of the same size, else a new run. Returns the first page."""
+        """Take the pages of a closed slab of the same size, else new pages. Returns the first page."""
         for i, (first, length) in enumerate(self._free_pages):
             if length == pages:
                 del self._free_pages[i]

@@ -47,10 +47,10 @@ class State:
         share: float = 0.25,
         min_hits: int = 0,
     ) -> None:
-        """epoch: above that of every earlier directory. locality: another node's oldest block is evicted if it was idle
-        so many times as long as the oldest block of the writer's node. client_ttl: seconds without a call after which a
-        client is gone. share: of a node's slots, to keep free or copied to its external tier. min_hits: matches after
-        which a block is copied there.
+        """epoch: a number above the epochs of all earlier directories. locality: another node's oldest block is evicted
+        if it was idle so many times as long as the oldest block of the writer's node. client_ttl: a client is gone
+        after so many seconds without a call. share: share of a node's slots that demotion keeps free or clean.
+        min_hits: number of matches after which a block is copied to the external tier.
         """
         compile_all("raykv.directory")  # so that no caller waits for a kernel
         self.locality = float(locality)
@@ -118,7 +118,7 @@ class State:
         return self.epoch % (1 << 31 - NODE_BITS) << NODE_BITS | next(self._indices) * 2 + tier
 
     def invalidate(self) -> None:
-        """Slabs were closed. Nobody holds rows there any more."""
+        """Slabs were closed. Take the rows of these slabs out of all leases, reservations, demotions and pins."""
         self.clients.invalidate()
         self.gpu_demotion.invalidate()
         self.pins.repair()

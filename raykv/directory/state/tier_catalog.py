@@ -37,14 +37,14 @@ class ExternalTier:
     size_classes: dict[int, int] = field(default_factory=dict)  # by the bytes of a block there
     slabs: dict[int, int] = field(default_factory=dict)  # slab record by slab number
     to_delete: dict[bytes, None] = field(default_factory=dict)  # keys to delete there, in order
-    unreached: set[str] = field(default_factory=set)  # nodes that do not reach it; it is offered only if there are none
+    unreached: set[str] = field(default_factory=set)  # nodes that do not reach the tier; if any, it is not offered
     demoting: dict[str, tuple[RowArray, RowArray]] = field(default_factory=dict)  # by node: rows of its last answer
     lister: str | None = None  # the node that lists the blocks that lay there before
-    listed: bool = False  # whether all these blocks are listed
-    cleared: bool = False  # whether the tier was cleared before all was listed: blocks listed later are deleted too
+    listed: bool = False  # whether the lister has listed all these blocks
+    cleared: bool = False  # whether the tier was cleared before that: blocks that are listed later are deleted too
     deleting: dict[str, tuple[int, list[bytes]]] = field(
         default_factory=dict
-    )  # by node: last answer, its keys to delete
+    )  # by node: number of the last answer, and the keys to delete in this answer
     answers: int = 0  # so far; also the number of the last answer
     content: bytes = b""  # name of the present content; b"" if content was never lost
     demoted: int = 0  # blocks, since start
@@ -54,7 +54,7 @@ class TierCatalog:
     """The external tiers of a pool, by the node that owns the tier; under "" the tier that all nodes share."""
 
     def __init__(self, size_classes: SizeClasses, share: float, min_uses: int) -> None:
-        """share: of a node's slots, to keep free or clean. min_uses: matches after which a block is demoted."""
+        """share: share of a node's slots to keep free or clean. min_uses: matches after which a block is demoted."""
         self.share, self.min_uses = float(share), min_uses
         self.tiers: dict[str, ExternalTier] = {}
         self._size_classes = size_classes
@@ -82,7 +82,7 @@ class TierCatalog:
         return TierReply(tier.index, not tier.listed and tier.lister == node)
 
     def set_suspect(self, node: str, suspect: bool) -> None:
-        """A node stops answering, or answers again. While it is silent, the tier that only it reads is not offered."""
+        """A node stops answering, or answers again. The node's own tier is not offered while the node is silent."""
         if node in self.tiers:
             self._set_reached(self.tiers[node], SUSPECT, not suspect)
 
@@ -92,7 +92,7 @@ class TierCatalog:
             self._c.size_classes[size_class]["offered"] = columns.NOT_OFFERED if tier.unreached else columns.TO_READERS
 
     def leave(self, node: str) -> None:
-        """A node is gone, and with it the tier that only it could read."""
+        """A node is gone. A tier that only this node could read is gone too."""
         for name, tier in list(self.tiers.items()):
             self._set_reached(tier, node, True)
             self._cancel(tier, node)
@@ -125,7 +125,7 @@ class TierCatalog:
             demotion.forget_clean_tail(self._c, size_class)
 
     def clear(self) -> None:
-        """Forget all blocks in all tiers, and delete them there."""
+        """Forget all blocks in all tiers, and have the tiers delete these blocks."""
         for tier in self.tiers.values():
             tier.cleared = not tier.listed
             for record in tier.slabs.values():
@@ -164,8 +164,8 @@ class TierCatalog:
     ) -> Demotions:
         """Choose a node's blocks to demote, oldest first, until the share of each size's slots is free or clean.
 
-        shares, slots: by size. examined: rows of a size to look at, at most, even if others are still to be demoted.
-        pinned: rows that are demoted too, once nothing else is left.
+        shares, slots: by size. examined: number of rows of a size to look at, at most; further rows must wait.
+        pinned: rows that are demoted once no other row is left to demote.
         """
         tier = self.tier_of(node)
         if tier is None or tier.unreached or not tier.listed:
@@ -189,11 +189,11 @@ class TierCatalog:
         return self._answer(tier, node, batch)
 
     def demoted(self, node: str, locations: Locations, keys: KeyArray, stored: NDArray[np.uint8], seen: int) -> bool:
-        """Finish earlier answers to a node. Returns whether some of their blocks were not demoted.
+        """A node reports which blocks of earlier `demote` answers it stored. Returns whether any block was not stored.
 
-        Blocks that the report does not name were not demoted. A block that was not stored, or is no longer wanted, may
-        have left bytes in the tier, so its key is deleted. A key that was demoted again is not deleted: the bytes now
-        belong to that copy. seen: number of the answer whose deletions the node has carried out.
+        The node did not store blocks that the report does not name. A block that was not stored, or is no longer
+        wanted, may have left bytes in the tier, so its key is deleted. The key is not deleted if it was demoted again:
+        the bytes now belong to the newer copy. seen: number of the answer whose deletions the node has carried out.
         """
         tier = self.tier_of(node)
         if tier is None:
@@ -235,7 +235,7 @@ class TierCatalog:
         return len(rows) > 0
 
     def schedule_delete(self, rows: RowArray, gens: RowArray) -> None:
-        """Delete the bytes of those rows that are in a tier: they are about to be dropped."""
+        """These rows are about to be dropped. Schedule the deletion of the rows that are in a tier."""
         c = self._c
         rows = rows[(rows >= 0) & (c.rows["gen"][rows] == gens) & (c.rows["state"][rows] == columns.EXTERNAL)]
         owners = c.size_classes["node"][c.slabs["size_class"][c.pages[rows >> columns.PAGE_BITS]]]
@@ -313,7 +313,10 @@ class TierCatalog:
         return tier.size_classes[stride]
 
     def _provide_slots(self, tier: ExternalTier, size_class: int, need: int) -> None:
-        """Give a size spare slabs until `need` blocks fit. A size without any slab takes the one used longest ago."""
+        """Open spare slabs for a size class until it has room for `need` blocks.
+
+        If the size class still has no slab, it gets the slab of another size that was used longest ago.
+        """
         stride = next(size for size, known in tier.size_classes.items() if known == size_class)
         while self._size_classes.takeable(size_class) < need and tier.spare:
             self._open_slab(tier, tier.spare.pop(), size_class, stride)

@@ -239,7 +239,10 @@ class RayKVStorage(HiCacheStorage):  # type: ignore[misc]
         return PoolTransferResult(count, dict.fromkeys(windows, count) if count else {}, ends)
 
     def _restorable(self, keys: Keys, window: int, ends: list[int]) -> list[int]:
-        """Those `ends` before which the pool has a whole window. Ranks go on from an end that all ranks have."""
+        """The `ends` that this rank can go on from: the pool has the whole window before such an end.
+
+        SGLang goes on from an end that all ranks have.
+        """
         answer = self._session.directory.stored(keys.tobytes())
         if answer is None or not answer.found:
             return []

@@ -22,7 +22,7 @@ BYTES = 3000
 
 
 class Arena:
-    """An arena with one block, which may fail."""
+    """Stands for an arena. A read raises `error` if it is set."""
 
     error: Exception | None = None
     blocks = 1  # how many blocks' bytes a read gives

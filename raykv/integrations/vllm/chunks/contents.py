@@ -22,9 +22,9 @@ DIGEST_BYTES = 8
 
 @dataclass
 class Table:
-    """A request's blocks, by group. told: number of leading tokens that are computed and no guesses.
+    """A request's blocks, by group. told: number of leading tokens that are computed and are not guesses.
 
-    last: by group, the number of full blocks of such tokens, and the digest of the last.
+    last: by group, the number of full blocks of such tokens, and the digest of the last of these blocks.
     """
 
     blocks: dict[int, list[int]]
@@ -40,7 +40,7 @@ class Contents:
         self._tokens, self._per_chunk, self._request_of = tokens, per_chunk, request_of
         self._held: dict[int, bytes] = {}  # digests by block
         self._tables: dict[str, Table] = {}
-        self._left: dict[str, dict[int, bytes]] = {}  # by block, of finished requests until their last jobs are made
+        self._left: dict[str, dict[int, bytes]] = {}  # by finished request, until its last jobs: digests by block
         self._asked: dict[str, int] = {}  # by waiting request: tokens in vLLM's own cache
         self._loaded: set[str] = set()  # requests whose prefix this connector loaded, not another connector
 
@@ -157,7 +157,7 @@ class Contents:
             found = [held.get(block, b"") for block in blocks]
             if offered.tail:
                 found[-1] = self._end_of_prompt(job.req_id, group, found)
-            before = -first % self._per_chunk  # blocks of a chunk that begins before them; that chunk is left out
+            before = -first % self._per_chunk  # blocks of a chunk that began before the job; this chunk is left out
             if found[before:] and all(found[before:]):
                 left_out = bytes(DIGEST_BYTES) if before else b""
                 chunks.digests[place] = left_out + _of_chunks(found[before:], self._per_chunk)

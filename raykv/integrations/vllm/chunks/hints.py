@@ -13,7 +13,7 @@ log = logging.getLogger("raykv")
 
 SESSION, DONE = "raykv_session", "raykv_done"  # keys in a request's kv_transfer_params
 AGAIN = "again"
-SESSIONS = 10_000  # known at a time
+SESSIONS = 10_000  # sessions that are known at a time
 NAME_CHARS = 256
 
 

@@ -33,7 +33,7 @@ class Tail(NamedTuple):
     def is_next(self, computed: int, found: int, block_tokens: int) -> bool:
         """Whether to ask for the tail. computed: tokens that the engine has. found: further tokens in the pool.
 
-        If it is shorter than an engine block, and would be loaded alone, computing it is as fast as loading it.
+        The engine does not load a tail alone if the tail is shorter than an engine block: computing it is as fast.
         """
         if not self.start <= computed + found < self.stop - 1:
             return False

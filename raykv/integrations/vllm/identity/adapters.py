@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 
 class Load(NamedTuple):
-    """An adapter in a worker. number: no lower for a later load of a name; equal numbers mean equal weights.
+    """An adapter in a worker. weights: digest of the files that it was loaded from; b"" while these are unknown.
 
-    weights: digest of the files that it was loaded from; b"" while these files are unknown.
+    number: a later load of the same name never has a lower number. Equal numbers mean equal weights.
     """
 
     name: str
@@ -80,9 +80,9 @@ class ToldAdapters:
 
 
 class OwnCache:
-    """Evicts blocks of vLLM's own prefix cache, which knows an adapter by name only, after a change of weights.
+    """Evicts the blocks of vLLM's own prefix cache after an adapter's weights changed.
 
-    blocks: vLLM's block pool.
+    vLLM's cache knows an adapter by name only. blocks: vLLM's block pool.
     """
 
     def __init__(self) -> None:

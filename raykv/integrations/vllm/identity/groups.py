@@ -60,9 +60,10 @@ def pool_part(number: int, part: int, ranks: Iterable[Sequence[int]]) -> int:
 
 
 def numbers_of(drafters: Iterable[bool]) -> list[int]:
-    """By place, its number among the target's places or the drafter's. drafters: by place, whether it is a drafter's.
+    """For each place, its number among the target's places, or among the drafter's places.
 
-    vLLM may put a drafter's group between the target's groups. The target's numbers are the same without a drafter.
+    drafters: for each place, whether it is a drafter's. vLLM may put a drafter's group between the target's groups.
+    The target's numbers are the same without a drafter.
     """
     counts, found = Counter[bool](), []
     for of_drafter in drafters:
@@ -148,9 +149,9 @@ def _window(spec: Any) -> int:
 
 
 def names(groups: Sequence[tuple[Any, Sequence[str]]]) -> str:
-    """Text that differs where other options give the same model other groups.
+    """Text that differs if options divide the layers of one model into other groups.
 
-    groups: vLLM's spec of each, and the names of its layers.
+    groups: for each group, vLLM's spec and the names of the layers.
     """
     return ";".join(
         f"{type(spec).__name__},{spec.block_size},{_window(spec)},{','.join(layers)}" for spec, layers in groups

@@ -438,7 +438,7 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
         chunks, ready = dict[int, range](), dict[int, range]()
         for number, at in enumerate(self._places()):
             index = at.group.group_idx
-            if index not in chunks:  # the group's other parts begin and end there too
+            if index not in chunks:  # the group's other parts have the same chunks
                 start, stop = first[index] + match.first(number), first[index] + tokens // at.group.tokens
                 chunks[index], ready[index] = range(start, stop), range(start, stop + at.group.ahead)
         return Found(match, chunks, ready)

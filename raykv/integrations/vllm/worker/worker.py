@@ -73,7 +73,7 @@ class Pages(NamedTuple):
 
 
 class Run(NamedTuple):
-    """The engine's blocks of one place in a job. skipped: how many blocks of its first chunk come before it."""
+    """The engine's blocks of one place in a job. skipped: how many blocks of the first chunk come before the run."""
 
     place: int
     ids: NDArray[np.int64]
@@ -100,10 +100,11 @@ class Offer(NamedTuple):
 
 
 def pages_of(kv_caches: Any, drafts: Sequence[Sequence[bool]] = ()) -> list[Pages]:
-    """The pages of an engine by place: each group's, then the drafter's in groups that the target has layers in too.
+    """The pages of an engine by place: first the pages of each group, then further pages of a drafter's layers.
 
-    kv_caches: vLLM's canonical KV caches. Groups may share memory. drafts: by group, whether each layer is a drafter's;
-    if empty, no layer is. ImportError for GPU memory without CuPy.
+    A group has further pages if it has layers of the target and of a drafter. kv_caches: vLLM's canonical KV caches.
+    Groups may share memory. drafts: by group, whether each layer is a drafter's; if empty, no layer is. ImportError for
+    GPU memory without CuPy.
     """
     tensors = [piece.tensor.view(torch.uint8) for piece in kv_caches.tensors]
     first, beside = list[Pages](), list[Pages]()
@@ -147,8 +148,8 @@ class RayKVWorker(OffloadingWorker):  # type: ignore[misc]
         parts of a chunk. The parts are equal pieces of every page, in order.
 
         stores: this rank stores its parts; else another rank stores the same bytes. verifies: each chunk ends with a
-        digest of its content (see `contents`). produces: it is a `kv_producer`, whose chunks other engines wait for. So
-        it waits for slots up to the pool's deadline.
+        digest of its content (see `contents`). produces: the engine is a `kv_producer`. Other engines
+        wait for its chunks, so a store waits for slots up to the pool's deadline.
         """
         self._pool, self._caches, self._number, self._per_chunk = pool, caches, rank, blocks_per_chunk
         self._layers, self._pages = [of.layers for of in pages], [of.rows for of in pages]
