@@ -20,16 +20,7 @@ from raykv.arena.files import SHM, ArenaFile
 from raykv.arena.gpu import host_copy
 from raykv.arena.mapping import Addresses, Bytes, Mapping
 from raykv.arena.superblock import NO_CLUSTER
-from raykv.protocol.location import (
-    ALIGN,
-    EPOCHS,
-    GENERATIONS,
-    KEY_BYTES,
-    LOCATION,
-    Locations,
-    epoch_of,
-    slot_bytes,
-)
+from raykv.protocol.location import ALIGN, EPOCHS, GENERATIONS, KEY_BYTES, LOCATION, Locations, epoch_of, slot_bytes
 from raykv.protocol.stores import FREED, STILL_WRITTEN
 from raykv.system.file_locks import AGAIN_S
 from raykv.system.jit import compile_all

@@ -8,6 +8,14 @@ from raykv.directory.calls.readers import HELD_UP_S
 from raykv.directory.state.allocator import staging_window
 
 
+def beside_a_window_of_three(nodes: str = "ab") -> Pool:
+    """Eight blocks of node a. Node b has room for its staging window only."""
+    pool = Pool(slots=16, window=3, nodes=nodes)
+    pool.store("a", KEYS[:8])
+    pool.store("b", KEYS[100:113])
+    return pool
+
+
 def test_the_staging_window_is_a_fiftieth_but_no_less_than_256_mib_nor_more_than_an_eighth() -> None:
     assert staging_window(100 << 30) == (100 << 30) // 50
     assert staging_window(4 << 30) == 256 << 20
@@ -15,9 +23,7 @@ def test_the_staging_window_is_a_fiftieth_but_no_less_than_256_mib_nor_more_than
 
 
 def test_a_match_longer_than_the_window_streams_through_it() -> None:
-    pool = Pool(slots=16, window=3, nodes="ab")
-    pool.store("a", KEYS[:8])
-    pool.store("b", KEYS[100:113])
+    pool = beside_a_window_of_three()
     lease, got = pool.match("b", KEYS[:8])
     assert (blocks(got), staged(got)) == (8, 3)
     for first in (3, 6, 0, 5):  # forward, and back again
@@ -103,9 +109,7 @@ def test_another_process_streams_by_a_lease() -> None:
 
 
 def test_replicas_that_a_reader_has_passed_do_not_keep_its_window_full() -> None:
-    pool = Pool(slots=16, window=3, nodes="ab")
-    pool.store("a", KEYS[:8])
-    pool.store("b", KEYS[100:113])
+    pool = beside_a_window_of_three()
     pool.replicate("b", KEYS[:3])
     lease, got = pool.match("b", KEYS[:8])
     here, there = pool.directory.nodes["b"].index, pool.directory.nodes["a"].index
@@ -123,9 +127,7 @@ def test_replicas_that_a_reader_has_passed_do_not_keep_its_window_full() -> None
 
 
 def test_a_reader_does_not_wait_for_what_it_holds_behind() -> None:
-    pool = Pool(slots=16, window=3, nodes="abc")
-    pool.store("a", KEYS[:8])
-    pool.store("b", KEYS[100:113])
+    pool = beside_a_window_of_three("abc")
     first, got = pool.match("b", KEYS[5:8])
     assert staged(got) == 3
     second, got = pool.match("b", KEYS[:8])
@@ -145,9 +147,7 @@ def test_a_reader_does_not_wait_for_what_it_holds_behind() -> None:
 
 def test_a_reader_that_others_hold_up_gets_the_slots_of_the_oldest_blocks() -> None:
     """Each of two readers may hold slots that the other one waits for."""
-    pool = Pool(slots=16, window=3, nodes="ab")
-    pool.store("a", KEYS[:8])
-    pool.store("b", KEYS[100:113])
+    pool = beside_a_window_of_three()
     pool.replicate("b", KEYS[:3])
     holder, lease = pool.match("b", KEYS[:3])[0], pool.match("b", KEYS[:8], stage=0)[0]
     for wait in (0.0, HELD_UP_S / 2):
@@ -166,9 +166,7 @@ def test_a_reader_that_others_hold_up_gets_the_slots_of_the_oldest_blocks() -> N
 
 
 def test_replicas_that_a_long_match_finds_do_not_keep_its_window_full() -> None:
-    pool = Pool(slots=16, window=3, nodes="ab")
-    pool.store("a", KEYS[:8])
-    pool.store("b", KEYS[100:113])
+    pool = beside_a_window_of_three()
     pool.replicate("b", KEYS[5:8])
     lease, got = pool.match("b", KEYS[:8], stage=0)
     assert {location[0] for location in unpack(got.source)} == {pool.directory.nodes["a"].index}
