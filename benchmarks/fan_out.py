@@ -18,19 +18,21 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from raykv.bench.blocks.networks import enter, inside, namespaces, run
+
 MIB = 1 << 20
 BLOCK_BYTES, BLOCKS = 2 * MIB, 256
 MEMORY = 1024 * MIB  # of a node
 OWN = 1e9  # locality: blocks are stored on the writer's node
-SWITCH, PORT = "10.79.0.254", 6399
-HOLD = ["setpriv", "--pdeathsig=KILL", "unshare", "--net", "sleep", "infinity"]  # a namespace ends with its process
+PORT = 6399
 RAY = Path(sys.executable).with_name("ray")
 ROOT = Path(__file__).resolve().parent.parent
 ENVIRONMENT = {
@@ -44,44 +46,22 @@ def address(node: int) -> str:
     return f"10.79.0.{node + 1}"
 
 
-def run(*command: Any, **more: Any) -> str:
-    """The output of a command. RuntimeError if it fails."""
-    done = subprocess.run([str(part) for part in command], capture_output=True, text=True, **more)
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(map(str, command))}: {done.stderr.strip() or done.stdout.strip()}")
-    return str(done.stdout)
-
-
-def inside(pid: int) -> list[str]:
-    """What runs a command in the network of a process."""
-    return ["nsenter", f"--target={pid}", "--net"]
-
-
 @contextmanager
-def networks(nodes: int, gbit: float) -> Iterator[list[int]]:
+def plugged(nodes: int, gbit: float) -> Iterator[list[int]]:
     """A process in the network of each node. The switch is in a network of its own."""
-    with ExitStack() as stack:
-        pids = []
-        for _ in range(1 + nodes):
-            holder = stack.enter_context(subprocess.Popen(HOLD))
-            stack.callback(holder.kill)
-            pids.append(holder.pid)
-        own = os.readlink("/proc/self/ns/net")
-        while any(os.readlink(f"/proc/{pid}/ns/net") == own for pid in pids):  # until unshare has done its work
-            time.sleep(0.01)
-        switch, *ends = pids
-        run(*inside(switch), "ip", "link", "add", "switch", "type", "bridge")
-        run(*inside(switch), "ip", "link", "set", "switch", "up")
+    with namespaces(1 + nodes) as (switch, *ends):
+        inside(switch, "ip", "link", "add", "switch", "type", "bridge")
+        inside(switch, "ip", "link", "set", "switch", "up")
         shape = ["root", "tbf", "rate", f"{gbit}gbit", "burst", "1mb", "latency", "50ms"]
         for node, pid in enumerate(ends):
             port = f"port{node}"
             run("ip", "link", "add", "eth0", "netns", pid, "type", "veth", "peer", "name", port, "netns", switch)
-            run(*inside(switch), "ip", "link", "set", port, "master", "switch", "up")
-            run(*inside(switch), "tc", "qdisc", "add", "dev", port, *shape)
-            run(*inside(pid), "ip", "link", "set", "lo", "up")
-            run(*inside(pid), "ip", "address", "add", f"{address(node)}/24", "dev", "eth0")
-            run(*inside(pid), "ip", "link", "set", "eth0", "up")
-            run(*inside(pid), "tc", "qdisc", "add", "dev", "eth0", *shape)
+            inside(switch, "ip", "link", "set", port, "master", "switch", "up")
+            inside(switch, "tc", "qdisc", "add", "dev", port, *shape)
+            inside(pid, "ip", "link", "set", "lo", "up")
+            inside(pid, "ip", "address", "add", f"{address(node)}/24", "dev", "eth0")
+            inside(pid, "ip", "link", "set", "eth0", "up")
+            inside(pid, "tc", "qdisc", "add", "dev", "eth0", *shape)
         yield ends
 
 
@@ -93,7 +73,7 @@ def cluster(ends: list[int]) -> Iterator[None]:
         for node, pid in enumerate(ends):
             head = ["--head", f"--port={PORT}", "--include-dashboard=false"]
             where = [f"--address={address(0)}:{PORT}"] if node else head
-            words = [*inside(pid), str(RAY), "start", *where, f"--node-ip-address={address(node)}", *room]
+            words = [*enter(pid), str(RAY), "start", *where, f"--node-ip-address={address(node)}", *room]
             pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
             raylet = stack.enter_context(subprocess.Popen(words, env=ENVIRONMENT, cwd=ROOT, **pipes))
             stack.callback(raylet.terminate)
@@ -135,6 +115,19 @@ class Client:
         return time.time(), got
 
 
+def wait_for(condition: Callable[[], bool], what: str) -> None:
+    """Wait until the condition holds. AssertionError after READY_S."""
+    end = time.monotonic() + READY_S
+    while not condition():
+        assert time.monotonic() < end, f"no {what} after {READY_S:.0f} s"
+        time.sleep(0.5)
+
+
+def all_offered(pool: Any) -> bool:
+    """Whether the stores offer all memory. They offer it slab by slab."""
+    return all(node["slabs"] + node["spare_slabs"] == node["limit"] for node in pool.stats()["nodes"].values())
+
+
 def measure(readers: int, turns: int) -> dict[str, Any]:
     """For a process in the head's network: seconds of a reader alone and of all readers, in each turn."""
     import ray
@@ -143,14 +136,10 @@ def measure(readers: int, turns: int) -> dict[str, Any]:
     import raykv
 
     ray.init(address=f"{address(0)}:{PORT}", log_to_driver=False, logging_level=40)
-    end = time.monotonic() + READY_S
-    while len(ray.nodes()) < 1 + readers:
-        assert time.monotonic() < end, f"{len(ray.nodes())} raylets after {READY_S:.0f} s"
-        time.sleep(0.5)
+    wait_for(lambda: len(ray.nodes()) == 1 + readers, "raylets")
     pool = raykv.start(raykv.PoolConfig(name="fan-out", cpu_memory=MEMORY, locality=OWN))
     try:
-        while not all(it["slabs"] + it["spare_slabs"] == it["limit"] for it in pool.stats()["nodes"].values()):
-            time.sleep(0.5)  # the stores offer their memory slab by slab
+        wait_for(lambda: all_offered(pool), "memory")
         made: Any = ray.remote(num_cpus=0)(Client)
         nodes = [node["NodeID"] for node in sorted(ray.nodes(), key=lambda node: node["NodeManagerAddress"])]
         places = [NodeAffinitySchedulingStrategy(node, soft=False) for node in nodes]
@@ -158,11 +147,15 @@ def measure(readers: int, turns: int) -> dict[str, Any]:
         alone: list[float] = []
         together: list[float] = []
         came: list[float] = []
+
+        def stored(turn: int) -> bool:
+            """Whether all blocks found room on the writer's node, which frees the slots of the last turn first."""
+            pool.clear()
+            return bool(ray.get(writer.store.remote(turn)) == 1)
+
         for turn in range(2 + 2 * turns):
             some = others if turn % 2 else others[:1]
-            pool.clear()
-            while ray.get(writer.store.remote(turn)) > 1:  # its node still frees the slots of the last turn
-                pool.clear()
+            wait_for(partial(stored, turn), "room on the writer's node")
             at = time.time() + 1.0
             ends, blocks = zip(*ray.get([reader.fetch.remote(turn, at) for reader in some]), strict=True)
             if turn >= 2:  # the first turns make the connections
@@ -187,9 +180,10 @@ def main() -> None:
     if given.inside:
         print(json.dumps(measure(given.readers, given.turns)), flush=True)
         return
-    with networks(1 + given.readers, given.gbit) as ends, cluster(ends):
-        again = [sys.executable, __file__, "--inside", "--readers", given.readers, "--turns", given.turns]
-        answer = run(*inside(ends[0]), *again, env=ENVIRONMENT, cwd=ROOT).splitlines()[-1]
+    with plugged(1 + given.readers, given.gbit) as ends, cluster(ends):
+        again = [sys.executable, __file__, "--inside", f"--readers={given.readers}", f"--turns={given.turns}"]
+        output = subprocess.check_output([*enter(ends[0]), *again], env=ENVIRONMENT, cwd=ROOT, text=True)
+    answer = output.splitlines()[-1]
     found = json.loads(answer)
     if given.json:
         print(answer)

@@ -8,7 +8,6 @@ python -m raykv.bench.blocks.link serve|read OFFER    the two processes; they an
 
 import json
 import re
-import shutil
 import statistics
 import subprocess
 import sys
@@ -21,6 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from raykv.bench.blocks import networks
 from raykv.config import MIB
 
 BLOCK_BYTES, SLAB_BYTES = 2 * MIB, 64 * MIB
@@ -28,8 +28,6 @@ LARGE, SMALL = 512 * MIB, 8 * MIB  # bytes of pulls
 WARM, PAIRS = 3, 6
 IPERF_S = 2
 THERE, HERE = "10.78.0.1", "10.78.0.2"
-TOOLS = ("ip", "tc", "nft", "nsenter", "unshare", "setpriv", "iperf3")
-HOLD = ["setpriv", "--pdeathsig=KILL", "unshare", "--net", "sleep", "infinity"]  # a namespace ends with its process
 EXAMPLE = "--link 10gbit or --link 10gbit,1ms,0.1%"
 
 
@@ -55,64 +53,35 @@ def parse(text: str) -> Link:
 
 
 @contextmanager
-def namespaces(link: Link) -> Iterator[tuple[int, int]]:
+def ends(link: Link) -> Iterator[tuple[int, int]]:
     """Two processes, each in its own network namespace, at the two ends of the link. Yields their ids."""
-    missing = [tool for tool in TOOLS if not shutil.which(tool)]
-    if missing:
-        raise FileNotFoundError(f"{missing} missing: apt-get install iproute2 nftables iperf3 util-linux")
-    with ExitStack() as stack:
-        pids = []
-        for _ in range(2):
-            holder = stack.enter_context(subprocess.Popen(HOLD))
-            stack.callback(holder.kill)
-            pids.append(holder.pid)
-        while any(_namespace(pid) == _namespace("self") for pid in pids):  # until unshare has done its work
-            time.sleep(0.01)
-        there, here = pids
-        _run("ip", "link", "add", "lane", "netns", there, "type", "veth", "peer", "name", "lane", "netns", here)
+    with networks.namespaces(2, ("nft", "iperf3")) as (there, here):
+        networks.run("ip", "link", "add", "lane", "netns", there, "type", "veth", "peer", "name", "lane", "netns", here)
         for pid, address in ((there, THERE), (here, HERE)):
-            _inside(pid, "ip", "address", "add", f"{address}/24", "dev", "lane")
-            _inside(pid, "ip", "link", "set", "lane", "up")
-            _inside(pid, "ip", "link", "set", "lo", "up")
+            networks.inside(pid, "ip", "address", "add", f"{address}/24", "dev", "lane")
+            networks.inside(pid, "ip", "link", "set", "lane", "up")
+            networks.inside(pid, "ip", "link", "set", "lo", "up")
             _shape(pid, link)
         yield there, here
-
-
-def _namespace(pid: int | str) -> str:
-    return subprocess.run(["readlink", f"/proc/{pid}/ns/net"], capture_output=True, text=True).stdout
 
 
 def _shape(pid: int, link: Link) -> None:
     """Apply the link's rate, delay and loss to packets that leave a namespace."""
     if link.delay:
-        _inside(pid, "tc", "qdisc", "add", "dev", "lane", "root", "netem", "delay", f"{link.delay}ms", "limit", 100_000)
+        networks.inside(
+            pid, "tc", "qdisc", "add", "dev", "lane", "root", "netem", "delay", f"{link.delay}ms", "limit", 100_000
+        )
     if link.rate:
         where = ["parent", "1:"] if link.delay else ["root"]
         limits = ["burst", "1mb", "latency", "4ms"]  # of the queue before the link
-        _inside(pid, "tc", "qdisc", "add", "dev", "lane", *where, "tbf", "rate", f"{link.rate}gbit", *limits)
+        networks.inside(pid, "tc", "qdisc", "add", "dev", "lane", *where, "tbf", "rate", f"{link.rate}gbit", *limits)
     if link.loss:
-        _inside(pid, "nft", "add", "table", "ip", "lane")
-        _inside(pid, "nft", "add", "chain", "ip", "lane", "out", "{ type filter hook output priority 0; }")
+        networks.inside(pid, "nft", "add", "table", "ip", "lane")
+        networks.inside(pid, "nft", "add", "chain", "ip", "lane", "out", "{ type filter hook output priority 0; }")
         share = f"{round(link.loss * 1000)}"
-        _inside(pid, "nft", "add", "rule", "ip", "lane", "out", "numgen", "random", "mod", 100_000, "<", share, "drop")
-
-
-def _inside(pid: int, *command: Any) -> str:
-    return _run(*_enter(pid), *command)
-
-
-def _enter(pid: int) -> list[str]:
-    return ["nsenter", f"--target={pid}", "--net"]
-
-
-def _run(*command: Any) -> str:
-    """Run a command. Returns its output. RuntimeError if it fails."""
-    done = subprocess.run([str(part) for part in command], capture_output=True, text=True)
-    if done.returncode:
-        why = done.stderr.strip() or done.stdout.strip()
-        hint = "; delays need the kernel's module sch_netem" if "netem" in command else "; it takes root"
-        raise RuntimeError(f"{' '.join(map(str, command))}: {why}{hint}")
-    return done.stdout
+        networks.inside(
+            pid, "nft", "add", "rule", "ip", "lane", "out", "numgen", "random", "mod", 100_000, "<", share, "drop"
+        )
 
 
 # ---------------------------------------------------------------------- the two ends
@@ -184,7 +153,7 @@ class Reader:
     def iperf3(self) -> float:
         """Bytes per second that four flows bring."""
         sizes = ["-P", "4", "-t", str(IPERF_S), "-O", "1"]
-        done = _run("iperf3", "-c", THERE, "-R", "-J", *sizes)
+        done = networks.run("iperf3", "-c", THERE, "-R", "-J", *sizes)
         return float(json.loads(done)["end"]["sum_received"]["bits_per_second"]) / 8
 
     def two(self) -> list[float]:
@@ -232,11 +201,11 @@ def run(text: str) -> dict[str, Any]:
     link = parse(text)
     command = [sys.executable, "-m", "raykv.bench.blocks.link"]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    with namespaces(link) as (there, here), ExitStack() as stack:
-        server = stack.enter_context(subprocess.Popen([*_enter(there), *command, "serve"], **pipes))  # type: ignore[call-overload]
+    with ends(link) as (there, here), ExitStack() as stack:
+        server = stack.enter_context(subprocess.Popen([*networks.enter(there), *command, "serve"], **pipes))  # type: ignore[call-overload]
         stack.callback(server.stdin.close)
         offer = server.stdout.readline().strip()
-        read = subprocess.run([*_enter(here), *command, "read", offer], stdout=subprocess.PIPE, text=True)
+        read = subprocess.run([*networks.enter(here), *command, "read", offer], stdout=subprocess.PIPE, text=True)
     if read.returncode:
         raise RuntimeError(f"the reader ended with {read.returncode}")
     return {"link": text, **json.loads(read.stdout)}
