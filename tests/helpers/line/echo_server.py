@@ -62,10 +62,12 @@ def serving(longest: int = 16 << 20) -> Iterator[Listener]:
 
 
 def end(listener: Listener) -> None:
-    """Close a listener, and wait until it has ended."""
+    """Close a listener, and wait until its thread has ended."""
     listener.close()
     listener._thread.join(PATIENCE_S)
     assert not listener._thread.is_alive()
+    while os.path.exists(f"/proc/self/task/{listener._thread.native_id}"):  # Python 3.11 returns from `join` before
+        time.sleep(0.001)
 
 
 def open_files() -> set[tuple[str, str]]:
