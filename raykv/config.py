@@ -53,7 +53,7 @@ class PoolConfig:
     min_hits: how many matches must have asked for a block before it is demoted.
     deadline: seconds for the directory to answer a client's question, at most 10; after them the answer is a miss.
         Raise it where engines keep all processors busy: clients then notice a hanging directory later. A router waits a
-        fifth of the deadline; a read waits eight deadlines for staging slots.
+        fifth of the deadline; a read waits eight deadlines for staging slots, and 2 s at least.
     idle_node_s: the pool leaves a node when nothing else has run there for so many seconds. The node's blocks go to
         other nodes, and its store ends, so Ray's autoscaler can remove it. 0: never. Ray's head keeps a store.
     secret: what keys are derived from: bytes, or the path of a file that only its owner can read. Default: RAYKV_SECRET

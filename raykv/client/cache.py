@@ -88,7 +88,7 @@ class KVCache:
 
         The pool begins to fetch blocks of an external tier. Reads wait for these blocks no longer than the engine would
         take to compute their tokens. prefetch: also fetch blocks of other nodes now, for a prompt that waits in a
-        queue. Raises ValueError for keys of another cache.
+        queue; not those that another reader fetches just now. Raises ValueError for keys of another cache.
         """
         return self._match(keys, prefetch, counted=True)
 

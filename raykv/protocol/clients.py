@@ -57,6 +57,7 @@ class NextWindowRequest(NamedTuple):
     stop: int
     block_bytes: int
     again: bool = False  # send `passed` again, as the answer that had it may have been lost
+    may_wait: bool = False  # the reader asks again, so it may get no slots while a copy arrives on another node
 
 
 class Matched(NamedTuple):
@@ -95,7 +96,7 @@ class Window(NamedTuple):
     """Where blocks of a lease are, once the reader has passed the blocks before `start`.
 
     source and staged are as in Matched, for the blocks from `start` on. They end before the first block that no longer
-    exists.
+    exists. source may name another copy than before: the client then reads that copy, as the directory holds it.
     """
 
     epoch: int

@@ -165,7 +165,7 @@ class TransportSelector:
         """The lock that a pull waits for. TimeoutError if the pull gets no turn before its end."""
         if not transport.concurrent:
             return _held(state.turn, request.end)
-        if request.source["bytes"].sum() > LARGE_BYTES:
+        if request.source["bytes"].sum() >= LARGE_BYTES:
             return _held(state.large, request.end)
         return nullcontext()
 

@@ -25,6 +25,7 @@ OPS = (
         "reserve",
         "commit",
         "next_window",
+        "crowd",
         "release",
         "client_heartbeat",
         "report",

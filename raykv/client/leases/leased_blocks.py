@@ -28,7 +28,8 @@ class LeasedBlocks:
 
     source: (n,) LOCATION of each block. staged: (n,) LOCATION of the staging slot on this node to pull the
     block into (slab_gen 0: none). keys: (n, 16). external: (n,) bool: whether a block lay in an external tier when it
-    was leased. record: of the blocks' request, while somebody follows requests.
+    was leased. follows: whether it reads copies that the directory chooses later. record: of the blocks' request, while
+    somebody follows requests.
     """
 
     def __init__(
@@ -47,6 +48,8 @@ class LeasedBlocks:
         self.record: RequestRecord | None = None
         self._directory = directory
         self._window_lost = False  # no answer to the last NextWindowRequest: see its `again`
+        self._leased: Locations | None = None  # where the blocks were when they were leased, if `source` has changed
+        self.follows = True
 
     def __len__(self) -> int:
         return len(self.source)
@@ -66,15 +69,16 @@ class LeasedBlocks:
         """The leading blocks of `away` that have staging slots."""
         return away[: leading(self.staged["slab_gen"][away] > 0)]
 
-    def take_slots(self, piece: Blocks, start: int) -> Blocks | None:
+    def take_slots(self, piece: Blocks, start: int, may_wait: bool = False) -> Blocks | None:
         """The leading blocks of a piece that have staging slots, after asking for missing slots.
 
-        Gives back slots of blocks before `start` and behind the piece. None: no answer, or the lease is gone.
+        Gives back slots of blocks before `start` and behind the piece. None: no answer, or the lease is gone. may_wait:
+        see NextWindowRequest.
         """
         if len(self.with_slots(piece)) == len(piece):
             return piece
         stop = int(piece[-1]) + 1
-        slots = self._next_window(start, stop)
+        slots = self._next_window(start, stop, may_wait)
         ours = None if slots is None else (slots["node"] == self.name.node) | (slots["node"] == 0)
         if slots is None or ours is None or len(slots) < stop - start or not ours.all():
             return None
@@ -82,26 +86,47 @@ class LeasedBlocks:
         self.staged[start:stop] = slots
         return self.with_slots(piece)
 
+    def go_back(self) -> None:
+        """From now on, read all blocks where they were when they were leased.
+
+        The directory does not hold them there any more, but most are still there.
+        """
+        self.follows = False
+        if self._leased is not None:
+            away = ~self.here()
+            self.source[away] = self._leased[away]
+
     def give_back_slots(self) -> None:
         """The blocks were read: give the staging slots to other leases. A later read asks for slots again."""
         if (self.staged["slab_gen"] > 0).any():
-            self._next_window(len(self), len(self))
+            self._next_window(len(self), len(self), False)
             self.staged["slab_gen"] = 0
 
-    def _next_window(self, start: int, stop: int) -> Locations | None:
-        """Slots for blocks [start, stop). Gives back other blocks' slots. None: the directory did not answer."""
+    def _next_window(self, start: int, stop: int, may_wait: bool) -> Locations | None:
+        """Slots for blocks [start, stop). Gives back other blocks' slots, and notes which copies are to be read.
+
+        None: the directory did not answer.
+        """
         first = self.name.first
-        request = NextWindowRequest(
-            self.name.owner, self.name.lease, first + start, first + stop, self.block_bytes, self._window_lost
-        )
+        blocks = first + start, first + stop, self.block_bytes
+        request = NextWindowRequest(self.name.owner, self.name.lease, *blocks, self._window_lost, may_wait)
         answer = self._directory.next_window(request)
         self._window_lost = answer is None
         if answer is None:
             return None
         if answer.passed:
             self.move(slice(start), np.frombuffer(answer.passed, LOCATION)[first:])
+        if self.follows:
+            self._follow(start, np.frombuffer(answer.source, LOCATION))
         slots: Locations = np.frombuffer(answer.staged, LOCATION)
         return slots
+
+    def _follow(self, start: int, source: Locations) -> None:
+        """Read the copies that the directory holds now. source: of blocks from `start` on."""
+        away = np.flatnonzero(~self.here()[start : start + len(source)])
+        if (self.source[start + away] != source[away]).any():
+            self._leased = self.source.copy() if self._leased is None else self._leased
+            self.move(start + away, source[away])
 
     def fall_short(self, why: str, about: int = -1) -> None:
         """Note why fewer blocks are read than were leased. about: index of the node that the reason names."""

@@ -2,14 +2,14 @@
 
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from raykv.client.leases.leased_blocks import Blocks, LeasedBlocks, leading
 from raykv.client.session import Session
-from raykv.client.stores.store_client import StoreClient, pieces
+from raykv.client.stores.store_client import StoreClient
 from raykv.client.stores.workers import giving_way
 from raykv.config import MIB
 from raykv.metrics.span import span
@@ -17,10 +17,12 @@ from raykv.protocol.location import Locations
 from raykv.protocol.transfers import ALTERED, PULLED, data_deadline
 
 PIECE_BYTES = 64 * MIB  # pulled at a time: the copy out of one piece overlaps the pull of the next
+FIRST = 4  # the first pieces are a quarter as long, as the reader and other nodes' readers wait for them
 PIECES_AHEAD = 2
 LATE_S = 0.5  # a pull that failed after so long was late, not refused
 WAIT_BUDGET_S = 0.05  # shortest wait of a read for a tier, however fast the engine could compute the tokens
-WINDOW_DEADLINES = 8  # pool deadlines that a read waits for staging slots while other readers have them all
+WINDOW_S = 2.0  # a read waits at least so long for staging slots, or for a copy that another reader pulls
+WINDOW_DEADLINES = 8  # a read waits at least so many pool deadlines for them
 WINDOW_POLL_S = 0.005  # between a read's first questions for staging slots
 WINDOW_REST_S = 0.02  # between a read's later questions for staging slots
 
@@ -34,11 +36,18 @@ def piece_blocks(block_bytes: int) -> int:
     return max(1, PIECE_BYTES // block_bytes)
 
 
+class Pull(NamedTuple):
+    """A pull under way. source: LOCATIONs that it reads."""
+
+    blocks: Blocks
+    source: Locations
+
+
 class Stream:
     """Pulls leased blocks to this node.
 
     wait_budget_s: seconds that a read waits for an external tier; None: as long as for other pulls. piece_blocks: how
-    many blocks one pull brings.
+    many blocks one pull brings at most.
     """
 
     def __init__(self, session: Session, store: StoreClient | None, blocks: LeasedBlocks) -> None:
@@ -52,10 +61,16 @@ class Stream:
     def begin(self) -> None:
         """Begin the first pulls before the first read."""
         away = np.flatnonzero(~self.blocks.here())[: PIECES_AHEAD * self.piece_blocks]
-        if self._store is not None:
-            for piece in pieces(self.blocks.with_slots(away), self.piece_blocks):
-                for part in self.by_source(piece):
-                    self._begun[int(part[0])] = len(part), self.pull(self._store, part)
+        there, first = self.blocks.with_slots(away), 0
+        while self._store is not None and first < len(there):
+            piece = self.piece(there, first)
+            for part in self.by_source(piece):
+                self._begun[int(part[0])] = len(part), self.pull(self._store, part)
+            first += len(piece)
+
+    def piece(self, away: Blocks, first: int) -> Blocks:
+        """The blocks that are pulled at a time from index `first` of `away` on: as many as were pulled before them."""
+        return away[first : first + min(self.piece_blocks, max(1, self.piece_blocks // FIRST, first))]
 
     def arrivals(self, stop: int, passes: bool) -> Iterator[tuple[Blocks, Locations]]:
         """Bring blocks before `stop` to this node, piece by piece. Yields (blocks, where they are now), as they arrive.
@@ -79,17 +94,22 @@ class Stream:
             if not pulls.under_way:
                 if pulls.done or not self._wait_for_window(end, pause):
                     return
-                end = end or time.monotonic() + WINDOW_DEADLINES * self._session.directory.deadline
+                deadline = max(WINDOW_S, WINDOW_DEADLINES * self._session.directory.deadline)
+                end = end or time.monotonic() + deadline
                 pause = min(2 * pause, WINDOW_REST_S)
                 continue
             found = self._first_of(store, pulls.under_way)
             if found is None:
                 return
-            (part, arrived), end, pause = found, 0.0, WINDOW_POLL_S
-            pulls.broken = pulls.broken or len(arrived) < len(part)
+            (pull, came), end, pause = found, 0.0, WINDOW_POLL_S
+            if not came.all():
+                pulls.try_again(Pull(pull.blocks[~came], pull.source[~came]))
             pulls.begin()
+            if pulls.done and len(blocks) > PIECES_AHEAD * self.piece_blocks:
+                self._session.directory.bell.ring()  # other readers may wait for the last blocks, and no call follows
+            arrived = pull.blocks[came]
             yield arrived, blocks.staged[arrived]
-            pulls.pass_by(part)
+            pulls.pass_by(arrived)
 
     def by_source(self, piece: Blocks) -> list[Blocks]:
         """A piece's blocks in other nodes' memory, which must not wait for a tier, and its blocks in a tier."""
@@ -115,38 +135,35 @@ class Stream:
             )
         return reached
 
-    def _first_of(self, store: StoreClient, pulls: dict[Any, Blocks]) -> tuple[Blocks, Blocks] | None:
-        """Wait for one of the pulls. Returns (its blocks, its arrived blocks). None: all are late, and given up."""
-        since, source = time.monotonic(), self.blocks.source
+    def _first_of(self, store: StoreClient, pulls: dict[Any, Pull]) -> tuple[Pull, NDArray[np.bool_]] | None:
+        """Wait for one of the pulls. Returns (the pull, which blocks came). None: all are late, and given up."""
+        since = time.monotonic()
         with span("pull", pool=self._session.name, pieces=len(pulls)):
-            answer = store.first(list(pulls), self._deadline(list(pulls.values())))
+            answer = store.first(list(pulls), self._deadline([pull.blocks for pull in pulls.values()]))
         if self.blocks.record is not None:
             self.blocks.record.pulled(time.monotonic() - since)
         if answer is None:
-            late = np.concatenate(list(pulls.values()))
-            self._fall_short_of(LATE, late)
+            self.fall_short_of(LATE, next(iter(pulls.values())))
             self._session.directory.fault("pull", f"{len(pulls)} pieces are late")
-            store.gave_up(source["node"][late])
+            store.gave_up(np.concatenate([pull.source["node"] for pull in pulls.values()]))
             return None
-        part = pulls.pop(answer)
-        arrived = self._arrived(store, answer, part)
-        if not arrived.all():
-            self._fall_short_of(FAILED_TO, part[~arrived])
-        if not arrived.any() and time.monotonic() - since > LATE_S:
-            store.gave_up(source["node"][part])
-        return part, part[arrived]
+        pull = pulls.pop(answer)
+        came = self._arrived(store, answer, pull)
+        if not came.any() and time.monotonic() - since > LATE_S:
+            store.gave_up(pull.source["node"])
+        return pull, came
 
-    def _arrived(self, store: StoreClient, answer: Any, part: Blocks) -> NDArray[np.bool_]:
+    def _arrived(self, store: StoreClient, answer: Any, pull: Pull) -> NDArray[np.bool_]:
         """(n,) bool: which blocks of a pull are in their staging slots now."""
-        directory, target = self._session.directory, self.blocks.staged[part]
+        directory, target = self._session.directory, self.blocks.staged[pull.blocks]
         verdicts = store.verdicts(answer, target, directory)
         directory.pulled(target[verdicts == PULLED])
-        directory.corrupt(self.blocks.source[part][verdicts == ALTERED])
+        directory.corrupt(pull.source[verdicts == ALTERED])
         arrived: NDArray[np.bool_] = verdicts == PULLED
         return arrived
 
     def _wait_for_window(self, end: float, pause: float) -> bool:
-        """Pause while other readers use up the staging window. False: it is past `end` (0: no end yet)."""
+        """Pause until other readers have released slots, or pulled a copy. False: it is past `end` (0: no end yet)."""
         if end and time.monotonic() > end:
             self.blocks.fall_short("other readers use up this node's staging window")
             self._session.directory.fault("window", "other readers use up this node's staging window")
@@ -163,20 +180,20 @@ class Stream:
         left = self._since + max(WAIT_BUDGET_S, self.wait_budget_s) - time.monotonic()
         return max(0.0, min(data_deadline(size), left))
 
-    def _fall_short_of(self, what: tuple[str, str], blocks: Blocks) -> None:
-        """what: LATE or FAILED_TO. blocks: the blocks that did not come."""
-        external = bool(self.blocks.external[blocks[0]])
-        self.blocks.fall_short(what[external], -1 if external else int(self.blocks.source["node"][blocks[0]]))
+    def fall_short_of(self, what: tuple[str, str], pull: Pull) -> None:
+        """what: LATE or FAILED_TO. pull: of blocks that did not come."""
+        external = bool(self.blocks.external[pull.blocks[0]])
+        self.blocks.fall_short(what[external], -1 if external else int(pull.source["node"][0]))
 
 
 class _Pulls:
-    """The pulls of one pass through a lease. under_way: blocks by pending answer. broken: begin no more pulls."""
+    """The pulls of one pass through a lease. under_way: by pending answer. broken: begin no more pulls."""
 
     def __init__(self, stream: Stream, store: StoreClient, away: Blocks, passed: NDArray[np.bool_] | None) -> None:
         """away: the blocks to pull. passed: (n,) bool, blocks whose slots may be reused; None: keep all slots."""
         self._stream, self._store, self._away, self._passed = stream, store, away, passed
         self._next = 0  # index in `away` of the next block to pull
-        self.under_way: dict[Any, Blocks] = {}
+        self.under_way: dict[Any, Pull] = {}
         self.broken = False
 
     @property
@@ -189,15 +206,30 @@ class _Pulls:
         stream, blocks = self._stream, self._stream.blocks
         while not self.done and len(self.under_way) < PIECES_AHEAD:
             start = 0 if self._passed is None else leading(self._passed)
-            piece = blocks.take_slots(self._away[self._next : self._next + stream.piece_blocks], start)
+            wanted = stream.piece(self._away, self._next)
+            piece = blocks.take_slots(wanted, start, may_wait=blocks.follows and not self._store.any_late)
             self.broken = piece is None
             if self.broken:
                 blocks.fall_short("the directory gave no staging slots, or does not answer")
             if piece is None or not len(piece):
                 return
             for part in stream.by_source(piece):
-                self.under_way[stream.pull(self._store, part)] = part
+                self._begin_one(part)
             self._next += len(piece)
+
+    def _begin_one(self, part: Blocks) -> None:
+        source = self._stream.blocks.source[part]
+        self.under_way[self._stream.pull(self._store, part)] = Pull(part, source)
+
+    def try_again(self, missing: Pull) -> None:
+        """Pull missing blocks from where they were leased. If they were to come from there, begin no more pulls."""
+        blocks = self._stream.blocks
+        blocks.go_back()
+        if not self.broken and (blocks.source[missing.blocks] != missing.source).any():
+            self._begin_one(missing.blocks)
+        else:
+            self._stream.fall_short_of(FAILED_TO, missing)
+            self.broken = True
 
     def pass_by(self, blocks: Blocks | NDArray[np.bool_]) -> None:
         """The reader needs these blocks no more."""

@@ -58,6 +58,12 @@ class Silence:
         with self._lock:
             self._until = {index: until for index, until in self._until.items() if until > now} | late
 
+    @property
+    def any_late(self) -> bool:
+        """Whether any node was late in the last SUSPECT_AFTER_S."""
+        now = time.monotonic()
+        return any(until > now for until in self._until.values())
+
     def of_nodes(self, nodes: NDArray[np.integer[Any]]) -> NDArray[np.bool_]:
         """(n,) bool: whether each node, by its index, was late in the last SUSPECT_AFTER_S."""
         now = time.monotonic()

@@ -41,6 +41,11 @@ class StoreClient:
         silent = self._silence.of_store(self.store)
         return np.zeros(len(nodes), np.bool_) if silent else ~self._silence.of_nodes(nodes)
 
+    @property
+    def any_late(self) -> bool:
+        """Whether any node was late in the last SUSPECT_AFTER_S."""
+        return self._silence.any_late
+
     def pull(self, source: Locations, keys: NDArray[np.uint8], target: Locations, external: bool = False) -> Any:
         """Begin to fetch blocks into slots of this store's node. `first` waits for the answer, `verdicts` reads it.
 

@@ -27,6 +27,9 @@ from raykv.protocol.clients import (
 from raykv.protocol.location import KEY_BYTES, LOCATION, is_block_size, is_count, is_tier, slot_bytes
 
 HELD_UP_S = 0.5  # a reader without staging slots waits so long for slots that other readers hold
+TURN = 4  # a reader in a chain gets slots for a quarter of the blocks that it asks for, while readers wait
+AWAITED_S = 0.1  # since any reader of a chain waited: after that, no reader waits
+WAIT_S = 0.5  # a reader in a chain waits so long for copies on their way, and twice as long in all
 
 
 @dataclass(slots=True)
@@ -185,7 +188,8 @@ def _hold_prefix(state: State, call: Call, request: MatchRequest, keys: KeyArray
     places = Places(*np.empty((2, len(keys)), LOCATION))
     node, limit = _index_of(reader), int(min(max(0, request.stage), len(keys)))
     tenant = state.quotas.number(request.tenant)
-    asks = node, size_class, limit, host.index if host else -1, int(request.block_bytes), tenant  # a Reader
+    size, long = int(request.block_bytes), state.long_blocks(request.block_bytes)
+    asks = node, size_class, limit, host.index if host else -1, size, tenant, long  # a Reader
     question = keys, firsts, asks, tuple(rows), tuple(places)
     counts = leases.match(state.c, *question, False)
     if counts[0] < 0 and reader:
@@ -246,9 +250,19 @@ def next_window(state: State, call: Call, request: NextWindowRequest, now: float
         given[given >= 0] = leases.UNSTAGED
     moved = leases.pass_by(state.c, hold.keys[:start], tuple(passed), hold.node)
     _provide_staging(state, hold, wanted.staged, slot_bytes(request.block_bytes), now)
-    n = leases.next_window(state.c, hold.keys[start:end], tuple(wanted), hold.node, hold.size_class)
+    waited = 0.0 if hold.waits is None else now - hold.waits
+    if waited >= WAIT_S:
+        begun = hold.waits_gen if waited < 2 * WAIT_S else state.size_classes.last_gen
+        leases.give_up(state.c, hold.keys, hold.node, begun)
+    chained = request.may_wait and len(hold.keys) >= state.long_blocks(request.block_bytes)
+    turn = _turn(state, int((wanted.staged == leases.UNSTAGED).sum()), now) if chained else 0
+    n, waits = leases.next_window(state.c, hold.keys[start:end], tuple(wanted), hold.node, hold.size_class, turn)
     if (wanted.staged >= 0).any():  # the reader can go on
-        hold.held_up = None
+        hold.held_up = hold.waits = None
+    elif waits and hold.waits is None:
+        hold.waits, hold.waits_gen = now, state.size_classes.last_gen
+    if waits:
+        state.waited_at = now
     window = wanted.part(slice(n))
     _, source = state.size_classes.describe(window.source, request.block_bytes)
     window.staged_gens[:], staged = state.size_classes.describe(window.staged, request.block_bytes)
@@ -256,6 +270,11 @@ def next_window(state: State, call: Call, request: NextWindowRequest, now: float
     tell = moved or request.again
     where = state.size_classes.describe(passed.source, request.block_bytes)[1].tobytes() if tell else b""
     return Window(state.epoch, source.tobytes(), staged.tobytes(), where)
+
+
+def _turn(state: State, blocks: int, now: float) -> int:
+    """For how many of the blocks that it asks for a reader in a chain gets slots."""
+    return max(1, blocks // TURN if now - state.waited_at < AWAITED_S else blocks)
 
 
 def _provide_staging(state: State, hold: Hold, staged: RowArray, stride: int, now: float) -> None:

@@ -35,7 +35,7 @@ ROW = np.dtype(
         ("k0", "<u8"),  # written by lists
         ("k1", "<u8"),  # written by lists
         ("gen", "<i8"),  # written by lists, slabs
-        ("last", "<i8"),  # tick of the last touch; written by lists, slabs, eviction
+        ("last", "<i8"),  # tick of the last touch; written by lists, slabs, eviction, leases
         ("prev", "<i4"),  # towards the young end; NOWHERE; written by lists
         ("next", "<i4"),  # towards the old end; written by lists
         ("same", "<i4"),  # next row of the same key; written by table
@@ -134,6 +134,7 @@ class Reader(NamedTuple):
     host: int  # index of the node whose GPU it is
     block_bytes: int
     tenant: int
+    long: int  # how many blocks make a read long: see `leases.next_window`
 
 
 class Writer(NamedTuple):
@@ -177,7 +178,7 @@ FLAGS = types.Array(types.uint8, 1, "C", readonly=True)
 MASK = types.Array(types.bool_, 1, "C")
 LOCATIONS_OUT = numba.typeof(np.zeros(0, LOCATION))
 LOCATIONS = LOCATIONS_OUT.copy(readonly=True)
-BLOCKS, PLACES, READER = types.UniTuple(ROWS, 4), types.UniTuple(LOCATIONS_OUT, 2), types.UniTuple(INT, 6)
+BLOCKS, PLACES, READER = types.UniTuple(ROWS, 4), types.UniTuple(LOCATIONS_OUT, 2), types.UniTuple(INT, 7)
 HEAPS = numba.typeof(np.zeros((0, 0), HEAP))
 WRITER = types.Tuple((INT, INT, ROWS, HEAPS, FLOAT, INT, INT, INT))
 GOAL = types.NamedTuple((INT, INT, FLOAT), Goal)

@@ -42,6 +42,7 @@ from raykv.directory.kernels.lists import (
     is_tier_row,
     listed,
     node_of,
+    present,
     quarantine,
     set_role,
     size_class_of,
@@ -59,6 +60,7 @@ from raykv.directory.kernels.table import find, first_of, probe, row_at
 from raykv.system.jit import kernel
 
 UNSTAGED = -2  # remote, and without a staging row yet
+GIVEN_UP = 0  # `last` of a STAGING row for which no reader waits
 
 
 @kernel
@@ -146,12 +148,15 @@ def _hold_prefix(c, keys, firsts, reader, blocks):
                 hold(c, staging)
                 blocks.staged_gens[n] = c.rows[staging].gen
         n += 1
-    covered = _cover(c, keys, n, reader, blocks)
+    limit = reader.limit
+    if remote > limit and n >= reader.long and _arrives_elsewhere(c, firsts, n, reader, blocks):
+        limit = np.int64(0)  # it streams: `next_window` gives it slots in its turn
+    covered = _cover(c, keys, n, limit, reader.size_class, blocks)
     if covered < n and reader.size_class >= 0:  # replicas of a long prefix must not fill the window
         moved = _read_elsewhere(c, firsts, covered, n, reader.node, blocks)
         remote += moved
         if moved > 0:
-            covered = _cover(c, keys, n, reader, blocks)
+            covered = _cover(c, keys, n, limit, reader.size_class, blocks)
     if covered < n and reader.size_class < 0:  # the reader has no memory to pull them into
         for j in range(n - covered):
             i = n - 1 - j
@@ -182,22 +187,17 @@ def _read_elsewhere(c, firsts, covered, n, node, blocks):
     moved = 0
     for j in range(n - covered):
         i = n - 1 - j
-        if not _is_own_replica(c, np.int64(blocks.source[i]), node):
+        row = np.int64(blocks.source[i])
+        if c.rows[row].state != REPLICA or node_of(c, row) != node:
             continue
         other = _primary_elsewhere(c, np.int64(firsts[i]), node)
         if other >= 0:
             hold(c, other)
-            unhold(c, blocks.source[i])
+            unhold(c, row)
             blocks.source[i] = other
             blocks.staged[i] = UNSTAGED
             moved += 1
     return moved
-
-
-@kernel
-def _is_own_replica(c, row, node):
-    """Whether a row is a replica on `node`."""
-    return c.rows[row].state == REPLICA and node_of(c, row) == node
 
 
 @kernel
@@ -210,10 +210,10 @@ def _primary_elsewhere(c, first, node):
 
 @kernel(C, KEYS, BLOCKS, INT)
 def pass_by(c, keys, blocks, node):
-    """Release the replicas on the reader's node that a lease has passed; from now on it reads their primaries.
+    """Release the replicas that a lease has passed. From now on the lease reads their primaries.
 
-    The held replicas may take up the window that the lease itself waits for. Releases the last replica first. Returns
-    how many.
+    The held replicas may take up a window that this lease or another lease waits for. Releases the last replica first.
+    Returns how many.
     """
     blocks, moved = Blocks(*blocks), 0
     source, gens = blocks.source, blocks.gens
@@ -223,7 +223,7 @@ def pass_by(c, keys, blocks, node):
         if row < 0 or c.rows[row].gen != gens[i]:
             source[i] = -1  # the block is gone
             continue
-        if not _is_own_replica(c, row, node):  # asked first: a look into the hash table costs 50 times as much
+        if c.rows[row].state != REPLICA:  # asked first: a look into the hash table costs 50 times as much
             continue
         other = _primary_elsewhere(c, row_at(c, probe(c, keys[i, 0], keys[i, 1])), node)
         if other >= 0:
@@ -242,15 +242,15 @@ def _readable(c, row):
 
 
 @kernel
-def _cover(c, keys, n, reader, blocks):
+def _cover(c, keys, n, limit, size_class, blocks):
     """Give UNSTAGED blocks[:n] staging slots, in order, until `limit` have one or the window is used up.
 
     Returns how many leading blocks can be read now. No block after them has a staging slot.
     """
     staged, granted = blocks.staged, 0
     for i in range(n):
-        full = staged[i] == UNSTAGED and granted >= reader.limit
-        if full or (staged[i] == UNSTAGED and not _stage_next(c, keys, i, n, reader.size_class, blocks)):
+        full = staged[i] == UNSTAGED and granted >= limit
+        if full or (staged[i] == UNSTAGED and not _stage_next(c, keys, i, n, size_class, blocks)):
             _give_back(c, i + 1, n, blocks)
             return i
         granted += staged[i] >= 0
@@ -286,35 +286,120 @@ def _give_back(c, first, n, blocks):
     return any_staged
 
 
-@kernel(C, KEYS, BLOCKS, INT, INT)
-def next_window(c, keys, blocks, node, size_class):
+@kernel(C, KEYS, BLOCKS, INT, INT, INT)
+def next_window(c, keys, blocks, node, size_class, turn):
     """Give UNSTAGED blocks of a lease staging slots, in order, until the window is used up.
 
-    If a block has a copy on the reader's node by now, the slot of that copy is its staging slot. Returns how many
-    leading blocks still exist. No block after the first block without a slot has a staging slot.
+    A block that has a copy on the reader's node by now gets the slot of that copy. Returns (how many leading blocks
+    still exist, whether the reader waits for a copy). No block after the first block without a slot has a staging slot.
+
+    Readers of long leases form a chain where others hold their source too. A reader waits while another reader pulls a
+    copy. Then it gets slots for `turn` blocks, and reads the newest copy. turn 0: the reader is in no chain.
     """
-    blocks, full = Blocks(*blocks), False
+    blocks, full, waits, granted = Blocks(*blocks), False, False, np.int64(0)
+    chained = turn > 0 and _in_chains(c, size_class)
     source, staged, staged_gens = blocks.source, blocks.staged, blocks.staged_gens
     for i in range(len(source)):
         row = np.int64(source[i])
-        if row < 0 or c.rows[row].gen != blocks.gens[i] or not stored(c.rows[row].state):
-            return i
+        if row < 0 or c.rows[row].gen != blocks.gens[i]:
+            row = _hold_elsewhere(c, keys, i, node, blocks) if staged[i] != -1 else np.int64(-1)
+        if row < 0 or not stored(c.rows[row].state):
+            return i, waits
         if staged[i] >= 0 and c.rows[np.int64(staged[i])].gen != staged_gens[i]:
-            return i  # the staging slot is somebody else's by now
+            return i, waits  # the staging slot is somebody else's by now
         if staged[i] == -1 and node_of(c, row) != node:
-            return i  # the reader's node is gone, and the source with it
+            return i, waits  # the reader's node is gone, and the source with it
         if full or staged[i] != UNSTAGED:
             continue  # on the reader's node, or staged before
-        there, staging = best(c, row_at(c, probe(c, keys[i, 0], keys[i, 1])), node)
+        first = row_at(c, probe(c, keys[i, 0], keys[i, 1]))
+        there, staging = best(c, first, node)
         if there >= 0 and node_of(c, there) == node:
             hold(c, there)
             staged[i], staged_gens[i] = there, c.rows[there].gen
         elif staging >= 0:
             hold(c, staging)
             staged[i], staged_gens[i] = staging, c.rows[staging].gen
+        elif chained and _is_crowded(c, row):
+            newest, waits = _copies_elsewhere(c, first, node)
+            if waits or granted == turn:
+                full = True
+                _give_back(c, i + 1, len(source), blocks)
+                continue
+            full = not _stage_next(c, keys, i, len(source), size_class, blocks)
+            if not full and newest >= 0 and newest != row:
+                hold(c, newest)
+                unhold(c, row)
+                source[i], blocks.gens[i] = newest, c.rows[newest].gen
+            granted += 1
         else:
             full = not _stage_next(c, keys, i, len(source), size_class, blocks)
-    return len(source)
+    return len(source), waits
+
+
+@kernel
+def _hold_elsewhere(c, keys, i, node, blocks):
+    """Hold a copy of block i on another node, as its source is gone. Returns the copy's row; -1 if there is none."""
+    position = probe(c, keys[i, 0], keys[i, 1])
+    row = _copies_elsewhere(c, row_at(c, position), node)[0] if position >= 0 else np.int64(-1)
+    if row >= 0:
+        hold(c, row)
+        blocks.source[i], blocks.gens[i] = row, c.rows[row].gen
+    return row
+
+
+@kernel
+def _in_chains(c, size_class):
+    """Whether readers on a node form chains. Readers on GPUs do not, as their host is nearer than any copy.
+
+    Nor do readers on nodes that leave or are late with heartbeats.
+    """
+    return size_class >= 0 and c.size_classes[size_class].offered == TO_ALL
+
+
+@kernel
+def _is_crowded(c, row):
+    """Whether a copy in memory has a further holder beside its reader."""
+    return c.rows[row].holds > 1 and not is_tier_row(c, row)
+
+
+@kernel
+def _copies_elsewhere(c, first, node):
+    """Look at a key's copies on other nodes. Returns (row of the newest one in memory or -1, whether a copy arrives).
+
+    A copy arrives while a reader pulls it into a staging slot, unless others have given it up. Leaves out GPUs, and
+    nodes that leave or are late with heartbeats.
+    """
+    newest, arrives = np.int64(-1), False
+    row = np.int64(first)
+    while row >= 0:
+        if node_of(c, row) != node and stays(c, row):
+            arrives |= c.rows[row].state == STAGING and c.rows[row].last != GIVEN_UP
+            if present(c.rows[row].state) and c.rows[row].holds < HOLDS_MAX:
+                newest = row
+        row = np.int64(c.rows[row].same)
+    return newest, arrives
+
+
+@kernel
+def _arrives_elsewhere(c, firsts, n, reader, blocks):
+    """Whether a copy arrives of the first of n blocks without a slot, so that its reader has to wait."""
+    for i in range(n):
+        if blocks.staged[i] == UNSTAGED:
+            crowded = _in_chains(c, reader.size_class) and _is_crowded(c, np.int64(blocks.source[i]))
+            return crowded and _copies_elsewhere(c, firsts[i], reader.node)[1]
+    return False
+
+
+@kernel(C, KEYS, INT, INT)
+def give_up(c, keys, node, gen):
+    """No reader waits any more for copies that other nodes' readers pull since generation `gen` or longer."""
+    for i in range(len(keys)):
+        position = probe(c, keys[i, 0], keys[i, 1])
+        row = row_at(c, position) if position >= 0 else np.int64(-1)
+        while row >= 0:
+            if c.rows[row].state == STAGING and node_of(c, row) != node and c.rows[row].gen <= gen:
+                c.rows[row].last = GIVEN_UP
+            row = np.int64(c.rows[row].same)
 
 
 @kernel(C, INT, ROWS)

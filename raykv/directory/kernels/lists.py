@@ -422,6 +422,7 @@ def grant(c, row, k0, k1, state, holds):
     c.rows[row].holds = holds
     if state == STAGING:
         c.size_classes[size_class_of(c, row)].staging += 1
+        c.rows[row].last = c.state[CLOCK]  # its reader is awaited: see `leases.give_up`
 
 
 @kernel

@@ -30,6 +30,8 @@ class Hold:
     since: float  # when it began: seconds of the caller's clock
     used: float  # when it began, or when its reader last asked for staging slots (same clock)
     held_up: float | None = None  # since when it waits for slots that others hold (same clock); None: it does not
+    waits: float | None = None  # since when it waits for a copy that another reader pulls (same clock)
+    waits_gen: int = 0  # the last generation that was given before `waits`
 
     def cut(self, n: int) -> "Hold":
         """Cut the blocks from index n on off this hold. Returns a Hold of those blocks, for the caller to release."""

@@ -1,10 +1,11 @@
 """The whole state of a directory."""
 
 import itertools
+import math
 
 import numpy as np
 
-from raykv.config import CLIENT_TTL_S
+from raykv.config import CLIENT_TTL_S, MIB
 from raykv.directory.kernels import table
 from raykv.directory.kernels.columns import CLOCK, EPOCH, NODE_BITS, Columns
 from raykv.directory.state.allocator import Allocator, Node
@@ -46,17 +47,20 @@ class State:
         client_ttl: float = CLIENT_TTL_S,
         share: float = 0.25,
         min_hits: int = 0,
+        long_bytes: int = 128 * MIB,
     ) -> None:
         """epoch: a number above the epochs of all earlier directories. locality: another node's oldest block is evicted
         if it was idle so many times as long as the oldest block of the writer's node. client_ttl: a client is gone
         after so many seconds without a call. share: share of a node's slots that demotion keeps free or clean.
-        min_hits: number of matches after which a block is copied to the external tier.
+        min_hits: number of matches after which a block is copied to the external tier. long_bytes: readers of leases
+        of so many bytes read in a chain.
         """
         compile_all("raykv.directory")  # so that no caller waits for a kernel
-        self.locality = float(locality)
+        self.locality, self.long_bytes = float(locality), long_bytes
         self.counters = dict.fromkeys(COUNTERS, 0)
         self.evicted_before = 0  # by earlier directories
         self.floor = 0  # all blocks up to this generation were cleared
+        self.waited_at = -math.inf  # when a reader in a chain last waited for a copy: seconds of the caller's clock
         self.size_classes = SizeClasses(epoch)
         self.allocator = Allocator(self.size_classes)
         self.tier_catalog = TierCatalog(self.size_classes, share, min_hits)
@@ -91,6 +95,10 @@ class State:
     def nbytes(self) -> int:
         """Bytes of all columns."""
         return self.size_classes.nbytes
+
+    def long_blocks(self, block_bytes: int) -> int:
+        """How many blocks make a lease long: its readers read in a chain, as others would wait long for their end."""
+        return max(1, -(-self.long_bytes // block_bytes))
 
     def find(self, keys: bytes) -> tuple[KeyArray, RowArray]:
         """(keys, first row of each key or -1)."""

@@ -164,7 +164,7 @@ class OneProcess:
 
     def __init__(self, nodes: int = 2) -> None:
         self.nodes = [secrets.token_hex(28) for _ in range(nodes)]
-        self.worker_nodes = set[str]()  # an attribute of Ray's Cluster
+        self.worker_nodes = set[Node]()  # an attribute of Ray's Cluster
         self._kv: dict[bytes, bytes] = {}
         self._actors: dict[str, Handle] = {}
         self._lock = threading.Lock()
@@ -202,13 +202,14 @@ class OneProcess:
             _here.reset(token)
 
     def add_node(self, **_: Any) -> Any:
-        self.nodes.append(secrets.token_hex(28))
-        self.worker_nodes.add(self.nodes[-1])
-        return Node(self.nodes[-1])
+        node = Node(secrets.token_hex(28))
+        self.nodes.append(node.node_id)
+        self.worker_nodes.add(node)
+        return node
 
     def remove_node(self, node: "Node") -> None:
         """Remove a node. Calls of its actors fail from then on, though their threads still run."""
-        self.worker_nodes.discard(node.node_id)
+        self.worker_nodes.discard(node)
         self.nodes.remove(node.node_id)
         for actor in [actor for actor in self._actors.values() if actor._node == node.node_id]:
             self.kill(actor)

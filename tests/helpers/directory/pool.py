@@ -43,9 +43,12 @@ class Pool:
     locality: float = 1.5
     share: float = 0.25
     min_hits: int = 0
+    long_bytes: int = 128 << 20
 
     def __post_init__(self) -> None:
-        self.directory = Directory(locality=self.locality, share=self.share, min_hits=self.min_hits)
+        self.directory = Directory(
+            locality=self.locality, share=self.share, min_hits=self.min_hits, long_bytes=self.long_bytes
+        )
         self.now = 0.0
         self.id = 0
         self.seq = 0
@@ -109,10 +112,11 @@ class Pool:
         size: int = PAGE,
         by: str = "",
         again: bool = False,
+        may_wait: bool = False,
     ) -> Window:
         """by: the client that asks; default: the client on the node, which owns the lease."""
         call = self.call(node)
-        request = NextWindowRequest(call.client, lease, start, stop, size, again)
+        request = NextWindowRequest(call.client, lease, start, stop, size, again, may_wait)
         return self.directory.next_window(self.call(by) if by else call, request, self.now)
 
     def reserve(

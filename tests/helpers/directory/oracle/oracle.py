@@ -30,9 +30,10 @@ class Oracle(Readers):
         client_ttl: float = 10.0,
         share: float = 0.25,
         min_hits: int = 0,
+        long_bytes: int = 128 << 20,
     ) -> None:
         super().__init__(epoch, share, min_hits)
-        self.locality, self.client_ttl = locality, client_ttl
+        self.locality, self.client_ttl, self.long_bytes = locality, client_ttl, long_bytes
         self.counters = dict.fromkeys(COUNTERS, 0)
 
     # ------------------------------------------------------------------ writers

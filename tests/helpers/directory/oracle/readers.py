@@ -30,10 +30,14 @@ from raykv.protocol.clients import (
 )
 
 HELD_UP_S = 0.5
+TURN, AWAITED_S, WAIT_S = 4, 0.1, 0.5
 
 
 class Readers(Membership):
     """The part of the Oracle that leases blocks to readers."""
+
+    long_bytes: int  # readers of leases with so many bytes form chains
+    waited_at = float("-inf")  # when a reader last waited for a copy
 
     def best(self, key: bytes, node: int) -> tuple[Row | None, Row | None]:
         """(copy to read, copy being staged on the node). To read: the node's own copy, else the primary, any, a tier's.
@@ -185,6 +189,11 @@ class Readers(Membership):
             hold.source.append(self.hold(row))
             self.claim(key, self.name_of(request.tenant))
             hold.staged.append(self.hold(staging) if staging else None)
+        remote = sum(item is not None and item[0].slab.node != here for item in hold.source)
+        if remote > stage and self.is_long(hold, block_bytes) and hold.unstaged and hold.size_class:
+            first = min(hold.unstaged)
+            if hold.size_class.stays and self.crowded(hold.source[first]) and self.elsewhere(hold.keys[first], here)[1]:
+                stage = 0  # it streams, and is given slots in its turn
         covered = self.cover(hold, stage)
         behind = range(covered, len(hold.keys))
         if size_class and behind and self.read_elsewhere(hold, behind):
@@ -231,12 +240,28 @@ class Readers(Membership):
             count += row.slab.node != node and staging is None
         return count
 
-    def read_elsewhere(self, hold: Lease, blocks: range) -> bool:
-        """Read from primaries instead of the node's own replicas, and release those: they may use up the window."""
+    def crowded(self, item: tuple[Row, int] | None) -> bool:
+        """Whether a copy in memory has a further holder."""
+        return item is not None and item[0].holds > 1 and item[0].state != "external"
+
+    def elsewhere(self, key: bytes, node: int) -> tuple[Row | None, bool]:
+        """(the newest copy in another node's memory that can be read, whether another node stages one)."""
+        copies = [r for r in self.table.get(key, ()) if r.slab.node != node and r.slab.size_class.stays]
+        present = [r for r in copies if r.state in PRESENT and r.holds < HOLDS_MAX]
+        return present[-1] if present else None, any(r.state == "staging" and not r.given_up for r in copies)
+
+    def is_long(self, hold: Lease, block_bytes: int) -> bool:
+        return len(hold.keys) * block_bytes >= self.long_bytes
+
+    def read_elsewhere(self, hold: Lease, blocks: range, everywhere: bool = False) -> bool:
+        """Read from primaries instead of the node's own replicas, and release those: they may use up the window.
+
+        everywhere: instead of other nodes' replicas too.
+        """
         moved = False
         for i in reversed(blocks):
             item = hold.source[i]
-            if item is None or item[0].state != "replica" or item[0].slab.node != hold.node:
+            if item is None or item[0].state != "replica" or not (everywhere or item[0].slab.node == hold.node):
                 continue
             copies = self.table[hold.keys[i]]
             primaries = [r for r in copies if r.state == "ready" and r.holds < HOLDS_MAX and r.slab.size_class.offered]
@@ -281,7 +306,7 @@ class Readers(Membership):
         return had
 
     def next_window(self, call: Call, request: NextWindowRequest, now: float) -> Window:
-        owner, lease, start, stop, block_bytes, again = request
+        owner, lease, start, stop, block_bytes, again, may_wait = request
         self.on_call(call, now)
         hold = self.clients[owner].holds.get(lease) if owner in self.clients else None
         if hold is None or hold.writes or not 0 <= start <= stop:
@@ -297,15 +322,28 @@ class Readers(Membership):
         for i, item in enumerate(hold.source[:start]):
             if item is None or item[0].gen != item[1] or item[0].state == "closed":
                 hold.source[i] = None
-        passed = self.read_elsewhere(hold, range(min(start, len(hold.keys))))
+        passed = self.read_elsewhere(hold, range(min(start, len(hold.keys))), everywhere=True)
         self.provide_staging(hold, sum(start <= i < stop for i in hold.unstaged), now)
-        end, full = start, False
+        waited = 0.0 if hold.waits is None else now - hold.waits
+        if waited >= WAIT_S:
+            begun = hold.waits_gen if waited < 2 * WAIT_S else self.last_gen()
+            for copy in (copy for key in hold.keys for copy in self.table.get(key, ())):
+                copy.given_up |= copy.slab.node != hold.node and copy.gen <= begun
+        asked = sum(start <= i < stop for i in hold.unstaged)
+        piece = asked // TURN if now - self.waited_at < AWAITED_S else asked
+        chained = may_wait and self.is_long(hold, block_bytes)
+        chained = chained and hold.size_class is not None and hold.size_class.stays
+        end, full, waits, granted = start, False, False, 0
         while end < stop:
             item = hold.source[end]
+            held = hold.staged[end]
+            pulls = end in hold.unstaged or (held and held[0].state != "closed")  # closed: the reader's node is gone
+            if (item is None or item[0].gen != item[1]) and pulls:
+                newest, _ = self.elsewhere(hold.keys[end], hold.node)
+                item = hold.source[end] = self.hold(newest) if newest else item
             if item is None or item[0].gen != item[1] or item[0].state not in STORED:
                 break
             if end not in hold.unstaged:
-                held = hold.staged[end]
                 if held[0].gen != held[1] if held else item[0].slab.node != hold.node:
                     break
                 end += 1
@@ -316,11 +354,26 @@ class Readers(Membership):
                 if there:
                     hold.staged[end] = self.hold(there)
                     hold.unstaged.remove(end)
+                elif chained and self.crowded(item):
+                    newest, waits = self.elsewhere(hold.keys[end], hold.node)
+                    if waits or granted == max(1, piece):
+                        full = True
+                        self.give_back(hold, range(end + 1, stop))
+                    else:
+                        full = not self.stage_next(hold, end, stop)
+                        granted += 1
+                        if not full and newest and newest is not item[0]:
+                            hold.source[end] = self.hold(newest)
+                            self.end_hold(item)
                 else:
                     full = not self.stage_next(hold, end, stop)
             end += 1
         if any(hold.staged[start:stop]):
-            hold.held_up = None
+            hold.held_up = hold.waits = None
+        elif waits and hold.waits is None:
+            hold.waits, hold.waits_gen = now, self.last_gen()
+        if waits:
+            self.waited_at = now
         slots = self.pack_staged(hold, slice(start, end), block_bytes)
         where = pack(hold.source[:start], block_bytes) if passed or again else b""
         return Window(self.epoch, pack(hold.source[start:end], block_bytes), slots, where)

@@ -28,6 +28,7 @@ class Row:
     uses: int = 0  # matches since it was stored
     aged: bool = False  # a hold on it has ended since it was stored or became the primary: `last` is its age
     clean: bool = False  # found or made clean, and not used since
+    given_up: bool = False  # no reader waits until it is pulled
     tenant: str = ""  # the tenant with a quota that is charged for the key; "" if none is
 
     @property
@@ -112,6 +113,8 @@ class Lease:
     group: int  # the first of the leases that were asked for together
     used: float  # time of the last question by this lease
     held_up: float | None = None  # since when others hold all slots that this lease could stage into
+    waits: float | None = None  # since when it waits for a copy that another reader pulls
+    waits_gen: int = 0  # the last generation that was given before
 
 
 @dataclass(eq=False)
@@ -269,7 +272,7 @@ class Slots:
 
     def grant(self, row: Row, key: bytes, state: str) -> tuple[Row, int]:
         row.key, row.gen, row.state, row.holds = key, self.next_gen(), state, 1
-        row.uses, row.aged, row.clean = 0, False, False
+        row.uses, row.aged, row.clean, row.given_up = 0, False, False, False
         self.insert(row)
         return row, row.gen
 

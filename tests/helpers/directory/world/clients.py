@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from helpers.directory.checks import chain_of
-from helpers.directory.oracle.slots import LOCATION
+from helpers.directory.oracle.slots import LOCATION, unpack
 from helpers.directory.world.cast import Cast, Held, Worker
 from helpers.directory.world.documents import DEPTH, DOCUMENTS, LONGEST, SIZES
 from helpers.directory.world.locations import split
@@ -72,9 +72,9 @@ class Clients(Cast):
     def match(self) -> None:
         self._match(self.rng.choice(self.workers), *self.keys())
 
-    def _match(self, worker: Worker, size: int, keys: list[bytes]) -> int:
+    def _match(self, worker: Worker, size: int, keys: list[bytes], stages: tuple[int, ...] = (LONGEST, 0, 1, 3)) -> int:
         lease = self.new_id(worker)
-        stage = self.rng.choice([LONGEST, 0, 1, 3])
+        stage = self.rng.choice(stages)
         terms: Any = {"tenant": worker.tenant, "counted": self.rng.random() < 0.8}
         request = MatchRequest(lease, worker.node, b"".join(keys), size, stage, **terms)
         got = self.do("match", self.call(worker), request, self.now)
@@ -145,14 +145,37 @@ class Clients(Cast):
         held.read = rng.choice([rng.randint(0, len(held.keys) + 1), min(len(held.keys), held.read + 1)])
         by = worker if rng.random() < 0.7 else rng.choice(self.workers)
         stop = rng.choice([len(held.keys), held.read + rng.randint(-1, 3)])
-        request = NextWindowRequest(worker.id, lease, held.read, stop, held.size, rng.random() < 0.2)
         for pause in rng.choice([(0.0,), (0.0, 0.3, 0.3)]):  # a reader that gets no slot asks again
             self.now += pause
-            answer = self.do("next_window", self.call(by), request, self.now)
-            passed, staged = split(answer.passed), split(answer.staged)
-            held.locations[: len(passed)] = passed
-            held.staged = [bytes(LOCATION.size)] * held.read + staged
-            self.grants.update(zip(staged, held.keys[held.read :], strict=False))
+            self._next_window(by, worker, lease, stop)
+
+    def _next_window(self, by: Worker, worker: Worker, lease: int, stop: int) -> None:
+        """A worker asks for staging slots of another's lease, or its own, up to block `stop`."""
+        held = worker.holds[lease]
+        again, may_wait = self.rng.random() < 0.2, self.rng.random() < 0.8
+        request = NextWindowRequest(worker.id, lease, held.read, stop, held.size, again, may_wait)
+        answer = self.do("next_window", self.call(by), request, self.now)
+        passed, source, staged = split(answer.passed), split(answer.source), split(answer.staged)
+        held.locations[: len(passed)] = passed
+        held.locations[held.read : held.read + len(source)] = source
+        held.staged = [bytes(LOCATION.size)] * held.read + staged
+        self.grants.update(zip(staged, held.keys[held.read :], strict=False))
+
+    def crowd(self) -> None:
+        """Several workers read one document, some blocks at a time. Each is told at once of what the others pulled."""
+        rng = self.rng
+        size, keys = max((self.keys() for _ in range(8)), key=lambda it: sum(self.real.stored(b"".join(it[1])).found))
+        readers = {worker.node: worker for worker in rng.sample(self.workers, len(self.workers))}.values()
+        leases = [(worker, self._match(worker, size, keys, (0, 1, 2))) for worker in readers]
+        for _ in range(rng.randint(2, 20)):
+            worker, lease = rng.choice(leases)
+            if (held := worker.holds.get(lease)) is None or held.writes:
+                continue
+            self.now += rng.choice([0.0, 0.0, 0.1, 0.3])
+            came = [slot for slot in held.staged if unpack(slot)[0][4]] if rng.random() < 0.9 else []
+            worker.pulled += came
+            held.read = min(len(held.keys), held.read + len(came))
+            self._next_window(worker, worker, lease, held.read + rng.randint(1, 5))
 
     def reserve(self) -> None:
         rng = self.rng

@@ -35,9 +35,9 @@ class Twins:
     real: Directory
     model: Oracle
 
-    def __init__(self, with_oracle: bool, locality: float, share: float, min_hits: int) -> None:
+    def __init__(self, with_oracle: bool, locality: float, share: float, min_hits: int, long_bytes: int) -> None:
         self.with_oracle = with_oracle
-        self.locality, self.share, self.min_hits = locality, share, min_hits
+        self.locality, self.share, self.min_hits, self.long_bytes = locality, share, min_hits, long_bytes
         self.now = 0.0
         self.steps = 0
         self.failed = False
@@ -50,7 +50,7 @@ class Twins:
 
     def _pair(self) -> tuple[Directory, Oracle]:
         how: dict[str, Any] = {"locality": self.locality, "client_ttl": TTL}
-        how |= {"share": self.share, "min_hits": self.min_hits}
+        how |= {"share": self.share, "min_hits": self.min_hits, "long_bytes": self.long_bytes}
         return self._new(**how), Oracle(**how)
 
     def _new(self, **how: Any) -> Directory:

@@ -53,7 +53,7 @@ class World(Clients, Nodes, Tiers, Tenants):
         self.capacity = rng.choice([1, 2, 6, 6, 30]) * TIER_SLAB + rng.choice([0, 4096])
         share, min_hits = rng.choice([0.0, 0.25, 0.5, 1.0, 1.0]), rng.choice([0, 0, 0, 0, 1, 2])
         self.quotas = self._quotas() if rng.random() < 0.5 else {}
-        super().__init__(oracle, locality, share, min_hits)
+        super().__init__(oracle, locality, share, min_hits, rng.choice([0, 3 * 4096, 8 * 4096]))
         self._new_directory()
 
     def _new_directory(self) -> None:
@@ -171,6 +171,7 @@ _USE: Mix = {
     World.reserve: 9,
     World.commit: 9,
     World.next_window: 4,
+    World.crowd: 1,
     World.release: 9,
     World.client_heartbeat: 2,
 }
@@ -212,6 +213,14 @@ World.MIXES = {
     },
     "write": {World.reserve: 4, World.commit: 3, World.release: 1},
     "copies": {**_USE, World.done: 2, World.heartbeats: 2, World.follow: 1},
+    "crowds": {
+        World.crowd: 4,
+        World.release: 6,
+        World.reserve: 3,
+        World.commit: 3,
+        World.heartbeats: 1,
+        World.wait: 0.3,
+    },
     "read": {World.match: 6, World.next_window: 3, World.release: 2, World.reserve: 1, World.commit: 1},
     "nodes": {**_USE, World.heartbeats: 4, World.node_lost: 4, World.wait: 2},
     "tiers": {
