@@ -148,7 +148,8 @@ class RayKVConnector(Connector):  # type: ignore[misc]
         keys = {group.group_idx: state.offload_keys for group, state in groups}
         limited = OFFLOAD_LIMIT in (request.kv_transfer_params or {})
         hint = hint_of(request.kv_transfer_params)
-        chain = Chain(keys, origin, scheduler.manager.resets, self._tail_of(request), limited, hint)
+        tail, tokens = self._tail_of(request), request.num_prompt_tokens
+        chain = Chain(keys, origin, scheduler.manager.resets, tail, limited, hint, tokens)
         if request.lora_request:
             chain.adapter, chain.question = request.lora_request.lora_int_id, self._adapters.ask()
             self._unnamed.add(request.request_id)
@@ -249,7 +250,8 @@ class RayKVConnector(Connector):  # type: ignore[misc]
             del state.offload_keys[computed // group.tokens_per_chunk :]
             state.next_stored_chunk_idx = min(state.next_stored_chunk_idx, len(state.offload_keys))
         chain = context.get_state(Chain)
-        context.set_state(replace(chain, trusted=chain.trusted and TRIMS_HASHES, tail=self._tail_of(status.req)))
+        named, tail = chain.trusted and TRIMS_HASHES, self._tail_of(status.req)
+        context.set_state(replace(chain, trusted=named, tail=tail, prompt=status.req.num_prompt_tokens))
 
     def update_connector_output(self, connector_output: Any) -> None:
         scheduler = self.connector_scheduler
@@ -397,6 +399,8 @@ def _configure(vllm_config: Any) -> None:
     extra = vllm_config.kv_transfer_config.kv_connector_extra_config
     extra["spec_name"], extra["spec_module_path"] = RayKVOffloadingSpec.__name__, RayKVOffloadingSpec.__module__
     extra.setdefault("offload_prompt_only", False)  # else a chat's next turn would never hit the generated part
+    if extra.get("answers", "all") not in ("all", "auto"):
+        raise ValueError(f'answers={extra["answers"]!r} in kv_connector_extra_config: give "all" or "auto"')
     extra.setdefault("kv_events", extra.get("self_describing_kv_events", True))
     extra["self_describing_kv_events"] = False  # vLLM's tracker; raykv has KVEvents
     extra["patience"] = patience_of(extra)

@@ -7,6 +7,7 @@ from vllm.v1.kv_offload.base import OffloadingSpec
 from raykv.integrations.node import attach
 from raykv.integrations.vllm.chunks.contents import DIGEST_BYTES
 from raykv.integrations.vllm.identity.groups import numbers_of, pool_part
+from raykv.integrations.vllm.scheduler.answers import Answers
 from raykv.integrations.vllm.scheduler.manager import METRICS, RayKVManager
 from raykv.integrations.vllm.worker.worker import RayKVWorker, pages_of
 
@@ -32,7 +33,9 @@ class RayKVOffloadingSpec(OffloadingSpec):  # type: ignore[misc]
         """The scheduler's side. Made at the first call."""
         if self._manager is None:
             stores, patience = any(self.extra_config["stores"]), self.extra_config["patience"]
-            self._manager = RayKVManager(attach(self._pool), self._arguments, stores, patience, self._drafter)
+            answers = Answers() if self.extra_config.get("answers") == "auto" else None
+            pool = attach(self._pool)
+            self._manager = RayKVManager(pool, self._arguments, stores, patience, self._drafter, answers)
         return self._manager
 
     def get_worker(self, kv_caches: Any) -> RayKVWorker:

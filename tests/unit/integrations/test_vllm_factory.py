@@ -94,6 +94,14 @@ def test_a_connector_refuses_a_patience_that_is_none(patience: Any) -> None:
         _configure(SimpleNamespace(kv_transfer_config=KVTransferConfig(**config)))
 
 
+@pytest.mark.parametrize("answers", ["none", True, None])
+def test_a_connector_refuses_answers_that_it_does_not_know(answers: Any) -> None:
+    config = kv_transfer_config("default")
+    config["kv_connector_extra_config"]["answers"] = answers
+    with pytest.raises(ValueError, match=rf'answers={answers!r} in kv_connector_extra_config: give "all" or "auto"'):
+        _configure(SimpleNamespace(kv_transfer_config=KVTransferConfig(**config)))
+
+
 @pytest.mark.parametrize("name", ["offload_prompt_only", "verify_tokens"])
 def test_an_option_that_is_on_or_off_is_kept_and_another_value_refused(name: str) -> None:
     for given, found in ((None, False), (True, True), (False, False)):

@@ -33,6 +33,7 @@ from raykv.integrations.vllm.chunks.hints import Sessions
 from raykv.integrations.vllm.events.kv_events import KVEvents, Prompt
 from raykv.integrations.vllm.identity.groups import Group, numbers_of, pool_part
 from raykv.integrations.vllm.identity.weights import Weights
+from raykv.integrations.vllm.scheduler.answers import Answers
 from raykv.integrations.vllm.scheduler.done import Done
 from raykv.integrations.vllm.scheduler.pool_keys import by_group, pool_keys
 from raykv.integrations.vllm.scheduler.waiting import PATIENCE, UNMEASURED, Wait
@@ -44,12 +45,13 @@ log = logging.getLogger("raykv")
 
 THREADS = 16  # requests that ask, or wait for a pull, at a time
 ASKED, HITS, FAILED = "vllm:raykv_asked_chunks", "vllm:raykv_hit_chunks", "vllm:raykv_failed_loads"
-WAITED = "vllm:raykv_waits"
+WAITED, LEFT_OUT = "vllm:raykv_waits", "vllm:raykv_left_out_chunks"
 METRICS = {
     ASKED: OffloadingCounterMetadata("Chunks that requests asked the raykv pool for."),
     HITS: OffloadingCounterMetadata("Of them, chunks that were leased in the memory of any node."),
     FAILED: OffloadingCounterMetadata("Requests that were computed because a load from the raykv pool failed."),
     WAITED: OffloadingCounterMetadata("Requests that waited for chunks which another engine computed or stored."),
+    LEFT_OUT: OffloadingCounterMetadata("Chunks of answers that were not stored, as no prompt goes on after answers."),
 }
 
 
@@ -128,13 +130,14 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
         stores: bool = True,
         patience: float = PATIENCE,
         drafter: dict[str, Any] | None = None,
+        answers: Answers | None = None,
     ) -> None:
         """arguments: of `KVPool.cache`, without part, block_tokens and block_bytes, which groups and ranks give.
 
         stores: the workers store what they compute, so other engines may wait for it. patience: see Wait. drafter:
-        arguments for a drafter's layers.
+        arguments for a drafter's layers. answers: learns when to leave answers out; None: all are stored.
         """
-        self._pool, self._stores, self._patience = pool, stores, patience
+        self._pool, self._stores, self._patience, self._answers = pool, stores, patience, answers
         self._arguments, self._drafter = arguments, drafter or arguments
         self._ranks: list[Rank] = []
         self._groups: list[Group] = []
@@ -220,6 +223,8 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
         chain: Chain = req_context.get_state(Chain)
         wanted = self.caches and chain.resets == self.resets and chain.is_named
         keys = [key for key in keys if chain.number(key) is not None] if wanted else []
+        if self._answers is not None and self._answers.are_dropped:
+            keys = self._of_prompt(keys, chain)
         if computing := self._computing.get(req_context.req_id):
             stored = computing.missed.intersection(keys)
             computing.missed -= stored
@@ -231,6 +236,13 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
                 parts = {part: of_part.tobytes() for part, of_part in rows.items()}
                 places[group.place] = ChunksOfLayers(parts, _run(chain, of_group).start)
         return PrepareStoreOutput(keys, ChunksToStore(places, chain.origin.salt, chain.origin.adapter), [])
+
+    def _of_prompt(self, keys: list[bytes], chain: Chain) -> list[bytes]:
+        """The chunks that a request's prompt fills, and its tail."""
+        tokens = {group.group_idx: group.tokens for group in self._groups}
+        kept = [key for key in keys if chain.is_of_prompt(key, tokens[get_offload_group_idx(key)])]
+        self._counts[LEFT_OUT] += len(keys) - len(kept)
+        return kept
 
     def complete_store(self, keys: Collection[bytes], req_context: Any, success: bool = True) -> None:
         """Measure this engine's speed, which limits how long requests wait for other engines and an external tier."""
@@ -273,7 +285,12 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
             computing.missed.clear()  # nothing more will be offered
             self._end_if_done(req_context.req_id)
         chain: Chain | None = req_context.get_state(Chain)
-        if chain is not None and chain.hint.done and chain.is_named:
+        if chain is None:
+            return
+        if self._answers is not None and self._groups:
+            group = self._groups[0]
+            self._answers.learn(chain.behind(0, group.group_idx, group.tokens), chain.prompt // group.tokens)
+        if chain.hint.done and chain.is_named:
             self._tell_done(chain)
 
     def _tell_done(self, chain: Chain) -> None:

@@ -1,0 +1,30 @@
+"""Whether later prompts go on after an engine's answers. They never do where a chat template drops reasoning."""
+
+from collections import OrderedDict, deque
+from itertools import pairwise
+
+SAMPLE = 64  # prompts in a row that went on otherwise, after which answers are not stored
+MOST = 4096  # answers that are remembered
+
+
+class Answers:
+    """Learns it from the chunks of finished requests, whether or not answers are stored."""
+
+    def __init__(self) -> None:
+        self._answers: OrderedDict[bytes, bytes] = OrderedDict()  # by a prompt's last chunk, the chunk after it
+        self._went_on: deque[bool] = deque(maxlen=SAMPLE)  # whether a prompt had the answer to its beginning
+
+    def learn(self, keys: list[bytes], prompt: int) -> None:
+        """A request is finished. keys: of its full chunks. prompt: the number of chunks that its prompt fills."""
+        for key, following in pairwise(keys[:prompt]):
+            if (answer := self._answers.pop(key, None)) is not None:
+                self._went_on.append(answer == following)
+        if 0 < prompt < len(keys):
+            self._answers[keys[prompt - 1]] = keys[prompt]
+            if len(self._answers) > MOST:
+                self._answers.popitem(last=False)
+
+    @property
+    def are_dropped(self) -> bool:
+        """Whether each of the last SAMPLE prompts that began as an earlier prompt went on without its answer."""
+        return len(self._went_on) == SAMPLE and not any(self._went_on)
