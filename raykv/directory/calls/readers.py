@@ -251,9 +251,10 @@ def next_window(state: State, call: Call, request: NextWindowRequest, now: float
     moved = leases.pass_by(state.c, hold.keys[:start], tuple(passed), hold.node)
     _provide_staging(state, hold, wanted.staged, slot_bytes(request.block_bytes), now)
     waited = 0.0 if hold.waits is None else now - hold.waits
-    if waited >= WAIT_S:
-        begun = hold.waits_gen if waited < 2 * WAIT_S else state.size_classes.last_gen
+    begun = hold.waits_gen if waited < 2 * WAIT_S else state.size_classes.last_gen
+    if waited >= WAIT_S and hold.gave_up < begun:
         leases.give_up(state.c, hold.keys, hold.node, begun)
+        hold.gave_up = begun
     chained = request.may_wait and len(hold.keys) >= state.long_blocks(request.block_bytes)
     turn = _turn(state, int((wanted.staged == leases.UNSTAGED).sum()), now) if chained else 0
     n, waits = leases.next_window(state.c, hold.keys[start:end], tuple(wanted), hold.node, hold.size_class, turn)

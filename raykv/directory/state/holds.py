@@ -32,6 +32,7 @@ class Hold:
     held_up: float | None = None  # since when it waits for slots that others hold (same clock); None: it does not
     waits: float | None = None  # since when it waits for a copy that another reader pulls (same clock)
     waits_gen: int = 0  # the last generation that was given before `waits`
+    gave_up: int = 0  # it waits no more for copies up to this generation
 
     def cut(self, n: int) -> "Hold":
         """Cut the blocks from index n on off this hold. Returns a Hold of those blocks, for the caller to release."""
