@@ -26,7 +26,10 @@ class Followers:
         return now < self._until
 
     def report(self, lines: tuple[bytes, ...], left_out: int, now: float) -> None:
-        """A client's lines, and how many more it left out. ValueError or TypeError for bad arguments."""
+        """Take a client's lines, and the number of further lines that the client left out.
+
+        ValueError or TypeError for bad arguments.
+        """
         if not isinstance(left_out, int) or left_out < 0:
             raise ValueError(f"{left_out!r} requests were left out: give a count")
         for line in lines:

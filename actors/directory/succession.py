@@ -29,7 +29,10 @@ SILENT_RAY_PINGS = 10  # like SILENT_PINGS, for pings through Ray, which wait be
 
 
 class Succession:
-    """The thread in which a directory watches the directory in charge, or checks that it still is in charge."""
+    """A directory's thread. While the directory stands by, the thread watches the directory in charge.
+
+    Once its own directory is in charge, the thread checks that this directory still is in charge.
+    """
 
     def __init__(
         self, pool: str, name: str, prepare: Callable[[], None], take_charge: Callable[[], Address | None]
@@ -45,7 +48,7 @@ class Succession:
         self._watched: Address | None = None  # where it was pinged
         self._known: Address | None = None  # where it answered
         self._serves = False
-        self._taking = threading.Lock()  # the supervisor may ask for it too
+        self._taking = threading.Lock()  # held by `take`, which the supervisor may ask for too
         self._loop = Periodic("raykv-succession", self._step, self._on_error, self._watched_connection)
 
     def start(self) -> None:
@@ -124,7 +127,7 @@ class Succession:
         return self._silent >= (SILENT_PINGS if self._line.way == "socket" else SILENT_RAY_PINGS)
 
     def _has_ended(self, address: Address) -> bool:
-        """Whether nobody listens where the directory did, though its node lives."""
+        """Whether nobody listens any more where the directory listened, though its node lives."""
         self._known = None  # forget the address, so that the directory is looked up again
         self._line.close()
         for _ in range(ENDING_LOOKS):

@@ -22,9 +22,9 @@ class Successor:
 
     def __init__(self, pool: str) -> None:
         self._pool = pool
-        self._number = 0  # number of the directory that stands by: 1 or 2
-        self.node_id = ""  # its node, at its last answer
-        self._handle: Any = None  # once it was found
+        self._number = 0  # number of the directory that stands by: 1 or 2; 0 before the first look
+        self.node_id = ""  # the successor's node, by its last answer
+        self._handle: Any = None  # None until the successor is found
         self._answer: Any = None  # pending answer: the node that it is on
         self._look_at = time.monotonic() + FIRST_LOOK_S
         self._asked = 0.0  # time.monotonic()

@@ -64,7 +64,7 @@ class NodeMemory:
         return False
 
     def _look_at_file(self) -> None:
-        """Warn once if somebody removed the arena's file. Clients still find it by the store's descriptor: `door`."""
+        """Warn once if somebody removed the arena's file. Clients can still open the file: see `Mapping.door`."""
         if self._had_name and not self.arena.has_name:
             self._had_name = False
             events.tell("file_removed", memory=events.short(self.name), path=self.arena.path)

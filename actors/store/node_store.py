@@ -57,9 +57,9 @@ class NodeStore:
     """Owns a node's tiers: its memory, that of its GPUs, and its external tier."""
 
     def __init__(self, pool: str, node_id: str, question: Question | None = None) -> None:
-        """CapacityError where the node can't afford `cpu_memory`, or a GPU `gpu_memory`. DeviceError for an unusable
-        GPU.
+        """CapacityError where the node can't afford `cpu_memory`, or where a GPU can't afford `gpu_memory`.
 
+        DeviceError for an unusable GPU.
         While the external tier is unusable, the store serves without it. After a restart the store also serves without
         unusable GPUs. question: a question of `raykv.start`, before the pool has settings. The store puts the answer
         into Ray's internal KV, and waits for the settings.

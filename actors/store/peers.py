@@ -1,4 +1,4 @@
-"""The stores of other nodes by index in locations. It needs no Ray."""
+"""The stores of other nodes by index in locations. This module needs no Ray."""
 
 import threading
 from collections.abc import Callable

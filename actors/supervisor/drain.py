@@ -113,7 +113,8 @@ def _take_over(pool: str, leaving: str, here: str, share: slice, seconds: float)
 
 def _fetch(session: Session, keys: NDArray[np.uint8], block_bytes: int, end: float) -> int:
     """Pull blocks to this node until the time `end`. Returns how many arrived."""
-    pulled, cache = 0, CacheId("", 1, block_bytes, b"")  # a stand-in: of the blocks' cache only their size is known
+    # a stand-in for the cache of these blocks: only the size of a block is known
+    pulled, cache = 0, CacheId("", 1, block_bytes, b"")
     for first in range(0, len(keys), KEYS_PER_CALL):
         part = keys[first : first + KEYS_PER_CALL]
         while len(part) and time.monotonic() < end:

@@ -267,7 +267,10 @@ class Mapping:
 
 
 def _mmap(fd: int, size: int) -> mmap.mmap:
-    """The file, mapped by a description of its own: a mapping that a forked child keeps must not keep the locks."""
+    """Map the file through a new open file description.
+
+    Otherwise a mapping that a forked child keeps would also keep the locks.
+    """
     own = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
     try:
         return mmap.mmap(own, size)

@@ -228,7 +228,10 @@ def resize(node: str, cpu_memory: str, deadline: float, name: str, as_json: bool
 @JSON
 @click.pass_context
 def quota(context: click.Context, name: str, as_json: bool) -> None:
-    """Show the smallest and largest share of the pool's memory that each tenant may have, and what it uses."""
+    """Show the minimum and maximum share of the pool's memory of each tenant with a quota, and the memory it uses.
+
+    One more row is for all other tenants together.
+    """
     from raykv.cli import shell
     from raykv.cli.status.status import quota_rows, table
 
@@ -265,7 +268,7 @@ def quota_set(context: click.Context, tenant: str, minimum: float, maximum: floa
 @NAME
 @click.pass_context
 def quota_remove(context: click.Context, tenant: str, name: str) -> None:
-    """Remove a tenant's quota: it shares the rest with all tenants without a quota."""
+    """Remove a tenant's quota. The tenant then shares the rest of the memory with all tenants without a quota."""
     from raykv.cli import shell
 
     if not shell.administer(_own_or_group_name(context)).remove_quota(tenant):

@@ -77,8 +77,8 @@ class DirectoryClient:
     the next call tells. lock: guards `held`, `requests`, `rests` and the order of calls. up: the directory answered
     the last call in time. down_since: when `up` last became False. last_call: when the last call was sent. Both are of
     time.monotonic(). closed: `close` has begun. left: `close` has ended. bell: wakes the client's thread. rests: that
-    thread waits for the next heartbeat, as nobody has called since it last looked. to_forget: blocks that the directory
-    shall forget, in pieces of at most KEYS_PER_CALL keys.
+    thread waits for the next heartbeat, because nobody has called since it last looked. to_forget: blocks that the
+    directory shall forget, in pieces of at most KEYS_PER_CALL keys.
     """
 
     def __init__(
@@ -89,11 +89,11 @@ class DirectoryClient:
         why_strange: Callable[[], str] = lambda: "",
         look_on: Callable[[], object] = lambda: None,
     ) -> None:
-        """newest_epoch: the newest directory epoch known on this node; the client believes no older directory.
+        """newest_epoch: returns the newest directory epoch known on this node. The client believes no older directory.
 
-        deadline: seconds that a call may take. why_strange: why the found directory belongs to another pool of the same
-        name; "" if it does not. The client does not ask such a directory. look_on: called whenever the client's thread
-        looks.
+        deadline: seconds that a call may take. why_strange: returns how the found directory's pool differs from the
+        pool that this process attached to; "" if it is the same pool. The client asks no directory of another pool.
+        look_on: called whenever the client's thread looks.
         """
         self.why_strange, self.look_on = why_strange, look_on
         self.pool, self.deadline = pool, deadline
@@ -211,7 +211,7 @@ class DirectoryClient:
             self._ask(Counted, "unpin", some)
 
     def done(self, keys: Keys, again: bool) -> int:
-        """See KVCache.done. Returns how many copies go before blocks in use."""
+        """See KVCache.done. Returns how many copies are evicted earlier now."""
         steps = _in_steps(keys.tobytes())[:: -1 if again else 1]  # the end of a chain goes before its beginning
         return sum(_count(self._ask(Counted, "done", some, again, keys.cache.tenant)) for some in steps)
 

@@ -27,7 +27,7 @@ class KVPool(Administration):
     """
 
     def __init__(self, name: str, node_id: str | None = None, gpu: str | None = None) -> None:
-        """For `start` and `attach`. gpu: UUID. Raises as `attach`."""
+        """For `start` and `attach`. gpu: UUID. Raises the errors of `attach`."""
         super().__init__(name)
         self.session = Session(name, node_id, gpu)
         self.node_id = self.session.node_id
@@ -104,9 +104,9 @@ class KVPool(Administration):
         socket: host and port where the directory listens, and the number of `connections` of clients and node stores;
         None if all calls go through Ray.
         failed: why other nodes have no store, by Ray node id.
-        transports: an entry for each memory (`reader`) that has read from another memory (`from`): the last used
-        `transport`, its GB/s (1e9 bytes) as `gbps`; by transport, the `bytes` read and how often it `failed`. Stores
-        that do not answer in time have no entries.
+        transports: an entry for each memory (`reader`) that has read from another memory (`from`). `transport`: the one
+        used last. `gbps`: its rate in GB/s (1e9 bytes). `bytes`, `failed`: the bytes read and the failures, both by
+        transport. Stores that do not answer in time have no entries.
         """
         return {**super().stats(), "faults": dict(self.session.directory.faults)}
 
@@ -123,9 +123,10 @@ class KVPool(Administration):
 def attach(name: str = "default", *, node_id: str | None = None, device: str | int | None = None) -> KVPool:
     """The pool of that name, from any driver, actor, task or Serve deployment of the cluster.
 
-    node_id: this process's Ray node, where Ray can't know it: a driver that an actor started joins any raylet of its
-    machine. device: the GPU whose memory this process reads and writes, by UUID, by number in this process, or by
-    torch's name ("cuda:1"). Blocks go to that GPU's tier first, if the pool was started with `gpu_memory`.
+    node_id: this process's Ray node. Give it where Ray can't know it: for example, a driver that an actor started may
+    join any raylet of its machine. device: the GPU whose memory this process reads and writes, by UUID, by number in
+    this process, or by torch's name ("cuda:1"). Blocks go to that GPU's tier first, if the pool was started with
+    `gpu_memory`.
     Raises PoolNotFound if no such pool or no Ray cluster runs; ProtocolMismatch if another version of raykv started the
     pool; ArenaMismatch if this process can't see its node's shared memory; ValueError for a GPU that this process can't
     use; RayKVError in a fork of a process that is connected to Ray.

@@ -15,7 +15,7 @@ from typing import Any
 
 import ray
 
-CONNECT_S = 3.0  # for a door of another node to open
+CONNECT_S = 3.0  # for a connection to another node's port to open
 AT_A_TIME = 32  # connections
 
 

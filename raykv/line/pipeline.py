@@ -41,7 +41,8 @@ class Request:
     def __init__(self) -> None:
         self.answer: Answer | None = None
         self.gone = False
-        self.woken: queue.SimpleQueue[None] = queue.SimpleQueue()  # the answer has come, or nobody reads
+        # gets an item when the answer has come, or when this request's thread shall read because no other thread does
+        self.woken: queue.SimpleQueue[None] = queue.SimpleQueue()
 
     def deliver(self, answer: Answer) -> None:
         self.answer = answer
@@ -205,7 +206,7 @@ class Pipeline:
             raise
 
     def _pass_on(self) -> None:
-        """Give the turn to read to a waiting thread. A thread that reads now does so when it is done."""
+        """Give the turn to read to a waiting thread. A thread that reads now passes the turn on when it is done."""
         waiting = self._waiting
         with contextlib.suppress(IndexError, ValueError):  # others have removed it meanwhile
             while waiting and (first := waiting[0]).gone:

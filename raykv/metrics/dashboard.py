@@ -13,7 +13,7 @@ _NAME = re.compile(r"@(\w+)")
 
 
 class Panel(NamedTuple):
-    """unit: Grafana's name of it. lines: (legend, expression); `@name` stands for a metric's selector."""
+    """unit: Grafana's name of the unit. lines: (legend, expression); `@name` stands for a metric's selector."""
 
     title: str
     text: str
@@ -183,9 +183,9 @@ ALERTS = (
 
 
 def expression(text: str, pool: str = "") -> str:
-    """PromQL with every `@name` as the metric's full name. pool: a selector such as `{pool=~"$pool"}`; "": all.
+    """PromQL in which every `@name` is replaced by the metric's full name. KeyError for an unknown metric.
 
-    KeyError for an unknown metric.
+    pool: a selector to add to each metric, such as `{pool=~"$pool"}`; "" selects all pools.
     """
 
     def full(found: re.Match[str]) -> str:

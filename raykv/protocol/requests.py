@@ -54,7 +54,7 @@ LINE_TYPES = [kind.__name__ for kind in RequestLine.__annotations__.values()]
 class Followed(NamedTuple):
     """The answer to `follow`: lines of requests since the cursor."""
 
-    cursor: tuple[int, int, int]  # for the next call; (0, 0, 0) asks for no line yet
+    cursor: tuple[int, int, int]  # to pass to the next call. The first call passes (0, 0, 0), and gets no lines
     lines: tuple[bytes, ...]  # RequestLine.packed
     left_out: int  # requests since the cursor that `lines` lacks
     names: dict[int, str]  # of nodes, by index in locations

@@ -83,7 +83,7 @@ class TransportSelector:
         raise ValueError(f"this node does not offer transport {name}")
 
     def withdraw(self, slab: int) -> None:
-        """Stop reading from and serving a slab, as its memory is about to go."""
+        """Stop reading from and serving a slab: its memory is about to go."""
         for transport in self._transports:
             transport.withdraw(slab)
 
@@ -123,7 +123,10 @@ class TransportSelector:
         raise ConnectionError(f"no transport reads from node {host_of(peer.name)[:8]}")
 
     def stats(self) -> dict[str, dict[str, Any]]:
-        """By peer: last used `transport`, its GB/s (1e9 bytes) as `gbps`; by transport: `bytes`, failures `failed`."""
+        """For each peer: `transport`, the one used last, and `gbps`, its rate in GB/s (1e9 bytes).
+
+        `bytes`: the pulled bytes by transport. `failed`: the failures by transport.
+        """
         with self._mutex:
             states = [
                 (peer.name, state) for peer, state in self._states.items() if state.last_used and not peer.external
@@ -132,7 +135,7 @@ class TransportSelector:
             name: {
                 "transport": state.last_used,
                 "gbps": state.routes[state.last_used].bytes / max(1e-9, state.routes[state.last_used].seconds) / 1e9,
-                # copies, as a pull may add a route meanwhile
+                # of a copy of the routes: a pull may add a route meanwhile
                 "bytes": {by: route.bytes for by, route in dict(state.routes).items() if route.bytes},
                 "failed": {by: route.failures for by, route in dict(state.routes).items() if route.failures},
             }

@@ -93,7 +93,7 @@ class TcpPull:
         stream.sendall(wire.frame(self._request.source[piece].tobytes() + self._request.keys[piece].tobytes()))
 
     def _receive(self, stream: Stream, piece: Indices) -> None:
-        """Receive the blocks of a piece that are there, and judge them."""
+        """Of a piece, receive the blocks that the peer has. Set the verdicts of all blocks of the piece."""
         data = bytearray(len(piece) * CLAIM.itemsize)
         self._receive_into(stream, [memoryview(data)])
         claims = records_of(bytes(data), CLAIM, len(piece))

@@ -18,7 +18,7 @@ from examples import serve_pd, serve_vllm
 from raykv.integrations.vllm import kv_transfer_config
 
 pytestmark = pytest.mark.timeout(600)
-AHEAD = 1000  # wait so many times as long as computing takes, as a machine may be busy
+AHEAD = 1000  # longest wait, in multiples of the computing time: the machine may be busy
 
 
 class App(NamedTuple):

@@ -147,7 +147,8 @@ class Worker:
         """Find the slots of the newest SPAN bytes of blocks before keys[stop]. A read maps the slots."""
         first, step = stop - SPAN // self.shape.block_bytes, CHUNK // self.shape.block_bytes
         self.slots = []
-        for at in range(first, stop, step):  # in order: a match touches its blocks last to first
+        # by pieces: a match touches its blocks last to first, so one match of all would reverse the order of eviction
+        for at in range(first, stop, step):
             runs = self._views(self.keys[at : min(at + step, stop)])
             self.slots += [block for run in runs for block in run.reshape(-1, self.shape.block_bytes)]
 

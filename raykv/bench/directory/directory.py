@@ -1,6 +1,7 @@
 """The directory's costs at size: bytes per entry, match, release, store with eviction, loss of a node.
 
-The bench calls public methods of `raykv.directory.directory.Directory`. The floor is the same state in plain dicts.
+The bench calls public methods of `raykv.directory.directory.Directory`. The floor to compare with is a plain model. It
+keeps the same state in dicts.
 """
 
 import itertools

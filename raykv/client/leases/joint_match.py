@@ -38,7 +38,7 @@ class LeasedCall(NamedTuple):
 
 
 class JointMatch:
-    """Leases on the longest prefix that all parts have: on the blocks that readers need. `release` ends the leases.
+    """Leases on the blocks that readers need of the longest prefix that all parts have. `release` ends the leases.
 
     Other processes read the blocks (`leased`), each in its own node's memory. This process need not map that memory.
 
@@ -97,7 +97,8 @@ class JointMatch:
         Parts with windows or blocks ahead, or whose blocks end at different tokens, go in one call. Their keys beyond
         KEYS_PER_JOINT_CALL are not asked for.
         """
-        ahead = any(part.ahead for part in self._parts)  # each piece would lose its last blocks
+        # if the keys were split, each piece would lose its last `ahead` blocks, which are not leased
+        ahead = any(part.ahead for part in self._parts)
         if self._has_windows or ahead or len({part.keys.cache.block_tokens for part in self._parts}) > 1:
             yield self._leading(KEYS_PER_JOINT_CALL)
             return

@@ -14,7 +14,7 @@ Blocks = NDArray[np.intp]  # numbers of blocks in a lease, rising
 
 
 class LeaseName(NamedTuple):
-    """Names leased blocks to any process of the reader's node, until their lease is released."""
+    """A name of leased blocks. Any process of the reader's node may use it, until the lease is released."""
 
     nonce: bytes  # of the arena of the reader's node
     node: int  # index of that node's memory in locations
@@ -28,8 +28,8 @@ class LeasedBlocks:
 
     source: (n,) LOCATION of each block. staged: (n,) LOCATION of the staging slot on this node to pull the
     block into (slab_gen 0: none). keys: (n, 16). external: (n,) bool: whether a block lay in an external tier when it
-    was leased. follows: whether it reads copies that the directory chooses later. record: of the blocks' request, while
-    somebody follows requests.
+    was leased. follows: whether the blocks are read from copies that the directory chooses later. record: of the
+    blocks' request, while somebody follows requests.
     """
 
     def __init__(

@@ -323,7 +323,7 @@ def stored(state: State, keys: bytes) -> Stored:
 
 
 def _next_keys(keys: bytes, n: int) -> list[bytes]:
-    """Keys from the n-th on. At most KEYS_PER_CALL, as all callers wait while each key is looked up."""
+    """Keys from the n-th on. At most KEYS_PER_CALL, because all callers wait while each key is looked up."""
     return split_keys(keys[n * KEY_BYTES : (n + KEYS_PER_CALL) * KEY_BYTES])
 
 
@@ -359,7 +359,7 @@ def _whole(requests: tuple[MatchRequest, ...], keys: list[KeyArray]) -> list[tup
 
 
 def _less_ahead(request: MatchRequest, blocks: int) -> int:
-    """Tokens of the prefix that `blocks` leading blocks of a part allow: the last `ahead` of them come after it."""
+    """Tokens of the prefix that `blocks` leading blocks allow. The last `ahead` of these blocks follow the prefix."""
     return max(0, blocks - request.ahead) * request.tokens
 
 
@@ -370,7 +370,10 @@ def _needed(request: MatchRequest, tokens: int) -> slice:
 
 
 def _shortened(requests: tuple[MatchRequest, ...], tokens: int) -> int:
-    """Tokens of the prefix if one part ends after `tokens`. 0 if a part has a window: it would need other blocks."""
+    """The longest prefix, in tokens, that is at most `tokens` long and ends with a block of every part.
+
+    0 if a part has a window: a shorter prefix needs other blocks of that part.
+    """
     if any(request.window for request in requests):
         return 0
     return tokens - tokens % step_of([request.tokens for request in requests])

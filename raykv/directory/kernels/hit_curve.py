@@ -1,4 +1,4 @@
-"""How much memory lay between two uses of a key, measured on a sample of all keys.
+"""Reuse distances: how many bytes of blocks are used between two uses of a key, measured on a sample of the keys.
 
 SHARDS: Waldspurger, Park, Garthwaite, Ahmad, "Efficient MRC Construction with SHARDS", FAST 2015. A key is in the
 sample if its hash is below a limit, so all uses of a key are seen or none. The distance of a use is the bytes of all
@@ -122,7 +122,7 @@ def _use_one(s, k0, k1, size, horizon):
     if number < 0:
         if s.state[COUNT] == len(s.keys):
             _thin(s, horizon)
-        # else the key is outside the thinned sample, or the sample is still full, as somebody chose the keys' hashes
+        # thinning may leave this key out. It may also make no room: somebody may have chosen keys with small hashes
         if hashed <= HASHES >> np.uint64(s.state[SHIFT]) and s.state[COUNT] < len(s.keys):
             _place(s, _insert(s, hashed, k0, k1, size))
     elif s.keys[number].last + 1 != s.state[NEXT]:

@@ -349,7 +349,7 @@ def _hold_elsewhere(c, keys, i, node, blocks):
 
 @kernel
 def _in_chains(c, size_class):
-    """Whether readers on a node form chains. Readers on GPUs do not, as their host is nearer than any copy.
+    """Whether readers on a node form chains. Readers on GPUs do not: their host is nearer than any copy.
 
     Nor do readers on nodes that leave or are late with heartbeats.
     """
@@ -414,9 +414,9 @@ def staging_lack(c, size_class, staged):
 
 @kernel(C, ROWS, ROWS, ROWS)
 def pulled(c, rows, gens, promoted):
-    """Make pulled STAGING rows replicas, or primaries where the key has no lasting primary (`has_primary`).
+    """Turn pulled STAGING rows into replicas, or into primaries where the key has no lasting primary (`has_primary`).
 
-    promoted, in and out: adds the number of new primaries to promoted[size_class]. A new primary keeps a slot of the
+    promoted: this call adds the number of new primaries to promoted[size_class]. A new primary keeps a slot of the
     staging window.
     """
     for i in range(len(rows)):
@@ -458,7 +458,7 @@ def stays(c, row):
 
 @kernel
 def _succeed(c, row):
-    """A row became its key's primary: make the key's other primaries replicas, as they are fleeting."""
+    """A row became its key's primary: make the key's other primaries replicas, because they are fleeting."""
     other = first_of(c, row)
     while other >= 0:
         if other != row and c.rows[other].state == READY:

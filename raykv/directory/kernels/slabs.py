@@ -97,9 +97,9 @@ def clear_rows(c, base, slots):
 
 @kernel(C, INT, INT)
 def retire(c, base, slots):
-    """Close the unheld rows of a slab. Repeated calls empty a slab even if some of its rows are held at any time.
+    """Close the unheld rows of a slab. Returns how many rows are left.
 
-    Returns how many rows are left.
+    Repeated calls empty a slab even if there is always a held row in it, as long as every hold ends.
     """
     left = 0
     for row in range(base, base + slots):

@@ -95,7 +95,7 @@ class Allocator:
         return self._size_classes.c
 
     def offer(self, node: Node, offered: int) -> None:
-        """A node has allocated so many slabs."""
+        """Add a node's newly allocated slabs to its spare slabs. offered: how many slabs it has allocated in all."""
         known = {*node.spare, *node.slabs, *node.withdrawn}
         node.spare[:0] = [n for n in reversed(range(node.offered, offered)) if n not in known]
         node.offered = max(node.offered, offered)
@@ -180,7 +180,8 @@ class Allocator:
         """The slabs to close, at most `count`: slabs without held slots first. Slabs with a pinned block stay.
 
         Among slabs with held slots, slabs that are already being emptied come first: further slabs would lose their
-        blocks too. Then come slabs without which every tenant keeps its minimum, and then the slabs used longest ago.
+        blocks too. Then come slabs whose loss brings no tenant below its minimum. Among equals, the slab used longest
+        ago comes first.
         """
         if count <= 0:
             return set()

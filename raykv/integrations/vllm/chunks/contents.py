@@ -1,4 +1,4 @@
-"""What the blocks of an engine hold, and what a request's chunks must hold: the guard of `verify_tokens`.
+"""What the blocks of an engine hold, and what a request's chunks must hold. `verify_tokens` has both compared.
 
 Keys say what a chunk should be. This module follows each step of vLLM's scheduler and records what was computed into
 which block. Each stored chunk gets a digest of that content. A reader compares this digest with the digest of its own

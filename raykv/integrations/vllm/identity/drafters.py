@@ -14,7 +14,7 @@ from typing import Any
 from raykv.integrations.vllm.identity.digests import config_digest, digest
 
 WITHOUT_KV = ("ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator")  # methods that keep no KV of a prompt
-# in names of drafters' layers that count from 0; other drafters' layers count on from the target's
+# parts of the layer names of drafters that number their layers from 0. Others number on from the target's layers
 PREFIXES = ("draft_model", "mtp")
 
 
@@ -45,7 +45,7 @@ def target_layers(vllm_config: Any, groups: Sequence[Any]) -> list[tuple[Any, li
 
 
 def _is_draft(layer: str, model: str, layers: int) -> bool:
-    """layer: its name in vLLM. model: begin of the target's layers' names. layers: number of the target's layers."""
+    """layer: its name in vLLM. model: how the names of the target's layers begin. layers: how many the target has."""
     begin, number = _split(layer)
     return begin != model or number >= layers or _is_marked(layer)
 

@@ -58,8 +58,8 @@ METRICS = {
 class Found(NamedTuple):
     """A request's chunks that the pool has in memory.
 
-    chunks: by group, the numbers of the leased chunks. ready: the same, with the chunks ahead. failed: the look-up
-    failed, so the pool may have more.
+    chunks: by group, the numbers of the leased chunks. ready: by group, the numbers of the leased chunks and of the
+    `ahead` chunks after them, which are ready but not leased. failed: the look-up failed, so the pool may have more.
     """
 
     match: JointMatch
@@ -85,7 +85,7 @@ class Ask:
     counted: bool = False
 
     def has(self, key: bytes, number: int | None) -> bool:
-        """Whether the pool has a chunk for the request. number: in its group."""
+        """Whether the pool has a chunk for the request. number: of the chunk in its group."""
         group, found = get_offload_group_idx(key), self.answer.result()
         if number not in found.ready.get(group, ()):
             return False
