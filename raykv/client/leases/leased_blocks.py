@@ -99,10 +99,10 @@ class LeasedBlocks:
     def give_back_slots(self) -> None:
         """The blocks were read: give the staging slots to other leases. A later read asks for slots again."""
         if (self.staged["slab_gen"] > 0).any():
-            self._next_window(len(self), len(self), False)
+            self._next_window(len(self), len(self))
             self.staged["slab_gen"] = 0
 
-    def _next_window(self, start: int, stop: int, may_wait: bool) -> Locations | None:
+    def _next_window(self, start: int, stop: int, may_wait: bool = False) -> Locations | None:
         """Slots for blocks [start, stop). Gives back other blocks' slots, and notes which copies are to be read.
 
         None: the directory did not answer.

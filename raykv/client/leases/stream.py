@@ -76,7 +76,8 @@ class Stream:
         """Bring blocks before `stop` to this node, piece by piece. Yields (blocks, where they are now), as they arrive.
 
         Blocks that are here already come first, while the first pieces are on their way. passes: after each step, reuse
-        the staging slots of the yielded blocks. No pull begins after one that did not bring all of its blocks.
+        the staging slots of the yielded blocks. Blocks that did not come from a copy are pulled from where they were
+        leased. After a pull from there that did not bring all of its blocks, no pull begins.
         """
         blocks, store, here = self.blocks, self._store, self.blocks.here()[:stop]
         if store is None:

@@ -61,11 +61,13 @@ class Silence:
     @property
     def any_late(self) -> bool:
         """Whether any node was late in the last SUSPECT_AFTER_S."""
-        now = time.monotonic()
-        return any(until > now for until in self._until.values())
+        return bool(self._late())
 
     def of_nodes(self, nodes: NDArray[np.integer[Any]]) -> NDArray[np.bool_]:
         """(n,) bool: whether each node, by its index, was late in the last SUSPECT_AFTER_S."""
-        now = time.monotonic()
-        late = [index for index, until in self._until.items() if until > now]
+        late = self._late()
         return np.isin(nodes, np.array(late, nodes.dtype)) if late else np.zeros(len(nodes), np.bool_)
+
+    def _late(self) -> list[int]:
+        now = time.monotonic()
+        return [index for index, until in self._until.items() if until > now]

@@ -148,8 +148,7 @@ class RayKVConnector(Connector):  # type: ignore[misc]
         keys = {group.group_idx: state.offload_keys for group, state in groups}
         limited = OFFLOAD_LIMIT in (request.kv_transfer_params or {})
         hint = hint_of(request.kv_transfer_params)
-        tail, tokens = self._tail_of(request), request.num_prompt_tokens
-        chain = Chain(keys, origin, scheduler.manager.resets, tail, limited, hint, tokens)
+        chain = Chain(keys, origin, scheduler.manager.resets, self._tail_of(request), limited, hint)
         if request.lora_request:
             chain.adapter, chain.question = request.lora_request.lora_int_id, self._adapters.ask()
             self._unnamed.add(request.request_id)
@@ -250,8 +249,7 @@ class RayKVConnector(Connector):  # type: ignore[misc]
             del state.offload_keys[computed // group.tokens_per_chunk :]
             state.next_stored_chunk_idx = min(state.next_stored_chunk_idx, len(state.offload_keys))
         chain = context.get_state(Chain)
-        named, tail = chain.trusted and TRIMS_HASHES, self._tail_of(status.req)
-        context.set_state(replace(chain, trusted=named, tail=tail, prompt=status.req.num_prompt_tokens))
+        context.set_state(replace(chain, trusted=chain.trusted and TRIMS_HASHES, tail=self._tail_of(status.req)))
 
     def update_connector_output(self, connector_output: Any) -> None:
         scheduler = self.connector_scheduler

@@ -20,8 +20,8 @@ class Chain:
     vLLM's id of the request's LoRA adapter. question: number of the question to the workers which adapters they have.
     loads: by rank, the number of the adapter's load that the request computes with. trusted: the keys name what the
     request computes. tail: of its prompt, where tails are stored or read. limited: not all chunks are offered. most:
-    how many tokens are loaded at most, see `loadable`. hint: what the request says of its session. prompt: how many
-    tokens it has. start: the first token that nobody had computed.
+    how many tokens are loaded at most, see `loadable`. hint: what the request says of its session. start: the first
+    token that nobody had computed.
     """
 
     keys: dict[int, list[bytes]]
@@ -30,7 +30,6 @@ class Chain:
     tail: Tail | None = None
     limited: bool = False
     hint: Hint = NO_HINT
-    prompt: int = 0
     most: int | None = None
     start: int | None = None
     adapter: int | None = None
@@ -63,11 +62,6 @@ class Chain:
 
     def is_tail(self, key: bytes) -> bool:
         return self.tail is not None and self.tail.key == key
-
-    def is_of_prompt(self, key: bytes, tokens: int) -> bool:
-        """Whether the prompt fills a chunk, or ends in it as its tail. tokens: of a chunk."""
-        number = self.number(key)
-        return self.is_tail(key) or (number is not None and (number + 1) * tokens <= self.prompt)
 
     @property
     def tail_now(self) -> Tail | None:

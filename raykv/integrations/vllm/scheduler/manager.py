@@ -224,7 +224,7 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
         wanted = self.caches and chain.resets == self.resets and chain.is_named
         keys = [key for key in keys if chain.number(key) is not None] if wanted else []
         if self._answers is not None and self._answers.are_dropped:
-            keys = self._of_prompt(keys, chain)
+            keys = self._of_prompt(keys, req_context)
         if computing := self._computing.get(req_context.req_id):
             stored = computing.missed.intersection(keys)
             computing.missed -= stored
@@ -237,10 +237,11 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
                 places[group.place] = ChunksOfLayers(parts, _run(chain, of_group).start)
         return PrepareStoreOutput(keys, ChunksToStore(places, chain.origin.salt, chain.origin.adapter), [])
 
-    def _of_prompt(self, keys: list[bytes], chain: Chain) -> list[bytes]:
-        """The chunks that a request's prompt fills, and its tail."""
-        tokens = {group.group_idx: group.tokens for group in self._groups}
-        kept = [key for key in keys if chain.is_of_prompt(key, tokens[get_offload_group_idx(key)])]
+    def _of_prompt(self, keys: list[bytes], req_context: Any) -> list[bytes]:
+        """The chunks that a request's prompt fills, and its tail. keys: of chunks that have numbers."""
+        chain, prompt = req_context.get_state(Chain), req_context.get_state(Prompt).request.num_prompt_tokens
+        filled = {group: prompt // tokens for group, tokens in self._chunk_tokens.items()}
+        kept = [key for key in keys if chain.is_tail(key) or chain.number(key) < filled[get_offload_group_idx(key)]]
         self._counts[LEFT_OUT] += len(keys) - len(kept)
         return kept
 
@@ -288,8 +289,8 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
         if chain is None:
             return
         if self._answers is not None and self._groups:
-            group = self._groups[0]
-            self._answers.learn(chain.behind(0, group.group_idx, group.tokens), chain.prompt // group.tokens)
+            group, prompt = self._groups[0], req_context.get_state(Prompt).request.num_prompt_tokens
+            self._answers.learn(chain.behind(0, group.group_idx, group.tokens), prompt // group.tokens)
         if chain.hint.done and chain.is_named:
             self._tell_done(chain)
 
@@ -379,6 +380,11 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
         """The cache of the first group's first part. It reads all chunks if any group does. None: no ranks yet."""
         return _first(self.caches) if self.caches else None
 
+    @property
+    def _chunk_tokens(self) -> dict[int, int]:
+        """By group, the tokens of a chunk."""
+        return {group.group_idx: group.tokens for group in self._groups}
+
     def _make_caches(self) -> dict[int, dict[int, KVCache]]:
         if not self._ranks:
             return {}
@@ -409,7 +415,7 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
 
         Where all groups have windows, ask for all chunks: vLLM looks up the last chunk first, then earlier chunks.
         """
-        tokens = {group.group_idx: group.tokens for group in self._groups}
+        tokens = self._chunk_tokens
         ahead = max(group.ahead for group in self._groups)  # one for all: equally long chunks must be equally many
         start = 0 if self._groups[0].window else number * tokens[group]
         step = lcm(*tokens.values())
