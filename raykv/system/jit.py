@@ -109,8 +109,8 @@ def kernel(*types: Any) -> Any:
     """Compile a function without the GIL, keeping the machine code for the next process.
 
     `@kernel(C, ROWS)` is for a kernel that Python calls: numba types of its arguments, for `compile_all`. `@kernel` is
-    for a kernel that only kernels call. It is compiled into each place that calls it, as a real call would hand over
-    all columns, of seven words and more each.
+    for a kernel that only kernels call, and that Python can't call. It is compiled into each place that calls it, as a
+    real call would hand over all columns, of seven words and more each.
 
     Kernels borrow their arrays and make none, so numba's reference counts are off. Reference counts would cost an
     atomic operation or two for every `c.rows`. Without reference counts a touch of blocks takes a third of the time.
@@ -130,7 +130,15 @@ def _jitted(function: F, inline: bool) -> F:
     others = numba.config.CACHE_DIR  # read when a function is decorated; other libraries keep theirs
     numba.config.CACHE_DIR = cache_folder()[0]
     try:
-        return cast(F, numba.njit(cache=True, nogil=True, forceinline=inline, _nrt=False)(function))
+        made = numba.njit(
+            cache=True,
+            nogil=True,
+            forceinline=inline,
+            _nrt=False,
+            no_cpython_wrapper=inline,  # these two would be a third of the work, and nobody would call them
+            no_cfunc_wrapper=True,
+        )
+        return cast(F, made(function))
     finally:
         numba.config.CACHE_DIR = others
 
@@ -242,7 +250,8 @@ def _compile_in_processes(names: list[str], on_progress: Progress) -> None:
         return
     report, said = os.pipe()
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-c", "import sys; from raykv.system import jit; jit.compile_some(sys.argv[1:])"]
+    # -P: the working folder may have another raykv
+    command = [sys.executable, "-P", "-c", "import sys; from raykv.system import jit; jit.compile_some(sys.argv[1:])"]
     with contextlib.ExitStack() as running:
         lines = running.enter_context(open(report, encoding="utf-8"))
         with open(said, encoding="utf-8") as output:

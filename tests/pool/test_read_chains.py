@@ -12,11 +12,13 @@ from helpers.cluster.one_process import OneProcess
 from helpers.pools import BLOCK, MIB, a_cache, eventually, payload, settled, tokens, worker
 
 import raykv
-from raykv.client.leases.stream import piece_blocks
+from raykv.client.leases import stream
+from raykv.cluster import named_actors
 from raykv.keys import Keys
 
 READERS = 3
-LONG = 3 * piece_blocks(BLOCK)
+PIECE = 32  # blocks of a pull
+LONG = 3 * PIECE
 
 
 class Crowd(NamedTuple):
@@ -44,10 +46,18 @@ class Crowd(NamedTuple):
 
 
 @pytest.fixture
-def crowd(cluster: OneProcess, third_node: Callable[[], Any], start: Callable[..., raykv.KVPool]) -> Iterator[Crowd]:
+def crowd(
+    cluster: OneProcess,
+    third_node: Callable[[], Any],
+    start: Callable[..., raykv.KVPool],
+    monkeypatch: pytest.MonkeyPatch,
+) -> Iterator[Crowd]:
+    """Pulls and long prompts are an eighth as large as elsewhere."""
+    monkeypatch.setattr(stream, "PIECE_BYTES", PIECE * BLOCK)
     head, writer = cluster.nodes
     nodes = [head, *(third_node().node_id for _ in range(READERS - 1))]
-    pool = start(cpu_memory=1024 * MIB, transport="tcp", locality=1e9)
+    pool = start(cpu_memory=128 * MIB, transport="tcp", locality=1e9)
+    ray.get(named_actors.find_directory(pool.name).__ray_call__.remote(_have_long_prompts))
     keys = a_cache(pool).keys(tokens(1, LONG))
     assert ray.get(worker(pool, writer).store.remote(keys)) == LONG
     caches = []
@@ -59,6 +69,11 @@ def crowd(cluster: OneProcess, third_node: Callable[[], Any], start: Callable[..
         assert [match.nodes for match in matches] == READERS * [[writer]]
         yield Crowd(pool, keys, writer, caches, matches)
     eventually(lambda: settled(pool))
+
+
+def _have_long_prompts(actor: Any) -> None:
+    """Have prompts of two pieces count as long."""
+    actor._directory.long_bytes = 2 * PIECE * BLOCK
 
 
 def test_a_node_sends_each_block_to_one_of_the_readers(crowd: Crowd) -> None:
