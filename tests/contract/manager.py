@@ -26,7 +26,8 @@ from raykv.integrations.vllm.chunks.chain import Chain
 from raykv.integrations.vllm.chunks.chunks import ChunksToLoad, Origin
 from raykv.integrations.vllm.connector import most_loaded
 from raykv.integrations.vllm.identity.groups import groups_of
-from raykv.integrations.vllm.scheduler.manager import Found, RayKVManager
+from raykv.integrations.vllm.scheduler.ask import Ask, Found
+from raykv.integrations.vllm.scheduler.manager import RayKVManager
 from raykv.integrations.vllm.worker.ranks import Rank
 from raykv.protocol.location import KEY_BYTES
 
@@ -72,14 +73,14 @@ class Manager(RayKVManager):
         self.taken: set[str] = set()  # requests that a test did not announce to our connector
         self.offered: dict[tuple[bytes, int], bytes] = {}  # the pool's keys of stored chunks, by (vLLM's key, part)
 
-    def _find(self, caches: Any, keys: dict[int, list[bytes]], first: Any, origin: Origin, *how: bool) -> Found:
+    def _find(self, caches: Any, ask: Ask, wait: bool) -> Found:
         each = [(group, part) for rank in self._ranks for group in self._groups for part in rank.parts]
-        for (group, number), part in zip(each, self._parts(caches, keys, origin), strict=True):
-            for key, row in zip(keys[group.group_idx], np.asarray(part.keys), strict=True):
+        for (group, number), part in zip(each, self._parts(caches, ask), strict=True):
+            for key, row in zip(ask.keys[group.group_idx], np.asarray(part.keys), strict=True):
                 assert self.offered.get((key, number), row.tobytes()) == row.tobytes()  # the key it was stored by
                 if self.says is not None:
                     self.content.set(row.tobytes(), self.says(key))
-        return super()._find(caches, keys, first, origin, *how)
+        return super()._find(caches, ask, wait)
 
     def prepare_store(self, keys: Collection[bytes], req_context: Any) -> PrepareStoreOutput:
         output = super().prepare_store(keys, req_context)

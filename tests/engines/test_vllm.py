@@ -27,7 +27,8 @@ from vllm.v1.kv_offload.base import GPULoadStoreSpec, LookupResult, ReqContext, 
 from raykv.arena.buffers import rows_of
 from raykv.integrations.vllm.chunks.chunks import ChunksOfLayers, ChunksToStore
 from raykv.integrations.vllm.identity.groups import Group, Layers
-from raykv.integrations.vllm.scheduler.manager import FAILED, HITS, RayKVManager
+from raykv.integrations.vllm.scheduler.counters import FAILED, HITS
+from raykv.integrations.vllm.scheduler.manager import RayKVManager
 from raykv.integrations.vllm.supported import check
 from raykv.integrations.vllm.worker.ranks import Rank
 from raykv.integrations.vllm.worker.worker import Pages, RayKVWorker

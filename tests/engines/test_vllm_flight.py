@@ -18,7 +18,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'raykv[vl
 
 from helpers.engines.vllm.engine import close_engines, engine_on, save_model
 
-from raykv.integrations.vllm.scheduler.manager import WAITED
+from raykv.integrations.vllm.scheduler.counters import WAITED
 
 pytestmark = pytest.mark.timeout(600)
 CHUNK = 128  # tokens

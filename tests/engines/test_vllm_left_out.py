@@ -14,7 +14,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'raykv[vl
 from helpers.engines.vllm.engine import close_engines, engine_on, prompt, save_model
 
 from raykv.integrations.vllm.scheduler.answers import SAMPLE
-from raykv.integrations.vllm.scheduler.manager import LEFT_OUT
+from raykv.integrations.vllm.scheduler.counters import LEFT_OUT
 
 pytestmark = pytest.mark.timeout(600)
 CHUNK, ANSWER = 32, 70  # tokens

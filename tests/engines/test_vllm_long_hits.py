@@ -19,7 +19,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'raykv[vl
 
 from helpers.engines.vllm.engine import close_engines, engine_on, save_model
 
-from raykv.integrations.vllm.scheduler.manager import FAILED, HITS
+from raykv.integrations.vllm.scheduler.counters import FAILED, HITS
 
 pytestmark = pytest.mark.timeout(600)
 CHUNK = 128  # tokens: 1 MiB

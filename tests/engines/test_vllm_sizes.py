@@ -18,7 +18,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'raykv[vl
 import torch
 from helpers.engines.vllm.engine import close_engines, engine_on, save_mla_model, save_model
 
-from raykv.integrations.vllm.scheduler.manager import HITS
+from raykv.integrations.vllm.scheduler.counters import HITS
 
 pytestmark = pytest.mark.timeout(600)
 

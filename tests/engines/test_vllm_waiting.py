@@ -19,7 +19,8 @@ from vllm.v1.kv_offload.base import LookupResult, ReqContext, make_offload_key
 from raykv.integrations.vllm.chunks.chain import Chain
 from raykv.integrations.vllm.chunks.tail import Tail
 from raykv.integrations.vllm.identity.groups import Group
-from raykv.integrations.vllm.scheduler.manager import WAITED, RayKVManager
+from raykv.integrations.vllm.scheduler.counters import WAITED
+from raykv.integrations.vllm.scheduler.manager import RayKVManager
 from raykv.integrations.vllm.scheduler.waiting import PATIENCE, patience_of
 from raykv.integrations.vllm.spec import RayKVOffloadingSpec
 from raykv.integrations.vllm.worker.ranks import Rank

@@ -8,7 +8,8 @@ from raykv.integrations.node import attach
 from raykv.integrations.vllm.chunks.contents import DIGEST_BYTES
 from raykv.integrations.vllm.identity.groups import numbers_of, pool_part
 from raykv.integrations.vllm.scheduler.answers import Answers
-from raykv.integrations.vllm.scheduler.manager import METRICS, RayKVManager
+from raykv.integrations.vllm.scheduler.counters import COUNTERS
+from raykv.integrations.vllm.scheduler.manager import RayKVManager
 from raykv.integrations.vllm.worker.worker import RayKVWorker, pages_of
 
 
@@ -27,7 +28,7 @@ class RayKVOffloadingSpec(OffloadingSpec):  # type: ignore[misc]
     @classmethod
     def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, Any]:
         """Counters of the manager, by name."""
-        return METRICS
+        return COUNTERS
 
     def get_manager(self) -> RayKVManager:
         """The scheduler's side. Made at the first call."""

@@ -128,7 +128,7 @@ def test_engines_wait_for_engines_with_the_same_drafter() -> None:
         manager = Manager(pool, arguments, True, PATIENCE, arguments | {"revision": "d"})
         manager.set_ranks([Rank(NODE, (0,), (BLOCK_BYTES,) * 2)], [full, drafter])
         assert manager.first_cache == manager.caches[0][0], "routers know the target's keys"
-        assert [at.group for at in manager._places()] == [drafter, full]
+        assert [of.group for of in manager._rank_parts()] == [drafter, full]
 
 
 def test_chunks_have_as_many_blocks_as_without_a_drafter() -> None:

@@ -56,6 +56,12 @@ class Chain:
         self._known[group] = chunks
         return self.numbers.get(key)
 
+    def run(self, keys: list[bytes]) -> range:
+        """The numbers of consecutive chunks of a group."""
+        first = self.number(keys[0])
+        assert first is not None
+        return range(first, first + len(keys))
+
     def behind(self, start: int, group: int, tokens: int) -> list[bytes]:
         """Chunks of a group that begin at token `start` or later. tokens: of a chunk."""
         return [key for key in self.keys.get(group, [])[-(-start // tokens) :] if not self.is_tail(key)]

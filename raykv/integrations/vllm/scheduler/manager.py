@@ -7,15 +7,12 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
 from math import lcm
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.v1.kv_offload.base import (
     LookupResult,
-    OffloadingCounterMetadata,
     OffloadingManager,
     PrepareStoreOutput,
     RequestOffloadingContext,
@@ -28,92 +25,24 @@ from raykv.client.cache import KVCache
 from raykv.client.leases.joint_match import JointMatch, Part
 from raykv.client.pool import KVPool
 from raykv.integrations.vllm.chunks.chain import Chain
-from raykv.integrations.vllm.chunks.chunks import ChunksOfLayers, ChunksToLoad, ChunksToStore, Origin, PartToLoad
+from raykv.integrations.vllm.chunks.chunks import ChunksOfLayers, ChunksToLoad, ChunksToStore, PartToLoad
 from raykv.integrations.vllm.chunks.hints import Sessions
 from raykv.integrations.vllm.events.kv_events import KVEvents, Prompt
 from raykv.integrations.vllm.identity.groups import Group, numbers_of, pool_part
 from raykv.integrations.vllm.identity.weights import Weights
 from raykv.integrations.vllm.scheduler.answers import Answers
+from raykv.integrations.vllm.scheduler.ask import Ask, Found, RankPart
+from raykv.integrations.vllm.scheduler.computing import Computing
+from raykv.integrations.vllm.scheduler.counters import ASKED, FAILED, HITS, LEFT_OUT, WAITED
 from raykv.integrations.vllm.scheduler.done import Done
 from raykv.integrations.vllm.scheduler.pool_keys import by_group, pool_keys
 from raykv.integrations.vllm.scheduler.waiting import PATIENCE, UNMEASURED, Wait
 from raykv.integrations.vllm.worker.ranks import Rank
 from raykv.metrics.span import under
-from raykv.protocol.location import LOCATION
 
 log = logging.getLogger("raykv")
 
 THREADS = 16  # requests that ask, or wait for a pull, at a time
-ASKED, HITS, FAILED = "vllm:raykv_asked_chunks", "vllm:raykv_hit_chunks", "vllm:raykv_failed_loads"
-WAITED, LEFT_OUT = "vllm:raykv_waits", "vllm:raykv_left_out_chunks"
-METRICS = {
-    ASKED: OffloadingCounterMetadata("Chunks that requests asked the raykv pool for."),
-    HITS: OffloadingCounterMetadata("Of them, chunks that were leased in the memory of any node."),
-    FAILED: OffloadingCounterMetadata("Requests that were computed because a load from the raykv pool failed."),
-    WAITED: OffloadingCounterMetadata("Requests that waited for chunks which another engine computed or stored."),
-    LEFT_OUT: OffloadingCounterMetadata("Chunks of answers that were not stored, as no prompt goes on after answers."),
-}
-
-
-class Found(NamedTuple):
-    """A request's chunks that the pool has in memory.
-
-    chunks: by group, the numbers of the leased chunks. ready: by group, the numbers of the leased chunks and of the
-    `ahead` chunks after them, which are ready but not leased. failed: the look-up failed, so the pool may have more.
-    """
-
-    match: JointMatch
-    chunks: dict[int, range]
-    ready: dict[int, range]
-    failed: bool = False
-
-
-@dataclass
-class Ask:
-    """A request's question to the pool. first: by group, the number of the first chunk asked for.
-
-    computes: other engines may wait for the missing chunks. wait: set once the request waits for another engine.
-    """
-
-    keys: dict[int, list[bytes]]
-    first: dict[int, int]
-    origin: Origin
-    computes: bool
-    answer: Future[Found]
-    wait: Wait | None = None
-    loading: bool = False
-    counted: bool = False
-
-    def has(self, key: bytes, number: int | None) -> bool:
-        """Whether the pool has a chunk for the request. number: of the chunk in its group."""
-        group, found = get_offload_group_idx(key), self.answer.result()
-        if number not in found.ready.get(group, ()):
-            return False
-        return self.keys[group][(number or 0) - self.first[group]] == key
-
-
-@dataclass
-class Computing:
-    """The first group's chunks that a request must compute, and since when.
-
-    answer: of the question whose intent lets other engines wait. missed: chunks not yet offered to the workers.
-    offered: chunks whose `complete_store` is yet to come. measured: this engine's speed was measured, or can't be:
-    another request computes the chunks.
-    """
-
-    since: float
-    answer: Future[Found]
-    missed: set[bytes]
-    offered: set[bytes] = field(default_factory=set)
-    measured: bool = False
-
-
-class Place(NamedTuple):
-    """Where a part of a match belongs. number: index of the part among the rank's parts."""
-
-    rank: int
-    group: Group
-    number: int
 
 
 class RayKVManager(OffloadingManager):  # type: ignore[misc]
@@ -196,21 +125,22 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
             chain.start = (ask.first[group] + hits) * self._groups[0].tokens
             self._sessions.begin(chain.hint, chain.origin.salt, chain.start)
         self._counts[HITS] += hits
-        self._computing[request] = Computing(time.monotonic(), ask.answer, set(ask.keys[group][hits:]))
+        self._computing[request] = Computing(time.monotonic(), ask, set(ask.keys[group][hits:]))
 
     def prepare_load(self, keys: Collection[bytes], req_context: Any) -> ChunksToLoad:
         """What workers need to read chunks that `lookup` found: a run for each group, leased until `complete_load`."""
         ask, chain = self._asks[req_context.req_id], req_context.get_state(Chain)
         ask.loading = True
-        groups, match = by_group(keys), ask.answer.result().match
-        wanted = {index: _run(chain, of_group) for index, of_group in groups.items()}
+        groups = by_group(keys)
+        wanted = {index: chain.run(of_group) for index, of_group in groups.items()}
         first = groups.get(self._groups[0].group_idx, [])
-        match.count_saved(sum(not chain.is_tail(key) for key in first) * self._groups[0].tokens)
+        saved = sum(not chain.is_tail(key) for key in first) * self._groups[0].tokens
+        ask.answer.result().match.count_saved(saved)
         ranks: list[list[PartToLoad]] = [[] for _ in self._ranks]
-        for number, at in enumerate(self._places()):
-            part = _part(at, match, number, wanted.get(at.group.group_idx, range(0)), ask)
+        for number, of in enumerate(self._rank_parts()):
+            part = ask.part_to_load(of, number, wanted.get(of.group.group_idx, range(0)))
             if part.leased:
-                ranks[at.rank].append(part)
+                ranks[of.rank].append(part)
         return ChunksToLoad(ranks, chain.origin)
 
     def complete_load(self, keys: Collection[bytes], req_context: Any) -> None:
@@ -226,15 +156,13 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
         if self._answers is not None and self._answers.are_dropped:
             keys = self._of_prompt(keys, req_context)
         if computing := self._computing.get(req_context.req_id):
-            stored = computing.missed.intersection(keys)
-            computing.missed -= stored
-            computing.offered |= stored
+            computing.offer(keys)
         offered, places = by_group(keys), {}
         for group in self._groups:
             if of_group := offered.get(group.group_idx):
                 rows = pool_keys(self.caches[group.place], of_group, chain.origin)
                 parts = {part: of_part.tobytes() for part, of_part in rows.items()}
-                places[group.place] = ChunksOfLayers(parts, _run(chain, of_group).start)
+                places[group.place] = ChunksOfLayers(parts, chain.run(of_group).start)
         return PrepareStoreOutput(keys, ChunksToStore(places, chain.origin.salt, chain.origin.adapter), [])
 
     def _of_prompt(self, keys: list[bytes], req_context: Any) -> list[bytes]:
@@ -311,7 +239,7 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
         """End the intent of a request that has stored its chunks, or will not store them: nobody need wait for it."""
         computing = self._computing[request]
         if not computing.missed and not computing.offered:
-            _end_intent(self._computing.pop(request).answer)
+            self._computing.pop(request).ask.end_intent()
 
     def release_unused(self, request: str) -> None:
         """The request has its blocks, or is done. Release its leases unless it loads them."""
@@ -320,7 +248,7 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
             return
         if not ask.counted:  # another request of this engine computes them; other engines wait by this request's intent
             missed = set(ask.keys[self._groups[0].group_idx])
-            self._computing[request] = Computing(time.monotonic(), ask.answer, missed, measured=True)
+            self._computing[request] = Computing(time.monotonic(), ask, missed, measured=True)
         self._forget(request)
 
     def on_load_failed(self, request: str) -> None:
@@ -346,10 +274,10 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
         self.resets += 1
         self.caches = self._make_caches()
         for computing in self._computing.values():
-            _end_intent(computing.answer)
+            computing.ask.end_intent()
         self._computing.clear()
         for request, ask in list(self._asks.items()):
-            _end_intent(ask.answer)
+            ask.end_intent()
             self._forget(request)
         if self.events is not None:
             self.events.reset()
@@ -423,34 +351,25 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
         keys = {index: chain.since(index, begin[index], of_chunk, ahead) for index, of_chunk in tokens.items()}
         self._counts[ASKED] += len(keys[self._groups[0].group_idx])
         if computing := self._computing.pop(request, None):  # preempted: a waiting request must have no intent
-            _end_intent(computing.answer)
+            computing.ask.end_intent()
         computes = self._stores and chain.resets == self.resets and not chain.limited
-        asked = keys, begin, chain.origin, computes
-        return Ask(*asked, self._submit(*asked, wait=self._patience > 0))
+        ask = Ask(keys, begin, chain.origin, computes)
+        self._submit(ask, wait=self._patience > 0)
+        return ask
 
-    def _submit(
-        self, keys: dict[int, list[bytes]], first: dict[int, int], origin: Origin, computes: bool, wait: bool
-    ) -> Future[Found]:
-        return self._threads.submit(self._find, dict(self.caches), keys, first, origin, computes, wait)
+    def _submit(self, ask: Ask, wait: bool) -> None:
+        ask.answer = self._threads.submit(self._find, dict(self.caches), ask, wait)
 
-    def _find(
-        self,
-        caches: dict[int, dict[int, KVCache]],
-        keys: dict[int, list[bytes]],
-        first: dict[int, int],
-        origin: Origin,
-        computes: bool,
-        wait: bool,
-    ) -> Found:
+    def _find(self, caches: dict[int, dict[int, KVCache]], ask: Ask, wait: bool) -> Found:
         """Lease the chunks that the pool has for all ranks, and fetch blocks from an external tier. An error is a miss.
 
-        computes: see Ask. wait: lease nothing where other engines compute the next chunks.
+        wait: lease nothing where other engines compute the next chunks.
         """
         cache, tokens, failed = _first(caches), 0, False
-        match = JointMatch(cache.session, self._parts(caches, keys, origin), cache.recompute_tokens_per_s, origin.id)
+        match = JointMatch(cache.session, self._parts(caches, ask), cache.recompute_tokens_per_s, ask.origin.id)
         try:
-            with under(origin.headers):
-                tokens = match.ask(computes=computes, wait=wait).fetch_external()
+            with under(ask.origin.headers):
+                tokens = match.ask(computes=ask.computes, wait=wait).fetch_external()
         except Exception:
             log.exception("a look-up failed")
             match.end_intent()
@@ -459,35 +378,35 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
             match.release()
             return Found(match, {}, {}, failed or not match.answered)
         chunks, ready = dict[int, range](), dict[int, range]()
-        for number, at in enumerate(self._places()):
-            index = at.group.group_idx
+        for number, of in enumerate(self._rank_parts()):
+            index = of.group.group_idx
             if index not in chunks:  # the group's other parts have the same chunks
-                start, stop = first[index] + match.first(number), first[index] + tokens // at.group.tokens
-                chunks[index], ready[index] = range(start, stop), range(start, stop + at.group.ahead)
+                start, stop = ask.first[index] + match.first(number), ask.first[index] + tokens // of.group.tokens
+                chunks[index], ready[index] = range(start, stop), range(start, stop + of.group.ahead)
         return Found(match, chunks, ready)
 
-    def _places(self) -> list[Place]:
-        """The places of a match's parts, in order.
+    def _rank_parts(self) -> list[RankPart]:
+        """Every rank's parts, in the order in which a match has them.
 
         The drafter's parts are first. So nobody waits for an engine without this drafter.
         """
         groups = sorted(self._groups, key=lambda group: not group.of_drafter)
         return [
-            Place(rank, group, number)
+            RankPart(rank, group, number)
             for rank, of_rank in enumerate(self._ranks)
             for group in groups
             for number in range(len(of_rank.parts))
         ]
 
-    def _parts(self, caches: dict[int, dict[int, KVCache]], keys: dict[int, list[bytes]], origin: Origin) -> list[Part]:
-        """The parts to ask for, in the order of `_places`."""
+    def _parts(self, caches: dict[int, dict[int, KVCache]], ask: Ask) -> list[Part]:
+        """The parts to ask for, in the order of `_rank_parts`."""
         by_place = {
-            group.place: pool_keys(caches[group.place], keys[group.group_idx], origin) for group in self._groups
+            group.place: pool_keys(caches[group.place], ask.keys[group.group_idx], ask.origin) for group in self._groups
         }
         parts = []
-        for at in self._places():
-            rank, of_place = self._ranks[at.rank], by_place[at.group.place]
-            parts.append(Part(rank.memory, of_place[rank.parts[at.number]], at.group.window, at.group.ahead))
+        for of in self._rank_parts():
+            rank, of_place = self._ranks[of.rank], by_place[of.group.place]
+            parts.append(Part(rank.memory, of_place[rank.parts[of.number]], of.group.window, of.group.ahead))
         return parts
 
     def _wait(self, ask: Ask, pending: int) -> None:
@@ -496,37 +415,16 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
             ask.wait = Wait(pending * self._groups[0].tokens / (self._rate or UNMEASURED), self._patience)
             self._counts[WAITED] += 1
         if ask.wait.is_due():
-            ask.answer = self._submit(ask.keys, ask.first, ask.origin, ask.computes, wait=not ask.wait.is_over)
+            self._submit(ask, wait=not ask.wait.is_over)
 
     def _forget(self, request: str) -> None:
-        ask = self._asks.pop(request, None)
-        if ask is not None and not ask.answer.cancel():
-            ask.answer.add_done_callback(lambda answer: answer.result().match.release())
-
-
-def _end_intent(answer: Future[Found]) -> None:
-    if not answer.cancel():
-        answer.add_done_callback(lambda answer: answer.result().match.end_intent())
+        if ask := self._asks.pop(request, None):
+            ask.release()
 
 
 def _log_failure(done: Future[None]) -> None:
     if not done.cancelled() and (error := done.exception()):
         log.warning("a call in the background failed: %r", error)
-
-
-def _part(at: Place, match: JointMatch, number: int, chunks: range, ask: Ask) -> PartToLoad:
-    """The leased chunks of a part. number: of the part in the match."""
-    first = ask.first[at.group.group_idx]
-    leased = match.leased(number, chunks.start - first, chunks.stop - first) if chunks else []
-    away = any((np.frombuffer(piece.source, LOCATION)["node"] != piece.name.node).any() for piece in leased)
-    return PartToLoad(at.group.place, at.number, away, leased)
-
-
-def _run(chain: Chain, keys: list[bytes]) -> range:
-    """The numbers of consecutive chunks."""
-    first = chain.number(keys[0])
-    assert first is not None
-    return range(first, first + len(keys))
 
 
 def _first(caches: dict[int, dict[int, KVCache]]) -> KVCache:

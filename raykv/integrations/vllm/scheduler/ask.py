@@ -1,0 +1,79 @@
+"""A request's question to the pool, and its answer."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+from vllm.v1.kv_offload.base import get_offload_group_idx
+
+from raykv.client.leases.joint_match import JointMatch
+from raykv.integrations.vllm.chunks.chunks import Origin, PartToLoad
+from raykv.integrations.vllm.identity.groups import Group
+from raykv.integrations.vllm.scheduler.waiting import Wait
+from raykv.protocol.location import LOCATION
+
+
+class Found(NamedTuple):
+    """A request's chunks that the pool has in memory.
+
+    chunks: by group, the numbers of the leased chunks. ready: by group, the numbers of the leased chunks and of the
+    `ahead` chunks after them, which are ready but not leased. failed: the look-up failed, so the pool may have more.
+    """
+
+    match: JointMatch
+    chunks: dict[int, range]
+    ready: dict[int, range]
+    failed: bool = False
+
+
+class RankPart(NamedTuple):
+    """A rank's part of a group's chunks. number: index of the part among the rank's parts."""
+
+    rank: int
+    group: Group
+    number: int
+
+
+@dataclass
+class Ask:
+    """A request's question to the pool. first: by group, the number of the first chunk asked for.
+
+    computes: other engines may wait for the missing chunks. answer: of the last time that the manager asked. wait: set
+    once the request waits for another engine.
+    """
+
+    keys: dict[int, list[bytes]]
+    first: dict[int, int]
+    origin: Origin
+    computes: bool
+    answer: Future[Found] = field(init=False)
+    wait: Wait | None = None
+    loading: bool = False
+    counted: bool = False
+
+    def has(self, key: bytes, number: int | None) -> bool:
+        """Whether the pool has a chunk for the request. number: of the chunk in its group."""
+        group, found = get_offload_group_idx(key), self.answer.result()
+        if number not in found.ready.get(group, ()):
+            return False
+        return self.keys[group][(number or 0) - self.first[group]] == key
+
+    def part_to_load(self, of: RankPart, number: int, chunks: range) -> PartToLoad:
+        """The leased chunks of a part. number: of the part in the match. chunks: numbers of the wanted chunks."""
+        first, match = self.first[of.group.group_idx], self.answer.result().match
+        leased = match.leased(number, chunks.start - first, chunks.stop - first) if chunks else []
+        away = any((np.frombuffer(piece.source, LOCATION)["node"] != piece.name.node).any() for piece in leased)
+        return PartToLoad(of.group.place, of.number, away, leased)
+
+    def release(self) -> None:
+        """Release the leases, now or once the answer is there."""
+        if not self.answer.cancel():
+            self.answer.add_done_callback(lambda answer: answer.result().match.release())
+
+    def end_intent(self) -> None:
+        """Other engines need no longer wait for this request."""
+        if not self.answer.cancel():
+            self.answer.add_done_callback(lambda answer: answer.result().match.end_intent())
