@@ -53,8 +53,8 @@ def engine(folder: Path, shape: Shape, memory: str) -> Any:
     from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
     from vllm.v1.structured_output import StructuredOutputManager
 
-    from raykv.integrations.vllm.connector import _name, kv_transfer_config
-    from raykv.integrations.vllm.worker.ranks import Rank, tell
+    from raykv.integrations.vllm.connector import kv_transfer_config
+    from raykv.integrations.vllm.worker.ranks import Rank, engine_name, tell
 
     # any model works: the scheduler knows only the groups
     LlamaConfig(max_position_embeddings=1 << 18, architectures=["LlamaForCausalLM"]).save_pretrained(folder)
@@ -82,7 +82,7 @@ def engine(folder: Path, shape: Shape, memory: str) -> Any:
     config.cache_config.num_gpu_blocks = caches.num_blocks
     sizes = resolve_kv_cache_block_sizes(caches, config)
     outputs = StructuredOutputManager(config)
-    tell(POOL, _name(config), 0, Rank(memory, (0,), (MIB,) * len(caches.kv_cache_groups)))
+    tell(POOL, engine_name(config), 0, Rank(memory, (0,), (MIB,) * len(caches.kv_cache_groups)))
     scheduler = Scheduler(config, caches, outputs, block_size=sizes[0], hash_block_size=sizes[1], log_stats=False)
     return scheduler, caches.kv_cache_groups
 

@@ -41,7 +41,7 @@ def replace() -> Iterator[None]:
     )
     from vllm.v1.kv_offload.cpu import manager as cpu
 
-    from raykv.integrations.vllm import connector, spec
+    from raykv.integrations.vllm import configuration, connector, spec
     from raykv.integrations.vllm.worker.ranks import Rank
 
     patch = pytest.MonkeyPatch()
@@ -67,10 +67,10 @@ def replace() -> Iterator[None]:
         from tests.v1.kv_connector.unit.offloading_connector import utils
 
         patch.setattr(utils, "MockOffloadingSpec", Spec)
-        patch.setattr(connector, "RayKVOffloadingSpec", Spec)
+        patch.setattr(configuration, "RayKVOffloadingSpec", Spec)
         ranks = [Rank(pool.NODE, (0,), (pool.BLOCK_BYTES,) * GROUPS)]
         patch.setattr(connector, "told", lambda *_: ranks)  # ranks would tell through Ray, which does not run
-        patch.setattr(connector, "CHUNK_BYTES", 1)  # by default a chunk is a block
+        patch.setattr(configuration, "CHUNK_BYTES", 1)  # by default a chunk is a block
         patch.setattr(cpu, "CPUOffloadingManager", lambda **_: manager.Storing(opened, arguments(), True))
         yield
         patch.undo()

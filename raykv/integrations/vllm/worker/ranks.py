@@ -98,8 +98,13 @@ def check_heads(kv_caches: Mapping[str, torch.Tensor], heads: int) -> None:
             )
 
 
+def engine_name(vllm_config: Any) -> str:
+    """A name of one start of an engine. The engine_id is not enough: several engines may have the same."""
+    return f"{vllm_config.kv_transfer_config.engine_id}-{vllm_config.instance_id}"
+
+
 def tell(pool: str, engine: str, number: int, rank: Rank) -> None:
-    """A worker tells the scheduler's side about its rank. engine: a name of this start of the engine.
+    """A worker tells the scheduler's side about its rank. engine: see `engine_name`. number: of the rank.
 
     vLLM's handshake would not do: inside its MultiConnector the handshake is the first connector's.
     """
