@@ -30,8 +30,9 @@ from raykv.integrations.vllm.identity.groups import Group, Layers
 from raykv.integrations.vllm.scheduler.counters import FAILED, HITS
 from raykv.integrations.vllm.scheduler.manager import RayKVManager
 from raykv.integrations.vllm.supported import check
+from raykv.integrations.vllm.worker.pages import Pages
 from raykv.integrations.vllm.worker.ranks import Rank
-from raykv.integrations.vllm.worker.worker import Pages, RayKVWorker
+from raykv.integrations.vllm.worker.worker import RayKVWorker
 
 pytestmark = pytest.mark.timeout(600)
 CHUNK = 128  # tokens: 8 KiB each

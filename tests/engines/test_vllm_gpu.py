@@ -21,7 +21,8 @@ from raykv.arena.gpu import cuda
 from raykv.arena.gpu import device as devices
 from raykv.client.leases.joint_match import JointMatch, Part
 from raykv.integrations.vllm.chunks.chunks import ChunksOfLayers, ChunksToLoad, ChunksToStore, Origin, PartToLoad
-from raykv.integrations.vllm.worker.worker import RayKVWorker, pages_of
+from raykv.integrations.vllm.worker.pages import pages_of
+from raykv.integrations.vllm.worker.worker import RayKVWorker
 
 ON_HOST = str(Path(__file__).parents[1] / "helpers" / "arena" / "cupy_on_host")
 LAYERS, PAGES, PAGE, PER_CHUNK = 3, 32, 8 << 10, 4

@@ -23,7 +23,8 @@ from vllm.v1.kv_offload.base import GPULoadStoreSpec
 from raykv.arena.buffers import rows_of
 from raykv.integrations.vllm.chunks.chunks import ChunksOfLayers, ChunksToStore
 from raykv.integrations.vllm.identity.groups import Layers
-from raykv.integrations.vllm.worker.worker import Pages, RayKVWorker
+from raykv.integrations.vllm.worker.pages import Pages
+from raykv.integrations.vllm.worker.worker import RayKVWorker
 
 pytestmark = pytest.mark.timeout(600)
 BLOCK, CHUNK = 32, 128  # tokens

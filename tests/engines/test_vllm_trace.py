@@ -22,8 +22,9 @@ from vllm.v1.kv_offload.base import GPULoadStoreSpec, LookupResult, ReqContext, 
 
 from raykv.integrations.vllm.identity.groups import Group, Layers
 from raykv.integrations.vllm.scheduler.manager import RayKVManager
+from raykv.integrations.vllm.worker.pages import Pages
 from raykv.integrations.vllm.worker.ranks import Rank
-from raykv.integrations.vllm.worker.worker import Pages, RayKVWorker
+from raykv.integrations.vllm.worker.worker import RayKVWorker
 
 CHUNK, CHUNKS = 4096, 4
 HASHES = [bytes([i]) * 32 for i in range(CHUNKS + 2)]

@@ -6,11 +6,12 @@ from vllm.v1.kv_offload.base import OffloadingSpec
 
 from raykv.integrations.node import attach
 from raykv.integrations.vllm.chunks.contents import DIGEST_BYTES
-from raykv.integrations.vllm.identity.groups import numbers_of, pool_part
+from raykv.integrations.vllm.identity.groups import first_parts
 from raykv.integrations.vllm.scheduler.answers import Answers
 from raykv.integrations.vllm.scheduler.counters import COUNTERS
 from raykv.integrations.vllm.scheduler.manager import RayKVManager
-from raykv.integrations.vllm.worker.worker import RayKVWorker, pages_of
+from raykv.integrations.vllm.worker.pages import pages_of
+from raykv.integrations.vllm.worker.worker import RayKVWorker
 
 
 class RayKVOffloadingSpec(OffloadingSpec):  # type: ignore[misc]
@@ -50,17 +51,18 @@ class RayKVOffloadingSpec(OffloadingSpec):  # type: ignore[misc]
             parts, stores = self.extra_config["parts"], self.extra_config["stores"][rank]
             pages = pages_of(kv_caches, self.extra_config["drafts"])
             verifies = self.extra_config["verify_tokens"]
+            firsts = first_parts((of.layers.of_drafter for of in pages), parts)
             caches = [
                 {
                     part: pool.cache(
                         **(self._drafter if of.layers.of_drafter else self._arguments),
                         block_tokens=self.tokens_per_block[of.layers.group] * self.blocks_per_chunk,
                         block_bytes=of.rows.bytes * self.blocks_per_chunk // len(parts[rank]) + verifies * DIGEST_BYTES,
-                        part=pool_part(number, part, parts),
+                        part=first + part,
                     )
                     for part in parts[rank]
                 }
-                for of, number in zip(pages, numbers_of(of.layers.of_drafter for of in pages), strict=True)
+                for of, first in zip(pages, firsts, strict=True)
             ]
             self._worker = RayKVWorker(
                 pool,

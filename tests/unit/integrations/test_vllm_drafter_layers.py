@@ -20,10 +20,10 @@ from raykv.integrations.vllm.chunks.chain import Chain
 from raykv.integrations.vllm.chunks.chunks import Origin
 from raykv.integrations.vllm.configuration import block_bytes
 from raykv.integrations.vllm.identity.drafters import draft_layers, target_layers
-from raykv.integrations.vllm.identity.groups import Group, Layers, groups_of, numbers_of
+from raykv.integrations.vllm.identity.groups import Group, Layers, first_parts, groups_of
 from raykv.integrations.vllm.scheduler.waiting import PATIENCE
+from raykv.integrations.vllm.worker.pages import pages_of
 from raykv.integrations.vllm.worker.ranks import Rank
-from raykv.integrations.vllm.worker.worker import pages_of
 
 BLOCKS, PAGE = 3, 64
 
@@ -117,7 +117,7 @@ def test_the_targets_places_have_the_same_numbers_with_a_drafters_between() -> N
         drafting.set_ranks([Rank(NODE, (0,), (BLOCK_BYTES,) * 3)], groups)
         roots = [[of.caches[place][0].id_for(None) for place in sorted(of.caches)] for of in (plain, drafting)]
     assert roots[0] == roots[1][::2] and len(set(roots[1])) == 3
-    assert numbers_of([False, True, False, True, True]) == [0, 0, 1, 1, 2]
+    assert first_parts([False, True, False, True, True], [(0,)]) == [0, 0, 1, 1, 2]
 
 
 def test_engines_wait_for_engines_with_the_same_drafter() -> None:

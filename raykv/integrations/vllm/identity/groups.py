@@ -51,23 +51,16 @@ class Group(NamedTuple):
     of_drafter: bool = False
 
 
-def pool_part(number: int, part: int, ranks: Iterable[Sequence[int]]) -> int:
-    """The argument `part` of `KVPool.cache` for a part of a group's chunks. ranks: by rank, its parts of a chunk.
+def first_parts(drafters: Iterable[bool], ranks: Iterable[Sequence[int]]) -> list[int]:
+    """For each place, the argument `part` of `KVPool.cache` for part 0 of its chunks. For part n it is n more.
 
-    number: see `numbers_of`.
+    drafters: for each place, whether it is a drafter's. ranks: by rank, its parts of a chunk. The target's places and
+    the drafter's places are counted apart, as vLLM may put a drafter's group between the target's groups. So the
+    target's places have the same arguments without a drafter.
     """
-    return number * (1 + max(map(max, ranks))) + part
-
-
-def numbers_of(drafters: Iterable[bool]) -> list[int]:
-    """For each place, its number among the target's places, or among the drafter's places.
-
-    drafters: for each place, whether it is a drafter's. vLLM may put a drafter's group between the target's groups.
-    The target's numbers are the same without a drafter.
-    """
-    counts, found = Counter[bool](), []
+    parts, counts, found = 1 + max(map(max, ranks)), Counter[bool](), []
     for of_drafter in drafters:
-        found.append(counts[of_drafter])
+        found.append(counts[of_drafter] * parts)
         counts[of_drafter] += 1
     return found
 

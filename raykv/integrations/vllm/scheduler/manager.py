@@ -28,7 +28,7 @@ from raykv.integrations.vllm.chunks.chain import Chain
 from raykv.integrations.vllm.chunks.chunks import ChunksOfLayers, ChunksToLoad, ChunksToStore, PartToLoad
 from raykv.integrations.vllm.chunks.hints import Sessions
 from raykv.integrations.vllm.events.kv_events import KVEvents, Prompt
-from raykv.integrations.vllm.identity.groups import Group, numbers_of, pool_part
+from raykv.integrations.vllm.identity.groups import Group, first_parts
 from raykv.integrations.vllm.identity.weights import Weights
 from raykv.integrations.vllm.scheduler.answers import Answers
 from raykv.integrations.vllm.scheduler.ask import Ask, Found, RankPart
@@ -316,15 +316,15 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
     def _make_caches(self) -> dict[int, dict[int, KVCache]]:
         if not self._ranks:
             return {}
-        ranks, places = [rank.parts for rank in self._ranks], sorted(self._groups, key=lambda group: group.place)
-        numbers = dict(zip(places, numbers_of(group.of_drafter for group in places), strict=True))
+        places = sorted(self._groups, key=lambda group: group.place)
+        firsts = first_parts((group.of_drafter for group in places), [rank.parts for rank in self._ranks])
         return {
             group.place: {
                 part: self._pool.cache(
                     **self._arguments_of(group),
                     block_tokens=group.tokens,
                     block_bytes=rank.part_bytes[group.place],
-                    part=pool_part(numbers[group], part, ranks),
+                    part=firsts[group.place] + part,
                 )
                 for rank in self._ranks
                 for part in rank.parts

@@ -12,9 +12,8 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 from vllm.v1.kv_offload.base import OffloadingWorker, TransferResult
 
-from raykv.arena.buffers import Rows, rows_of
+from raykv.arena.buffers import Rows
 from raykv.arena.gpu import cuda
 from raykv.client.cache import KVCache
 from raykv.client.leases.hits import found_tokens
@@ -34,8 +33,8 @@ from raykv.cluster import internal_kv
 from raykv.integrations.vllm.chunks.chunks import ChunksToLoad, ChunksToStore, Origin, PartToLoad
 from raykv.integrations.vllm.chunks.contents import DIGEST_BYTES, mixed
 from raykv.integrations.vllm.identity.adapters import Adapter
-from raykv.integrations.vllm.identity.groups import Layers
 from raykv.integrations.vllm.worker.loads import LoadedAdapters
+from raykv.integrations.vllm.worker.pages import Pages
 from raykv.integrations.vllm.worker.ranks import Rank
 from raykv.keys import Keys
 from raykv.metrics.span import under
@@ -65,13 +64,6 @@ class Job:
     weights: bytes = b""
 
 
-class Pages(NamedTuple):
-    """The engine's blocks as rows: row i has the pages of block i in these layers."""
-
-    layers: Layers
-    rows: Rows
-
-
 class Run(NamedTuple):
     """The engine's blocks of one place in a job. skipped: how many blocks of the first chunk come before the run."""
 
@@ -99,33 +91,6 @@ class Offer(NamedTuple):
     digests: torch.Tensor | None
 
 
-def pages_of(kv_caches: Any, drafts: Sequence[Sequence[bool]] = ()) -> list[Pages]:
-    """The pages of an engine by place: first the pages of each group, then further pages of a drafter's layers.
-
-    A group has further pages if it has layers of the target and of a drafter. kv_caches: vLLM's canonical KV caches.
-    Groups may share memory. drafts: by group, whether each layer is a drafter's; if empty, no layer is. ImportError for
-    GPU memory without CuPy.
-    """
-    tensors = [piece.tensor.view(torch.uint8) for piece in kv_caches.tensors]
-    first, beside = list[Pages](), list[Pages]()
-    for group, refs in enumerate(kv_caches.group_data_refs):
-        pages = [tensors[ref.tensor_idx][:, : ref.page_size_bytes] for ref in refs]
-        of_layers = drafts[group] if drafts else [False]
-        if len(pages) % len(of_layers):  # vLLM has packed all layers into one page
-            of_layers = [any(of_layers)]
-        each = len(pages) // len(of_layers)
-        marked = list(zip(pages, np.repeat(of_layers, each).tolist(), strict=True))
-        targets, drafters = ([page for page, mark in marked if mark == draft] for draft in (False, True))
-        first.append(_pages(Layers(group, not targets), targets or drafters))
-        if targets and drafters:
-            beside.append(_pages(Layers(group, True), drafters))
-    return first + beside
-
-
-def _pages(layers: Layers, pages: list[torch.Tensor]) -> Pages:
-    return Pages(layers, replace(rows_of(pages), after=()))  # each job has its own events
-
-
 class RayKVWorker(OffloadingWorker):  # type: ignore[misc]
     """Loads and stores chunks in its own threads. Reports every job as a success; `take_failed` names failed loads.
 
@@ -148,8 +113,8 @@ class RayKVWorker(OffloadingWorker):  # type: ignore[misc]
         parts of a chunk. The parts are equal pieces of every page, in order.
 
         stores: this rank stores its parts; else another rank stores the same bytes. verifies: each chunk ends with a
-        digest of its content (see `contents`). produces: the engine is a `kv_producer`. Other engines
-        wait for its chunks, so a store waits for slots up to the pool's deadline.
+        digest of its content (see `contents`). produces: the engine is a `kv_producer`. Other engines wait for its
+        chunks, so a store waits for slots up to the pool's deadline.
         """
         self._pool, self._caches, self._number, self._per_chunk = pool, caches, rank, blocks_per_chunk
         self._layers, self._pages = [of.layers for of in pages], [of.rows for of in pages]
@@ -157,9 +122,7 @@ class RayKVWorker(OffloadingWorker):  # type: ignore[misc]
         self._verifies, self._other_tokens = verifies, 0
         self._grace_s = pool.session.directory.deadline if produces else GRACE_S
         self.adapters: LoadedAdapters | None = None
-        self._ordinal = (
-            cuda.ordinal_at(int(self._pages[0].addresses[0, 0])) if self._device else -1
-        )  # number of the GPU
+        self._gpu = cuda.ordinal_at(int(self._pages[0].addresses[0, 0])) if self._device else -1  # its number
         sizes = tuple(next(iter(parts.values())).block_bytes for parts in caches)
         self.rank = Rank(pool.session.memory_name, tuple(caches[0]), sizes, tuple(self._layers))
         self._spare = _spare(self._pages)
@@ -428,7 +391,7 @@ class RayKVWorker(OffloadingWorker):  # type: ignore[misc]
         if self._device is None:
             return ()
         tensors: Any = self._pages[0].memory
-        return cuda.events_after(self._ordinal, {cuda.stream_of(tensors[0])})
+        return cuda.events_after(self._gpu, {cuda.stream_of(tensors[0])})
 
     def _begin(self, job: Job) -> bool:
         """Set a store to "copying", unless vLLM has taken its blocks back. Returns whether it may copy."""
