@@ -99,7 +99,8 @@ class PrefixRouter(PowerOfTwoChoicesRequestRouter):  # type: ignore[misc]
         if len({replica.node_id for replica in able}) < 2:
             return by_chance
         shares = await self._shares(pending_request)
-        return ranked(able, shares, self._queue_lengths(able)) or by_chance
+        queues = [self.replica_queue_len_cache.get(replica.replica_id) or 0 for replica in able]  # no recent news: idle
+        return ranked(able, shares, queues) or by_chance
 
     async def _shares(self, request: PendingRequest) -> dict[str, float]:
         """By node id, the share of the prompt that is there, from 0 to 1."""
@@ -121,10 +122,6 @@ class PrefixRouter(PowerOfTwoChoicesRequestRouter):  # type: ignore[misc]
         asked = np.ascontiguousarray(prompt[every - 1 :: every])  # parents outlive children: blocks between are there
         blocks = await self.lookup.locate_prefix(asked)
         return {node: count / len(asked) for node, count in blocks.items()}
-
-    def _queue_lengths(self, replicas: list[RunningReplica]) -> list[int]:
-        """The last known queue lengths; a replica without recent news counts as idle."""
-        return [self.replica_queue_len_cache.get(replica.replica_id) or 0 for replica in replicas]
 
     def _get_pending_request_matching_metadata(self, request_metadata: Any = None) -> PendingRequest | None:
         """The request that a replica was chosen for. Serve would give the replica to the request that waits longest."""

@@ -3,11 +3,12 @@
 SGLang's page hashes cover adapter and `cache_salt`. `pages` adds the form of a page.
 """
 
-import hashlib
 from typing import Any
 
 from sglang.srt.runtime_context import get_server_args
 from sglang.version import __version__
+
+from raykv.integrations.digests import digest
 
 RANK_SHARDED = ("mamba", "draft", "draft_swa")  # host pools that differ by rank even if all ranks have the same KV
 # SGLang's server arguments that change KV or its layout
@@ -42,4 +43,4 @@ def _options() -> str:
     """A digest of OPTIONS. An option that this SGLang lacks counts as None."""
     arguments = get_server_args()
     found = [(name, str(getattr(arguments, name, None))) for name in OPTIONS]
-    return f"{__version__}/{hashlib.sha256(repr(found).encode()).hexdigest()[:16]}"
+    return f"{__version__}/{digest(repr(found))}"

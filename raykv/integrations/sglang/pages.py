@@ -13,7 +13,17 @@ from raykv.client.pool import KVPool
 from raykv.keys import Keys
 
 
-class HostPages:
+class Pages:
+    """SGLang's pages as blocks of `cache`."""
+
+    cache: KVCache
+
+    def keys(self, hashes: Sequence[str]) -> Keys:
+        """SGLang's page hashes as keys. A page hash stands for all pages before it too."""
+        return self.cache.rekey([name.encode() for name in hashes])
+
+
+class HostPages(Pages):
     """Pages of a host pool. A block holds all pieces that a page has in the host pool's buffers."""
 
     def __init__(self, pool: KVPool, host: Any, name: str, caches: dict[str, Any]) -> None:
@@ -31,10 +41,6 @@ class HostPages:
             layout=f"sglang/{name}/{_form(host)}/{len(addresses)}",
         )
 
-    def keys(self, hashes: Sequence[str]) -> Keys:
-        """SGLang's page hashes as keys. A page hash stands for all pages before it too."""
-        return _keys(self.cache, hashes)
-
     def rows(self, indices: torch.Tensor, pages: int) -> Rows:
         """Where pages are. indices: of all their tokens in the host pool, page by page. ValueError if some are bad."""
         if indices.numel() != pages * self._page_size:
@@ -49,7 +55,7 @@ class HostPages:
         return Rows(at, self._lengths, self._host, writable=True)
 
 
-class FlatPages:
+class FlatPages(Pages):
     """Pages as tensors. SGLang itself copies them out of and into its host pool (without `interface_v1`)."""
 
     def __init__(self, pool: KVPool, host: Any, caches: dict[str, Any]) -> None:
@@ -61,10 +67,6 @@ class FlatPages:
             layout=f"sglang/flat/{_form(host)}",
         )
 
-    def keys(self, hashes: Sequence[str]) -> Keys:
-        """Like HostPages.keys."""
-        return _keys(self.cache, hashes)
-
     def rows(self, tensors: Sequence[torch.Tensor]) -> Rows:
         """Where pages are. ValueError unless each tensor is contiguous host memory of a block's size."""
         for tensor in tensors:
@@ -75,10 +77,6 @@ class FlatPages:
                 )
         at = np.array([tensor.data_ptr() for tensor in tensors], np.int64).reshape(-1, 1)
         return Rows(at, np.array([self.cache.block_bytes], np.int64), list(tensors), writable=True)
-
-
-def _keys(cache: KVCache, hashes: Sequence[str]) -> Keys:
-    return cache.rekey([name.encode() for name in hashes])
 
 
 def _form(host: Any) -> str:

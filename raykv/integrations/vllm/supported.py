@@ -24,9 +24,9 @@ def check(version: str, vllm_config: Any, kv_cache_config: Any) -> None:
             f"can't share by it: set prefix_caching_hash_algo to 'sha256', or 'sha256_cbor' across Python versions"
         )
     parallel = vllm_config.parallel_config
-    for name, most in (("prefill_context_parallel_size", 1), ("nnodes", 1)):
-        if getattr(parallel, name) > most:
-            raise ValueError(f"{name}={getattr(parallel, name)} is not supported by raykv: set it to {most}, {WITHOUT}")
+    for name in ("prefill_context_parallel_size", "nnodes"):
+        if getattr(parallel, name) > 1:
+            raise ValueError(f"{name}={getattr(parallel, name)} is not supported by raykv: set it to 1, {WITHOUT}")
     if has_drafter(vllm_config):
         _check_drafter(vllm_config)
     strides = parallel.decode_context_parallel_size

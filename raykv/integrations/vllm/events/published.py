@@ -102,15 +102,17 @@ class Published:
         changes: list[Change] = []
         for chunk, there in zip(chunks, found, strict=True):
             if chunk in self._offered:
-                changes += self._appeared(chunk, step, now) if there else self._awaited(chunk, now)
+                if there:
+                    changes += self._appeared(chunk, step, now)
+                elif now >= self._offered[chunk][1] + OFFERED_S:  # the pool refused the chunk
+                    del self._offered[chunk]
             elif there:
                 self._absent.pop(chunk, None)
-            elif chunk in self._told and now >= self._settled and self._is_gone(chunk, now):
-                changes.append(self._remove(chunk))
+            elif chunk in self._told and now >= self._settled:
+                since = self._absent.setdefault(chunk, now)
+                if now >= since + ABSENT_S:
+                    changes.append(self._remove(chunk))
         return changes
-
-    def _is_gone(self, chunk: bytes, now: float) -> bool:
-        return now >= self._absent.setdefault(chunk, now) + ABSENT_S
 
     def _appeared(self, chunk: bytes, step: int, now: float) -> list[Change]:
         event, _ = self._offered.pop(chunk)
@@ -125,11 +127,6 @@ class Published:
         del self._in_turn[chunk]
         self._absent.pop(chunk, None)
         return _removed(self._told.pop(chunk))
-
-    def _awaited(self, chunk: bytes, now: float) -> list[Change]:
-        if now >= self._offered[chunk][1] + OFFERED_S:  # the pool refused the chunk
-            del self._offered[chunk]
-        return []
 
     def withdrawn(self, limit: int) -> list[Change]:
         """At most `limit` changes for withdrawn chunks."""

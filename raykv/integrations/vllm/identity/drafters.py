@@ -11,7 +11,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from raykv.integrations.vllm.identity.digests import config_digest, digest
+from raykv.integrations.digests import config_digest, digest
 
 WITHOUT_KV = ("ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator")  # methods that keep no KV of a prompt
 # parts of the layer names of drafters that number their layers from 0. Others number on from the target's layers

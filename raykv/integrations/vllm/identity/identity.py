@@ -13,7 +13,7 @@ import torch
 import vllm
 from vllm.platforms import current_platform
 
-from raykv.integrations.vllm.identity.digests import config_digest, digest
+from raykv.integrations.digests import config_digest, digest
 from raykv.integrations.vllm.identity.drafters import target_layers
 from raykv.integrations.vllm.identity.groups import names
 

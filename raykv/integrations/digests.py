@@ -15,4 +15,5 @@ def config_digest(hf_config: Any) -> str:
 
 
 def digest(text: str) -> str:
+    """16 characters that stand for a text."""
     return hashlib.sha256(text.encode()).hexdigest()[:16]
