@@ -30,10 +30,10 @@ def attach(pool: str, gpu: str | None = None) -> pools.KVPool:
 
 @contextmanager
 def _own_random() -> Iterator[None]:
-    """Inside, random numbers differ in every process. Ray names its subscriptions by them, but engines seed all ranks
-    alike.
+    """Inside, random numbers differ in every process, although engines seed all ranks alike.
 
-    Drivers with the same name would take each other's long polls, a thousand a second.
+    Ray names its subscriptions by random numbers. Drivers with the same name would take each other's long polls, a
+    thousand a second.
     """
     state = random.getstate()
     random.seed()

@@ -114,7 +114,7 @@ class PrefixRouter(PowerOfTwoChoicesRequestRouter):  # type: ignore[misc]
         except Exception as error:  # if a router raised, the request would wait for good
             if not self._warned:
                 self._warned = True
-                log.warning("requests are routed without a look at the pool, since one's keys failed: %r", error)
+                log.warning("requests are routed without a look at the pool, since a request's keys failed: %r", error)
             return {}
         if not len(prompt):
             return {}

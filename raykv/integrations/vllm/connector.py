@@ -74,7 +74,7 @@ def kv_transfer_config(pool: str = "default", role: str = "kv_both") -> dict[str
 
 
 class RayKVConnector(Connector):  # type: ignore[misc]
-    """vLLM's offloading connector on a raykv pool. A block that can't be loaded is computed."""
+    """vLLM's offloading connector on a raykv pool. The engine computes a block that can't be loaded."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         """ValueError for a version, hash, parallel shape or KV layout of vLLM that raykv does not support."""
@@ -232,8 +232,8 @@ class RayKVConnector(Connector):  # type: ignore[misc]
     def _go_on(self, status: Any, computed: int) -> None:
         """A session's prompt has grown. vLLM names all of its blocks again, and keeps the chunks computed before.
 
-        computed: number of tokens that vLLM keeps. It drops the last token of the last answer, which may have been
-        hashed.
+        computed: number of tokens that vLLM keeps. vLLM drops the last token of the last answer, which may already be
+        part of a hashed block.
         """
         config, context = self.connector_scheduler.config, status.req_context
         for group, state in zip(config.kv_group_configs, status.group_states, strict=True):
@@ -259,7 +259,7 @@ class RayKVConnector(Connector):  # type: ignore[misc]
             self._name_adapters()
 
     def _forget_weights(self, name: str) -> None:
-        """An adapter has other weights. Requests that used the old ones stop sharing. vLLM's cache is emptied."""
+        """An adapter has other weights. Requests that used the old weights stop sharing. vLLM's cache is emptied."""
         statuses = self.connector_scheduler._req_status.values()
         begun = [it for it in statuses if it.req.lora_request and it.req.lora_request.lora_name == name]
         for status in begun:
@@ -352,7 +352,7 @@ class RayKVConnector(Connector):  # type: ignore[misc]
 
     def get_finished(self, finished_req_ids: set[str]) -> Any:
         worker = self.connector_worker.worker
-        # the scheduler's metadata say it: vLLM's second model runner has left its forward context by now
+        # the scheduler's metadata say whether a step computes: vLLM's second model runner has left its forward context
         worker.computes() if self._connector_metadata.computes else worker.pause()
         return super().get_finished(finished_req_ids)
 

@@ -76,7 +76,7 @@ class Chain:
             return None
         return self.tail
 
-    def since(self, group: int, first: int, tokens: int, ahead: int = 0) -> list[bytes]:
+    def since(self, group: int, first: int, tokens: int, ahead: int) -> list[bytes]:
         """A group's chunks from number `first` on, up to `most`; then the tail if it follows.
 
         tokens: of a chunk. ahead: how many chunks beyond `most`.

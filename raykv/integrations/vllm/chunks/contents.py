@@ -1,8 +1,9 @@
-"""What the blocks of an engine hold, and what a request's chunks must hold. `verify_tokens` has both compared.
+"""Digests of the content of an engine's blocks, and of the content that a request's keys promise: for `verify_tokens`.
 
-Keys say what a chunk should be. This module follows each step of vLLM's scheduler and records what was computed into
-which block. Each stored chunk gets a digest of that content. A reader compares this digest with the digest of its own
-tokens. If a bug stores a chunk under the key of another chunk, the digests differ, and the chunk is a miss.
+A key says which tokens a chunk should hold. This module follows each step of vLLM's scheduler, and records what was
+computed into which block. Each stored chunk gets a digest of that content. A reader compares this digest with the
+digest of its own tokens. If a bug stores a chunk under the key of another chunk, the digests differ, and the chunk is a
+miss.
 """
 
 from __future__ import annotations

@@ -1,18 +1,18 @@
-"""Whether later prompts go on after an engine's answers. They never do where a chat template drops reasoning."""
+"""Whether later prompts contain an engine's answers. Where a chat template drops reasoning, they never do."""
 
 from collections import OrderedDict, deque
 from itertools import pairwise
 
-SAMPLE = 64  # prompts in a row that went on otherwise, after which answers are not stored
+SAMPLE = 64  # after so many prompts in a row without the earlier answer, answers are not stored
 MOST = 4096  # answers that are remembered
 
 
 class Answers:
-    """Learns it from the chunks of finished requests, whether or not answers are stored."""
+    """Learns from the chunks of finished requests whether later prompts contain answers, even if none are stored."""
 
     def __init__(self) -> None:
         self._answers: OrderedDict[bytes, bytes] = OrderedDict()  # by a prompt's last chunk, the chunk after it
-        self._went_on: deque[bool] = deque(maxlen=SAMPLE)  # whether a prompt had the answer to its beginning
+        self._went_on: deque[bool] = deque(maxlen=SAMPLE)  # whether an earlier prompt's answer came next
 
     def learn(self, keys: list[bytes], prompt: int) -> None:
         """A request is finished. keys: of its full chunks. prompt: the number of chunks that its prompt fills."""
@@ -26,5 +26,5 @@ class Answers:
 
     @property
     def are_dropped(self) -> bool:
-        """Whether each of the last SAMPLE prompts that began as an earlier prompt went on without its answer."""
+        """Whether the last SAMPLE prompts that began as an earlier prompt all went on without the earlier answer."""
         return len(self._went_on) == SAMPLE and not any(self._went_on)

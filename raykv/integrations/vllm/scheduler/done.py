@@ -1,4 +1,4 @@
-"""Tells the pool which chunks a session is done with, in a thread, once nobody stores them any more."""
+"""Tells the pool which chunks a session is done with. A thread does so once workers had time to store them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from raykv.keys import Keys
 log = logging.getLogger("raykv")
 
 PAUSE_S = 0.5  # before each call: workers may still store a finished request's chunks, and hold them meanwhile
-CALLS = 5  # for the same keys, at most; another follows if the last call reached fewer copies than keys
+CALLS = 5  # for the same keys, at most: a call is repeated if it reached fewer copies than keys
 
 
 class _Told(NamedTuple):

@@ -149,7 +149,7 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
         self._publish(keys, req_context)
 
     def prepare_store(self, keys: Collection[bytes], req_context: Any) -> PrepareStoreOutput:
-        """Give all keys to the workers, which skip stored chunks: asking here would hold up the loop."""
+        """Give all keys to the workers, which skip stored chunks. To ask the pool here would hold up the scheduler."""
         chain: Chain = req_context.get_state(Chain)
         wanted = self.caches and chain.resets == self.resets and chain.is_named
         keys = [key for key in keys if chain.number(key) is not None] if wanted else []
@@ -189,7 +189,7 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
 
     def _publish(self, keys: Collection[bytes], req_context: Any) -> None:
         """Have routers told of chunks that were stored or loaded, once the pool has them."""
-        if self.events is not None:  # only layers that read all chunks: routers count those
+        if self.events is not None:  # only the first group's chunks: routers count no others
             chain, group = req_context.get_state(Chain), self._groups[0].group_idx
             keys = [key for key in by_group(keys).get(group, []) if not chain.is_tail(key)]
             names = [make_offload_key(get_offload_block_hash(key) + chain.origin.weights, group) for key in keys]
@@ -242,11 +242,11 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
             self._computing.pop(request).ask.end_intent()
 
     def release_unused(self, request: str) -> None:
-        """The request has its blocks, or is done. Release its leases unless it loads them."""
+        """The request has its blocks, or is done. Release its leases unless it loads the leased chunks."""
         ask = self._asks.get(request)
         if ask is None or ask.loading:
             return
-        if not ask.counted:  # another request of this engine computes them; other engines wait by this request's intent
+        if not ask.counted:  # another request here computes the chunks; other engines wait by this request's intent
             missed = set(ask.keys[self._groups[0].group_idx])
             self._computing[request] = Computing(time.monotonic(), ask, missed, measured=True)
         self._forget(request)
@@ -305,7 +305,7 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
 
     @property
     def first_cache(self) -> KVCache | None:
-        """The cache of the first group's first part. It reads all chunks if any group does. None: no ranks yet."""
+        """The cache of the first group's first part; None without ranks. The group reads all chunks if any does."""
         return _first(self.caches) if self.caches else None
 
     @property
@@ -344,7 +344,7 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
         Where all groups have windows, ask for all chunks: vLLM looks up the last chunk first, then earlier chunks.
         """
         tokens = self._chunk_tokens
-        ahead = max(group.ahead for group in self._groups)  # one for all: equally long chunks must be equally many
+        ahead = max(group.ahead for group in self._groups)  # the same for all: equally long chunks must be equally many
         start = 0 if self._groups[0].window else number * tokens[group]
         step = lcm(*tokens.values())
         begin = {index: start // step * step // of_chunk for index, of_chunk in tokens.items()}

@@ -46,9 +46,10 @@ class Loads:
         self._mutex = threading.Lock()
 
     def note(self, adapter: int, name: str, files: Files, before: bytes | None) -> None:
-        """vLLM has loaded an adapter. files, before: its files and their digest just before. Neither may have changed.
+        """vLLM has loaded an adapter. files, before: the adapter's files just before the load, and their digest.
 
-        Files that were written just now are hashed again in a thread: hundreds of MB would hold up the engine's step.
+        The digest names the loaded weights only if the files did not change meanwhile. A thread hashes files again that
+        were written just now: hundreds of MB would hold up the engine's step.
         """
         agree = bool(before) and files.at_rest and files_of(files.path) == files
         load = self._begin(adapter, name, before or b"", agree)

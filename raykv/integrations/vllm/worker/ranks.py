@@ -27,7 +27,7 @@ class Rank(NamedTuple):
 
     memory: the directory's name of the memory that the worker reads and writes. parts: its parts of a chunk.
     part_bytes: of one part, by place. layers: by place; if empty, those of vLLM's groups. cut: name of the worker's
-    Cut; "": the scheduler's. They may differ, as vLLM changes the interleave in some workers' configuration.
+    Cut; "": the scheduler's. Cuts may differ, as vLLM changes the interleave in some workers' configuration.
     """
 
     memory: str

@@ -162,7 +162,7 @@ class RayKVWorker(OffloadingWorker):  # type: ignore[misc]
         return True
 
     def _has(self, adapter: Adapter | None) -> bool:
-        """Whether the adapter still has the weights in a request's keys."""
+        """Whether the adapter still has the weights that a request's keys name."""
         return self.adapters is None or self.adapters.has(adapter)
 
     def _weights_of(self, adapter: Adapter | None) -> bytes:
@@ -222,7 +222,7 @@ class RayKVWorker(OffloadingWorker):  # type: ignore[misc]
                 while offers:
                     size += self._copy(offers[0], job)
                     offers.pop(0)
-        except Exception:  # the engine goes on: its blocks are not in the pool, that is all
+        except Exception:  # the engine goes on: only the pool lacks its blocks
             log.exception("pool %s: a store failed", self._pool.name)
         for offer in offers:
             offer.reservation.release()
