@@ -121,7 +121,7 @@ class RayKVConnector(Connector):  # type: ignore[misc]
         """Ignored: inside MultiConnector the metadata are another connector's."""
 
     def _place_ranks(self) -> None:
-        """Read what the workers told: all have their memory by now. RuntimeError if a worker has not told."""
+        """Read where the workers run: all have their memory by now. RuntimeError if a worker has not told."""
         scheduler, extra = self.connector_scheduler, self._kv_transfer_config.kv_connector_extra_config
         count = self._vllm_config.parallel_config.world_size
         ranks = told(extra.get("pool", "default"), engine_name(self._vllm_config), count)

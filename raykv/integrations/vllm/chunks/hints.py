@@ -51,7 +51,7 @@ def _warn(session: str, done: str) -> None:
 
 
 class Sessions:
-    """For each session, the token from which on chunks are its own: its first request here did not find them."""
+    """The first own token of each session: its first request here did not find the chunks from this token on."""
 
     def __init__(self) -> None:
         self._starts: dict[tuple[str, str | None], int] = {}

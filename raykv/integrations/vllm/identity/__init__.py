@@ -1,1 +1,1 @@
-"""What names an engine's KV: model, adapters, weights, and groups of layers."""
+"""The names of an engine's KV: of its model, adapters, weights, and groups of layers."""

@@ -1,4 +1,4 @@
-"""Which weights a LoRA adapter has. vLLM hashes only its name and path (0.29: its name). Other weights may share these.
+"""Which weights a LoRA adapter has. vLLM hashes only its name and path (0.29: its name), and weights may change.
 
 ray.serve.llm keeps every adapter under a path made of its name, whatever its bucket and however often it was trained
 again. vLLM can also load an adapter again in place. So the workers tell which weights they loaded, and the scheduler's

@@ -1,1 +1,1 @@
-"""What runs in the process of vLLM's scheduler."""
+"""Our part in the process of vLLM's scheduler."""

@@ -1,1 +1,1 @@
-"""What runs in the processes of vLLM's workers."""
+"""Our part in the processes of vLLM's workers."""
