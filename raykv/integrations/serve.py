@@ -95,7 +95,8 @@ class PrefixRouter(PowerOfTwoChoicesRequestRouter):  # type: ignore[misc]
         by_chance: list[list[RunningReplica]] = await super().choose_replicas(candidate_replicas, pending_request)
         if pending_request is None or refused:
             return by_chance
-        able = with_adapter(candidate_replicas, pending_request.metadata.multiplexed_model_id)
+        adapter = pending_request.metadata.multiplexed_model_id  # to load it would take longer than to compute a prefix
+        able = [replica for replica in candidate_replicas if not adapter or adapter in replica.multiplexed_model_ids]
         if len({replica.node_id for replica in able}) < 2:
             return by_chance
         shares = await self._shares(pending_request)
@@ -127,11 +128,6 @@ class PrefixRouter(PowerOfTwoChoicesRequestRouter):  # type: ignore[misc]
         """The request that a replica was chosen for. Serve would give the replica to the request that waits longest."""
         waiting = self._pending_requests_to_fulfill
         return next((r for r in waiting if r.metadata is request_metadata and not r.future.done()), None)
-
-
-def with_adapter(replicas: Sequence[RunningReplica], adapter: str) -> list[RunningReplica]:
-    """Replicas that have loaded an adapter: a load takes longer than computing a prefix. adapter: "": any replica."""
-    return [replica for replica in replicas if not adapter or adapter in replica.multiplexed_model_ids]
 
 
 def ranked(

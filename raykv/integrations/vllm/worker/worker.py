@@ -125,7 +125,9 @@ class RayKVWorker(OffloadingWorker):  # type: ignore[misc]
         self._gpu = cuda.ordinal_at(int(self._pages[0].addresses[0, 0])) if self._device else -1  # its number
         sizes = tuple(next(iter(parts.values())).block_bytes for parts in caches)
         self.rank = Rank(pool.session.memory_name, tuple(caches[0]), sizes, tuple(self._layers))
-        self._spare = _spare(self._pages)
+        tensors: Any = self._pages[0].memory
+        longest = max(int(rows.lengths.max()) for rows in self._pages)
+        self._spare = torch.empty(longest, dtype=torch.uint8, device=tensors[0].device)  # for bytes that nobody wants
         self._nothing = torch.zeros_like(self._spare)  # stands for the tokens that a prompt's tail lacks
         self._loads = ThreadPoolExecutor(1, thread_name_prefix="raykv-load")
         self._streams = ThreadPoolExecutor(STREAMS, thread_name_prefix="raykv-stream")
@@ -147,7 +149,8 @@ class RayKVWorker(OffloadingWorker):  # type: ignore[misc]
         if not self._writes or not self._has(dst_spec.adapter):
             self._finish(job, "queued", 0)
             return True
-        job.weights = self._weights_of(dst_spec.adapter)
+        if self.adapters and dst_spec.adapter:
+            job.weights = self.adapters.weights_of(dst_spec.adapter.id)
         job.future = self._stores.submit(self._store, job, src_spec, dst_spec)
         return True
 
@@ -164,9 +167,6 @@ class RayKVWorker(OffloadingWorker):  # type: ignore[misc]
     def _has(self, adapter: Adapter | None) -> bool:
         """Whether the adapter still has the weights that a request's keys name."""
         return self.adapters is None or self.adapters.has(adapter)
-
-    def _weights_of(self, adapter: Adapter | None) -> bytes:
-        return self.adapters.weights_of(adapter.id) if self.adapters and adapter else b""
 
     def pause(self) -> None:
         """Wait a moment, in a step that computes nothing. Scheduler and worker would poll, and take the copy's cores.
@@ -251,22 +251,20 @@ class RayKVWorker(OffloadingWorker):  # type: ignore[misc]
 
         vLLM has freed the blocks before a window, so a chunk that begins with freed blocks is left out.
         """
-        chunks, group = target.places[run.place], self._layers[run.place].group
-        keys, position, left_out = chunks.keys, chunks.position, 0
+        chunks, group, left_out = target.places[run.place], self._layers[run.place].group, 0
         if run.skipped:
             run, left_out = run.whole(), 1
         if not len(run.ids):
             return []
-        blocks = chunks.tail or run.chunks * run.per_chunk
-        if blocks != len(run.ids) or run.chunks + left_out != _count(keys):
+        caches, blocks = self._caches[run.place], chunks.tail or run.chunks * run.per_chunk
+        keys = {part: np.frombuffer(chunks.keys[part], np.uint8).reshape(-1, KEY_BYTES)[left_out:] for part in caches}
+        if blocks != len(run.ids) or any(len(of_part) != run.chunks for of_part in keys.values()):
             return []
         if self._verifies and group not in target.digests:
             return []
         digests = self._digests(target.digests.get(group, b"")[left_out * DIGEST_BYTES :], weights)
-        caches = self._caches[run.place]
-        left = {part: _rows_of_keys(keys[part])[left_out:] for part in caches}
         reserved = [
-            cache.reserve(Keys(left[part], cache.id_for(target.salt)), position + left_out)
+            cache.reserve(Keys(keys[part], cache.id_for(target.salt)), chunks.position + left_out)
             for part, cache in caches.items()
         ]
         return [Offer(run, number, reservation, digests) for number, reservation in enumerate(reserved)]
@@ -408,19 +406,3 @@ class RayKVWorker(OffloadingWorker):  # type: ignore[misc]
             job.state = "done"
         self._done.put(TransferResult(job.id, True, size, time.perf_counter() - job.begin))
         self._some_done.set()
-
-
-def _rows_of_keys(data: bytes) -> NDArray[np.uint8]:
-    return np.frombuffer(data, np.uint8).reshape(-1, KEY_BYTES)
-
-
-def _count(keys: dict[int, bytes]) -> int:
-    """The number of chunks. keys: of these chunks, by part."""
-    return len(next(iter(keys.values()))) // KEY_BYTES
-
-
-def _spare(pages: list[Rows]) -> torch.Tensor:
-    """Memory as long as the longest page, for bytes that nobody wants."""
-    length = max(int(of_layers.lengths.max()) for of_layers in pages)
-    tensors: Any = pages[0].memory
-    return torch.empty(length, dtype=torch.uint8, device=tensors[0].device)
