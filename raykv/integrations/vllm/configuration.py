@@ -1,4 +1,4 @@
-"""An engine's configuration of raykv: options that raykv sets in vLLM's own, and names of the engine's caches."""
+"""The options that raykv sets in an engine's configuration: for vLLM's offloading, and names of the engine's caches."""
 
 from __future__ import annotations
 
