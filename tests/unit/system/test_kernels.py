@@ -146,3 +146,18 @@ print(sum(sum(kernel.stats.cache_misses.values()) for kernel in kernels))
         process.stdin.flush()
     compiled = sorted(int(process.communicate()[0]) for process in processes)
     assert compiled == [0, 0, len(jit.entries("raykv.system"))]
+
+
+def test_processes_that_compile_leave_the_working_folder_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may have another raykv, whose kernels nobody here would find."""
+    package = tmp_path / "raykv"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise ImportError('this is another raykv')")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "kernels"))
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(jit, "KERNELS_PER_PROCESS", 1)
+    [kernel] = [jit._name(function) for function, _ in jit.entries("raykv.system")]
+    seen = list[tuple[int, int]]()
+    jit._compile_in_processes([kernel, kernel], lambda done, kernels: seen.append((done, kernels)))
+    assert seen == [(1, 2), (2, 2)]
