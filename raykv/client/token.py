@@ -59,7 +59,8 @@ def is_asked_for(address: str) -> bool:
     """Whether the Ray cluster at an address refuses clients without a token. It takes a second."""
     without = {**os.environ, "RAY_AUTH_MODE": "disabled"}  # not this process's mode, so a new process asks
     try:
-        asked = subprocess.run([sys.executable, "-c", ASK, address], env=without, capture_output=True, timeout=ASK_S)
+        command = [sys.executable, "-P", "-c", ASK, address]  # -P: the working folder may have another ray
+        asked = subprocess.run(command, env=without, capture_output=True, timeout=ASK_S)
     except subprocess.TimeoutExpired:
         return True  # Ray keeps trying where a cluster refuses it
     return asked.returncode == ASKED_FOR
