@@ -87,7 +87,6 @@ def test_a_disk_that_is_full_takes_no_more_and_then_does_again(files: raykv.KVPo
     eventually(lambda: holds(mine, keys))
 
 
-@pytest.mark.promise
 def test_demoted_blocks_survive_restarts_and_cleared_ones_do_not(files: raykv.KVPool) -> None:
     mine = a_cache(files)
     kept = prompts(mine, 2)

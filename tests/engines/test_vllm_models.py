@@ -22,6 +22,10 @@ from helpers.engines.vllm.models import MODELS, Model
 pytestmark = pytest.mark.timeout(600)
 HYBRID = "gemma3"
 PARAMS = [pytest.param(name, marks=[pytest.mark.promise] if name == HYBRID else []) for name in MODELS]
+# lengths of prompts around ends of chunks and windows, in chunks and further tokens
+PROMISED = [(1, 1), (1, WINDOW + 33), (0, 961)]
+OTHERS = [(1, -1), (2, 0), (2, 1), (0, 960), (0, 1500)]
+LENGTHS = [*PROMISED, *(pytest.param(*length, marks=pytest.mark.full) for length in OTHERS)]
 
 
 class Engines(NamedTuple):
@@ -64,21 +68,24 @@ def engines(
     close_engines(*actors)
 
 
-def test_a_prompt_that_another_engine_computed_is_read_to_its_last_chunk(engines: Engines) -> None:
-    """Lengths lie around ends of chunks and windows. Logprobs computed in other pieces may differ in the last bits.
+@pytest.mark.parametrize(("chunks", "more"), LENGTHS)
+def test_a_prompt_that_another_engine_computed_is_read_to_its_last_chunk(
+    engines: Engines, chunks: int, more: int
+) -> None:
+    """Logprobs that were computed in other pieces may differ in the last bits.
 
     If all layers have windows, vLLM loads a prompt's last chunk even if the prompt ends with it, except the last token.
     """
     chunk = engines.model.chunk
-    for tokens in (chunk - 1, chunk + 1, 2 * chunk, 2 * chunk + 1, WINDOW + chunk + 33, 960, 961, 1500):
-        known = prompt(tokens, tokens)
-        right = engines.computed(known)
-        full = (tokens - 1) // chunk * chunk
-        eventually(lambda known=known, full=full: engines.afresh(engines.two, known)[2] >= full)  # type: ignore[misc]
-        for engine in (engines.two, engines.one):  # two reads from the pool, one has the prompt in its own cache
-            for found in (engines.afresh(engine, known), ray.get(engine.spell.remote(known))):
-                assert found[0] == right[0] and found[1] == pytest.approx(right[1], abs=1e-3)
-                assert full <= found[2] < tokens
+    tokens = chunks * chunk + more
+    known = prompt(tokens, tokens)
+    right = engines.computed(known)
+    full = (tokens - 1) // chunk * chunk
+    eventually(lambda: engines.afresh(engines.two, known)[2] >= full)
+    for engine in (engines.two, engines.one):  # two reads from the pool, one has the prompt in its own cache
+        for found in (engines.afresh(engine, known), ray.get(engine.spell.remote(known))):
+            assert found[0] == right[0] and found[1] == pytest.approx(right[1], abs=1e-3)
+            assert full <= found[2] < tokens
 
 
 def test_a_conversation_that_goes_on_is_read_up_to_the_turn_before(engines: Engines) -> None:
