@@ -7,8 +7,8 @@ import numpy as np
 from raykv.config import KEYS_PER_CALL
 from raykv.directory.calls.boundary import Runs, boundary, step_of
 from raykv.directory.calls.clients import on_call
-from raykv.directory.kernels import eviction, leases, lists, lookup, table
-from raykv.directory.kernels.columns import NODE_MASK, Blocks, Places
+from raykv.directory.kernels import chains, eviction, leases, lists, lookup, table
+from raykv.directory.kernels.columns import NODE_MASK, UNSTAGED, Blocks, Places
 from raykv.directory.state.allocator import Node
 from raykv.directory.state.arrays import KeyArray, RowArray, key_array, split_keys
 from raykv.directory.state.holds import Hold
@@ -247,16 +247,16 @@ def next_window(state: State, call: Call, request: NextWindowRequest, now: float
     for other in (later, passed):
         given, gens = other.staged, other.staged_gens
         leases.release(state.c, given, gens, given[:0], gens[:0])
-        given[given >= 0] = leases.UNSTAGED
+        given[given >= 0] = UNSTAGED
     moved = leases.pass_by(state.c, hold.keys[:start], tuple(passed), hold.node)
     _provide_staging(state, hold, wanted.staged, slot_bytes(request.block_bytes), now)
     waited = 0.0 if hold.waits is None else now - hold.waits
     begun = hold.waits_gen if waited < 2 * WAIT_S else state.size_classes.last_gen
     if waited >= WAIT_S and hold.gave_up < begun:
-        leases.give_up(state.c, hold.keys, hold.node, begun)
+        chains.give_up(state.c, hold.keys, hold.node, begun)
         hold.gave_up = begun
     chained = request.may_wait and len(hold.keys) >= state.long_blocks(request.block_bytes)
-    turn = _turn(state, int((wanted.staged == leases.UNSTAGED).sum()), now) if chained else 0
+    turn = _turn(state, int((wanted.staged == UNSTAGED).sum()), now) if chained else 0
     n, waits = leases.next_window(state.c, hold.keys[start:end], tuple(wanted), hold.node, hold.size_class, turn)
     if (wanted.staged >= 0).any():  # the reader can go on
         hold.held_up = hold.waits = None
@@ -267,7 +267,7 @@ def next_window(state: State, call: Call, request: NextWindowRequest, now: float
     window = wanted.part(slice(n))
     _, source = state.size_classes.describe(window.source, request.block_bytes)
     window.staged_gens[:], staged = state.size_classes.describe(window.staged, request.block_bytes)
-    staged["node"][window.staged == leases.UNSTAGED] = hold.node
+    staged["node"][window.staged == UNSTAGED] = hold.node
     tell = moved or request.again
     where = state.size_classes.describe(passed.source, request.block_bytes)[1].tobytes() if tell else b""
     return Window(state.epoch, source.tobytes(), staged.tobytes(), where)

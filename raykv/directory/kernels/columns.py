@@ -28,6 +28,7 @@ NOT_OFFERED, TO_READERS, TO_OWN, TO_ALL = range(4)
 NODE_BITS = 20  # low bits of a node's index; the epoch is above them, so that no directory repeats an earlier index
 NODE_MASK = (1 << NODE_BITS) - 1
 NOWHERE = -2  # `prev` of a row that is not in a list
+UNSTAGED = -2  # in `Blocks.staged`: the block is on another node, and has no staging row yet
 
 # The comment of a column says which kernels write it; tests/directory/test_columns.py compares.
 ROW = np.dtype(
@@ -35,7 +36,7 @@ ROW = np.dtype(
         ("k0", "<u8"),  # written by lists
         ("k1", "<u8"),  # written by lists
         ("gen", "<i8"),  # written by lists, slabs
-        ("last", "<i8"),  # tick of the last touch; written by lists, slabs, eviction, leases
+        ("last", "<i8"),  # tick of the last touch; written by lists, slabs, eviction, chains
         ("prev", "<i4"),  # towards the young end; NOWHERE; written by lists
         ("next", "<i4"),  # towards the old end; written by lists
         ("same", "<i4"),  # next row of the same key; written by table
@@ -134,7 +135,7 @@ class Reader(NamedTuple):
     host: int  # index of the node whose GPU it is
     block_bytes: int
     tenant: int
-    long: int  # how many blocks make a read long: see `leases.next_window`
+    long: int  # how many blocks make a read long: see chains.py
 
 
 class Writer(NamedTuple):

@@ -41,7 +41,7 @@ from raykv.directory.kernels.lists import (
     unlink,
 )
 from raykv.directory.kernels.slots import room
-from raykv.directory.kernels.table import delete, first_of, probe, row_at
+from raykv.directory.kernels.table import delete, first_of, first_row
 from raykv.system.jit import kernel
 
 ROWS_EXAMINED = 1 << 14  # by one call, at most: clean rows cost time too, and other callers wait
@@ -230,8 +230,7 @@ def in_tier(c, tier, keys, out):
 @kernel
 def _row_in(c, tier, k0, k1):
     """The row of a key in an external tier, or -1."""
-    position = probe(c, k0, k1)
-    row = row_at(c, position) if position >= 0 else np.int64(-1)
+    row = first_row(c, k0, k1)
     while row >= 0:
         if node_of(c, row) == tier and (c.rows[row].state == EXTERNAL or c.rows[row].state == DEMOTING):
             return row

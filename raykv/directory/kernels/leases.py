@@ -9,6 +9,7 @@ A row may be held by a lease (a reader's), a reservation (a writer's, see placem
 import numpy as np
 
 from raykv.config import USES_MAX
+from raykv.directory.kernels.chains import arrives_elsewhere, copies_elsewhere, in_chains, is_crowded
 from raykv.directory.kernels.columns import (
     BLOCKS,
     BOOL,
@@ -25,9 +26,9 @@ from raykv.directory.kernels.columns import (
     ROWS,
     STAGING,
     TENANTS,
-    TO_ALL,
     TO_OWN,
     TO_READERS,
+    UNSTAGED,
     WRITING,
     Blocks,
     C,
@@ -42,10 +43,10 @@ from raykv.directory.kernels.lists import (
     is_tier_row,
     listed,
     node_of,
-    present,
     quarantine,
     set_role,
     size_class_of,
+    stays,
     stored,
     suspend,
     touch,
@@ -56,11 +57,8 @@ from raykv.directory.kernels.lookup import best
 from raykv.directory.kernels.quotas import tenant_of
 from raykv.directory.kernels.slabs import locate
 from raykv.directory.kernels.slots import stage, takeable
-from raykv.directory.kernels.table import find, first_of, probe, row_at
+from raykv.directory.kernels.table import find, first_of, first_row
 from raykv.system.jit import kernel
-
-UNSTAGED = -2  # remote, and without a staging row yet
-GIVEN_UP = 0  # `last` of a STAGING row for which no reader waits
 
 
 @kernel
@@ -149,7 +147,7 @@ def _hold_prefix(c, keys, firsts, reader, blocks):
                 blocks.staged_gens[n] = c.rows[staging].gen
         n += 1
     limit = reader.limit
-    if remote > limit and n >= reader.long and _arrives_elsewhere(c, firsts, n, reader, blocks):
+    if remote > limit and n >= reader.long and arrives_elsewhere(c, firsts, n, reader, blocks):
         limit = np.int64(0)  # it streams: `next_window` gives it slots in its turn
     covered = _cover(c, keys, n, limit, reader.size_class, blocks)
     if covered < n and reader.size_class >= 0:  # replicas of a long prefix must not fill the window
@@ -225,7 +223,7 @@ def pass_by(c, keys, blocks, node):
             continue
         if c.rows[row].state != REPLICA:  # asked first: a look into the hash table costs 50 times as much
             continue
-        other = _primary_elsewhere(c, row_at(c, probe(c, keys[i, 0], keys[i, 1])), node)
+        other = _primary_elsewhere(c, first_row(c, keys[i, 0], keys[i, 1]), node)
         if other >= 0:
             hold(c, other)
             unhold(c, row)
@@ -293,11 +291,10 @@ def next_window(c, keys, blocks, node, size_class, turn):
     A block that has a copy on the reader's node by now gets the slot of that copy. Returns (how many leading blocks
     still exist, whether the reader waits for a copy). No block after the first block without a slot has a staging slot.
 
-    Readers of long leases form a chain where others hold their source too. A reader waits while another reader pulls a
-    copy. Then it gets slots for `turn` blocks, and reads the newest copy. turn 0: the reader is in no chain.
+    turn: how many blocks get slots if the reader is in a chain (see chains.py); 0: it is in none.
     """
     blocks, full, waits, granted = Blocks(*blocks), False, False, np.int64(0)
-    chained = turn > 0 and _in_chains(c, size_class)
+    chained = turn > 0 and in_chains(c, size_class)
     source, staged, staged_gens = blocks.source, blocks.staged, blocks.staged_gens
     for i in range(len(source)):
         row = np.int64(source[i])
@@ -311,7 +308,7 @@ def next_window(c, keys, blocks, node, size_class, turn):
             return i, waits  # the reader's node is gone, and the source with it
         if full or staged[i] != UNSTAGED:
             continue  # on the reader's node, or staged before
-        first = row_at(c, probe(c, keys[i, 0], keys[i, 1]))
+        first = first_row(c, keys[i, 0], keys[i, 1])
         there, staging = best(c, first, node)
         if there >= 0 and node_of(c, there) == node:
             hold(c, there)
@@ -319,8 +316,8 @@ def next_window(c, keys, blocks, node, size_class, turn):
         elif staging >= 0:
             hold(c, staging)
             staged[i], staged_gens[i] = staging, c.rows[staging].gen
-        elif chained and _is_crowded(c, row):
-            newest, waits = _copies_elsewhere(c, first, node)
+        elif chained and is_crowded(c, row):
+            newest, waits = copies_elsewhere(c, first, node)
             if waits or granted == turn:
                 full = True
                 _give_back(c, i + 1, len(source), blocks)
@@ -339,67 +336,11 @@ def next_window(c, keys, blocks, node, size_class, turn):
 @kernel
 def _hold_elsewhere(c, keys, i, node, blocks):
     """Hold a copy of block i on another node, as its source is gone. Returns the copy's row; -1 if there is none."""
-    position = probe(c, keys[i, 0], keys[i, 1])
-    row = _copies_elsewhere(c, row_at(c, position), node)[0] if position >= 0 else np.int64(-1)
+    row = copies_elsewhere(c, first_row(c, keys[i, 0], keys[i, 1]), node)[0]
     if row >= 0:
         hold(c, row)
         blocks.source[i], blocks.gens[i] = row, c.rows[row].gen
     return row
-
-
-@kernel
-def _in_chains(c, size_class):
-    """Whether readers on a node form chains. Readers on GPUs do not: their host is nearer than any copy.
-
-    Nor do readers on nodes that leave or are late with heartbeats.
-    """
-    return size_class >= 0 and c.size_classes[size_class].offered == TO_ALL
-
-
-@kernel
-def _is_crowded(c, row):
-    """Whether a copy in memory has a further holder beside its reader."""
-    return c.rows[row].holds > 1 and not is_tier_row(c, row)
-
-
-@kernel
-def _copies_elsewhere(c, first, node):
-    """Look at a key's copies on other nodes. Returns (row of the newest one in memory or -1, whether a copy arrives).
-
-    A copy arrives while a reader pulls it into a staging slot, unless others have given it up. Leaves out GPUs, and
-    nodes that leave or are late with heartbeats.
-    """
-    newest, arrives = np.int64(-1), False
-    row = np.int64(first)
-    while row >= 0:
-        if node_of(c, row) != node and stays(c, row):
-            arrives |= c.rows[row].state == STAGING and c.rows[row].last != GIVEN_UP
-            if present(c.rows[row].state) and c.rows[row].holds < HOLDS_MAX:
-                newest = row
-        row = np.int64(c.rows[row].same)
-    return newest, arrives
-
-
-@kernel
-def _arrives_elsewhere(c, firsts, n, reader, blocks):
-    """Whether a copy arrives of the first of n blocks without a slot, so that its reader has to wait."""
-    for i in range(n):
-        if blocks.staged[i] == UNSTAGED:
-            crowded = _in_chains(c, reader.size_class) and _is_crowded(c, np.int64(blocks.source[i]))
-            return crowded and _copies_elsewhere(c, firsts[i], reader.node)[1]
-    return False
-
-
-@kernel(C, KEYS, INT, INT)
-def give_up(c, keys, node, gen):
-    """No reader waits any more for copies that other nodes' readers pull since generation `gen` or longer."""
-    for i in range(len(keys)):
-        position = probe(c, keys[i, 0], keys[i, 1])
-        row = row_at(c, position) if position >= 0 else np.int64(-1)
-        while row >= 0:
-            if c.rows[row].state == STAGING and node_of(c, row) != node and c.rows[row].gen <= gen:
-                c.rows[row].last = GIVEN_UP
-            row = np.int64(c.rows[row].same)
 
 
 @kernel(C, INT, ROWS)
@@ -448,12 +389,6 @@ def fleeting(c, row):
     """Whether a row is on a GPU, or on a node that is about to leave: the row's block must get a copy elsewhere."""
     offered = c.size_classes[size_class_of(c, row)].offered
     return TO_READERS <= offered <= TO_OWN
-
-
-@kernel
-def stays(c, row):
-    """Whether a row is in the memory of a node that answers and is not about to leave."""
-    return c.size_classes[size_class_of(c, row)].offered == TO_ALL
 
 
 @kernel

@@ -30,11 +30,12 @@ from raykv.directory.kernels.columns import (
     ROWS,
     STAGING,
     TENANTS,
+    TO_ALL,
     WRITING,
     C,
 )
 from raykv.directory.kernels.quotas import tenant_of
-from raykv.directory.kernels.table import alone, close_gap, delete, first_of, insert, probe, row_at
+from raykv.directory.kernels.table import alone, close_gap, delete, first_of, first_row, insert, probe
 from raykv.protocol.location import COUNTER_BITS
 from raykv.system.jit import kernel
 
@@ -276,6 +277,12 @@ def is_tier_row(c, row):
 
 
 @kernel
+def stays(c, row):
+    """Whether a row is in the memory of a node that answers and is not about to leave."""
+    return c.size_classes[size_class_of(c, row)].offered == TO_ALL
+
+
+@kernel
 def quarantine(c, row):
     """Quarantine an unfinished row: its holder may still write there."""
     withdraw(c, row)
@@ -315,10 +322,7 @@ def replace_by_stored(c, found):
 @kernel
 def taken(c, k0, k1):
     """Whether a key is in memory or being written there."""
-    position = probe(c, k0, k1)
-    if position < 0:
-        return False
-    row = row_at(c, position)
+    row = first_row(c, k0, k1)
     while row >= 0:
         state = c.rows[row].state
         if present(state) or state == WRITING:
@@ -422,7 +426,7 @@ def grant(c, row, k0, k1, state, holds):
     c.rows[row].holds = holds
     if state == STAGING:
         c.size_classes[size_class_of(c, row)].staging += 1
-        c.rows[row].last = c.state[CLOCK]  # its reader is awaited: see `leases.give_up`
+        c.rows[row].last = c.state[CLOCK]  # its reader is awaited: see `chains.give_up`
 
 
 @kernel

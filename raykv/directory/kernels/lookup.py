@@ -1,4 +1,4 @@
-"""Which blocks of a chain of keys can be read, and where they are. Nothing is touched, and nothing is held."""
+"""Which leading blocks of a prompt can be read, and where they are. Nothing is touched, and nothing is held."""
 
 import numpy as np
 

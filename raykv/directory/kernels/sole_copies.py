@@ -4,8 +4,7 @@ import numpy as np
 
 from raykv.directory.kernels.columns import EXTERNAL, INT, READY, ROWS, TENANTS, WRITING, C
 from raykv.directory.kernels.eviction import oldest
-from raykv.directory.kernels.leases import stays
-from raykv.directory.kernels.lists import listed, node_of, present, ready_list
+from raykv.directory.kernels.lists import listed, node_of, present, ready_list, stays
 from raykv.directory.kernels.table import first_of
 from raykv.system.jit import kernel
 

@@ -1,4 +1,4 @@
-"""The hash table from keys to rows. All rows of one key form a chain, whose first row is in the table's entry."""
+"""The hash table from keys to rows. A key's entry names the first row of the key; each row names the next (`same`)."""
 
 from typing import Any
 
@@ -64,14 +64,21 @@ def row_at(c, position):
 
 
 @kernel
+def first_row(c, k0, k1):
+    """First row of a key, or -1."""
+    position = probe(c, k0, k1)
+    return row_at(c, position) if position >= 0 else np.int64(-1)
+
+
+@kernel
 def first_of(c, row):
-    """First row in the chain of a row's key. The row must be in the table."""
+    """First row of a row's key. The row must be in the table."""
     return row_at(c, probe(c, c.rows[row].k0, c.rows[row].k1))
 
 
 @kernel
 def insert(c, row):
-    """Append a row to its key's chain. The key's tenant pays for the row too."""
+    """Append a row to the rows of its key. The key's tenant pays for the row too."""
     k0, k1 = c.rows[row].k0, c.rows[row].k1
     c.rows[row].same = -1
     position = probe(c, k0, k1)
@@ -112,7 +119,7 @@ def close_gap(c, hole):
 
 @kernel
 def delete(c, row):
-    """Take a row out of its key's chain."""
+    """Take a row out of the rows of its key."""
     position = probe(c, c.rows[row].k0, c.rows[row].k1)
     first = row_at(c, position)
     after = np.int64(c.rows[row].same)
@@ -150,8 +157,7 @@ def find(c, keys, out):
         for i in range(start, stop):
             row = out[i]
             if row >= 0 and (c.rows[row].k0 != keys[i, 0] or c.rows[row].k1 != keys[i, 1]):
-                position = probe(c, keys[i, 0], keys[i, 1])  # two keys with one tag
-                out[i] = row_at(c, position) if position >= 0 else -1
+                out[i] = first_row(c, keys[i, 0], keys[i, 1])  # two keys with one tag
 
 
 @kernel

@@ -1,0 +1,73 @@
+"""Chains of readers: the readers of a long lease pull each block one after another, each from the copy before.
+
+Without a chain all of them would read the same copy, on one node. A reader waits while another reader pulls a copy of
+its next block. When that copy has arrived, the reader pulls the block from there, and the next reader waits for its
+copy in turn. A reader that has waited too long gives up the copies on their way: from then on nobody waits for them.
+`leases.next_window` grants the slots.
+"""
+
+import numpy as np
+
+from raykv.directory.kernels.columns import HOLDS_MAX, INT, KEYS, STAGING, TO_ALL, UNSTAGED, C
+from raykv.directory.kernels.lists import is_tier_row, node_of, present, stays
+from raykv.directory.kernels.table import first_row
+from raykv.system.jit import kernel
+
+GIVEN_UP = 0  # `last` of a STAGING row for which no reader waits
+
+
+@kernel
+def in_chains(c, size_class):
+    """Whether readers on a node form chains. Readers on GPUs do not: their host is nearer than any copy.
+
+    Nor do readers on nodes that leave or are late with heartbeats.
+    """
+    return size_class >= 0 and c.size_classes[size_class].offered == TO_ALL
+
+
+@kernel
+def is_crowded(c, row):
+    """Whether a copy in memory has a further holder beside its reader."""
+    return c.rows[row].holds > 1 and not is_tier_row(c, row)
+
+
+@kernel
+def copies_elsewhere(c, first, node):
+    """Look at a key's copies on other nodes. Returns (row of the newest copy in memory or -1, whether a copy arrives).
+
+    A copy arrives while a reader pulls it into a staging slot, unless others have given it up. Leaves out GPUs, and
+    nodes that leave or are late with heartbeats.
+    """
+    newest, arrives = np.int64(-1), False
+    row = np.int64(first)
+    while row >= 0:
+        if node_of(c, row) != node and stays(c, row):
+            arrives |= c.rows[row].state == STAGING and c.rows[row].last != GIVEN_UP
+            if present(c.rows[row].state) and c.rows[row].holds < HOLDS_MAX:
+                newest = row
+        row = np.int64(c.rows[row].same)
+    return newest, arrives
+
+
+@kernel
+def arrives_elsewhere(c, firsts, n, reader, blocks):
+    """Whether a copy arrives of the first of n blocks without a slot, so that its reader has to wait."""
+    for i in range(n):
+        if blocks.staged[i] == UNSTAGED:
+            crowded = in_chains(c, reader.size_class) and is_crowded(c, np.int64(blocks.source[i]))
+            return crowded and copies_elsewhere(c, firsts[i], reader.node)[1]
+    return False
+
+
+@kernel(C, KEYS, INT, INT)
+def give_up(c, keys, node, gen):
+    """Give up the copies that readers on other nodes pull: no reader waits for them any more.
+
+    gen: the newest generation of a copy that is given up.
+    """
+    for i in range(len(keys)):
+        row = first_row(c, keys[i, 0], keys[i, 1])
+        while row >= 0:
+            if c.rows[row].state == STAGING and node_of(c, row) != node and c.rows[row].gen <= gen:
+                c.rows[row].last = GIVEN_UP
+            row = np.int64(c.rows[row].same)
