@@ -9,10 +9,7 @@ from raykv.directory.kernels import eviction, leases, slabs
 from raykv.directory.state.arrays import split_keys
 from raykv.directory.state.holds import Client
 from raykv.directory.state.state import State
-from raykv.protocol.clients import (
-    Call,
-    Counted,
-)
+from raykv.protocol.clients import Call, Counted
 from raykv.protocol.location import LOCATION, Locations
 
 PINNED_SHARE = 0.5  # at most so much of all memory may be pinned for good
@@ -90,7 +87,7 @@ def done(state: State, call: Call, keys: bytes, now: float, again: bool = False,
     on_call(state, call, now)
     if not isinstance(again, bool) or not isinstance(tenant, str):
         raise ValueError(f"again={again!r}, tenant={tenant!r}: give True or False, and a name")
-    count = int(eviction.done(state.c, state.find(keys)[1], state.quotas.number(tenant), again))
+    count = int(eviction.done(state.c, state.find(keys), state.quotas.number(tenant), again))
     if count:
         state.size_classes.reset_heaps()
     state.counters["done"] += count

@@ -309,7 +309,7 @@ def locate_prefix(state: State, keys: bytes) -> dict[str, int]:
         if node.slabs:
             hosts[node.index & NODE_MASK] = numbers.setdefault(node.host, len(numbers))
     counts, last = np.zeros((2, len(numbers)), np.int64)
-    lookup.locate_prefix(state.c, state.find(keys)[1], hosts, counts, last)
+    lookup.locate_prefix(state.c, state.find(keys), hosts, counts, last)
     return {name: int(counts[number]) for name, number in numbers.items() if counts[number]}
 
 
@@ -317,7 +317,7 @@ def stored(state: State, keys: bytes) -> Stored:
     """Which keys are stored, in memory or in an external tier, whether or not their node answers just now."""
     if any(node.state == "joining" for node in state.nodes.values()):
         return Stored(state.epoch, b"")
-    _, found = state.find(keys)
+    found = state.find(keys)
     lists.replace_by_stored(state.c, found)
     return Stored(state.epoch, found.astype(np.uint8).tobytes())
 

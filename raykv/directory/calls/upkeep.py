@@ -54,7 +54,7 @@ def forget_swapped(state: State, gone: Client) -> None:
 def forget_keys(state: State, keys: bytes) -> int:
     """Drop blocks and their pins. Returns how many copies there were."""
     state.pins.unpin(split_keys(keys))
-    firsts = state.find(keys)[1]
+    firsts = state.find(keys)
     rows = np.empty(leases.copies(state.c, firsts, np.empty(0, np.int64)), np.int64)
     leases.copies(state.c, firsts, rows)
     state.tier_catalog.schedule_delete(rows, state.c.rows["gen"][rows])

@@ -1,7 +1,6 @@
 """Why a match ended at a block: the text for people who follow requests."""
 
 from raykv.directory.kernels import columns
-from raykv.directory.kernels.columns import Columns
 from raykv.directory.state.state import State
 
 ABSENT = "not in the pool"
@@ -12,22 +11,17 @@ NO_MEMORY = "on another node, and the reader's has no memory to take it"
 
 
 def why_missing(state: State, key: bytes) -> str:
-    """Why a match ended at this key, in words."""
-    return _of_copies(state.c, int(state.find(key)[1][0]))
-
-
-def _of_copies(c: Columns, first: int) -> str:
-    """Why a reader could not have the best copy of a key. first: the key's first row; -1: there is no copy."""
-    found, row = ABSENT, first
+    """Why a match ended at this key, in words: why the reader could not have the best copy."""
+    found, row, c = ABSENT, int(state.find(key)[0]), state.c
     while row >= 0:
-        state = int(c.rows[row]["state"])
+        role = int(c.rows[row]["state"])
         offered = c.size_classes[int(c.slabs[int(c.pages[row >> columns.PAGE_BITS])]["size_class"])]["offered"]
-        if state in (columns.READY, columns.REPLICA, columns.EXTERNAL):
+        if role in (columns.READY, columns.REPLICA, columns.EXTERNAL):
             if offered:
                 return NO_MEMORY
             if found != AWAY:
-                found = TIER_AWAY if state == columns.EXTERNAL else AWAY
-        elif state in (columns.WRITING, columns.STAGING, columns.DEMOTING) and found == ABSENT:
+                found = TIER_AWAY if role == columns.EXTERNAL else AWAY
+        elif role in (columns.WRITING, columns.STAGING, columns.DEMOTING) and found == ABSENT:
             found = WRITTEN
         row = int(c.rows[row]["same"])
     return found

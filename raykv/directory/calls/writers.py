@@ -5,14 +5,9 @@ from functools import partial
 import numpy as np
 
 from raykv.directory.calls.clients import on_call
-from raykv.directory.kernels import (
-    columns,
-    placement,
-    quotas,
-    table,
-)
+from raykv.directory.kernels import columns, placement, quotas, table
 from raykv.directory.state.allocator import Node
-from raykv.directory.state.arrays import KeyArray, RowArray, key_array
+from raykv.directory.state.arrays import RowArray, key_array
 from raykv.directory.state.holds import Hold
 from raykv.directory.state.state import State
 from raykv.protocol.clients import NOT_WRITTEN, UNTOUCHED, Call, CommitRequest, Counted, Reserved, ReserveRequest
@@ -29,7 +24,7 @@ def reserve(state: State, call: Call, request: ReserveRequest, now: float) -> Re
     if not 0 <= start <= len(keys):
         return Reserved(state.epoch, start, b"", b"", b"")
     if writer is None or size_class < 0:
-        return _refused(state, keys, start)
+        return _refused(state, request)
     firsts, *rows = np.empty((5, len(keys)), np.int64)
     blocks, places = columns.Blocks(*rows), columns.Places(*np.empty((2, len(keys)), LOCATION))
     granted = np.empty(len(keys), np.int32)
@@ -83,13 +78,12 @@ def _classes_in_turn(state: State, writer: Node, stride: int) -> RowArray:
     return classes[np.argsort(classes != host, kind="stable")]
 
 
-def _refused(state: State, keys: KeyArray, start: int) -> Reserved:
+def _refused(state: State, request: ReserveRequest) -> Reserved:
     """The answer to a writer whose node takes no blocks: the node is unknown, joining or drained."""
-    firsts = np.empty(len(keys), np.int64)
-    table.find(state.c, keys, firsts)
-    missing = start + np.flatnonzero(firsts[start:] < 0)
-    covered = int(missing[0]) if len(missing) else len(keys)
-    state.counters["refused"] += len(keys) - covered
+    firsts = state.find(request.keys)
+    missing = request.start + np.flatnonzero(firsts[request.start :] < 0)
+    covered = int(missing[0]) if len(missing) else len(firsts)
+    state.counters["refused"] += len(firsts) - covered
     return Reserved(state.epoch, covered, b"", b"", b"")
 
 

@@ -9,7 +9,7 @@ from raykv.config import CLIENT_TTL_S, MIB
 from raykv.directory.kernels import table
 from raykv.directory.kernels.columns import CLOCK, EPOCH, NODE_BITS, Columns
 from raykv.directory.state.allocator import Allocator, Node
-from raykv.directory.state.arrays import KeyArray, RowArray, key_array
+from raykv.directory.state.arrays import RowArray, key_array
 from raykv.directory.state.gpu_demotion import GpuDemotion
 from raykv.directory.state.hit_curve import HitCurve, Plan
 from raykv.directory.state.holds import Clients
@@ -100,12 +100,12 @@ class State:
         """How many blocks make a lease long: its readers read in a chain, as others would wait long for their end."""
         return max(1, -(-self.long_bytes // block_bytes))
 
-    def find(self, keys: bytes) -> tuple[KeyArray, RowArray]:
-        """(keys, first row of each key or -1)."""
-        found = key_array(keys)
-        firsts = np.empty(len(found), np.int64)
-        table.find(self.c, found, firsts)
-        return found, firsts
+    def find(self, keys: bytes) -> RowArray:
+        """The first row of each key, or -1."""
+        names = key_array(keys)
+        firsts = np.empty(len(names), np.int64)
+        table.find(self.c, names, firsts)
+        return firsts
 
     def resize(self) -> None:
         """The nodes, or the memory of a node, have changed."""

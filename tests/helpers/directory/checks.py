@@ -71,7 +71,7 @@ def slots_of(directory: Directory, rows: Sequence[int]) -> list[tuple[int, int, 
 
 
 def chain_of(directory: Directory, key: bytes) -> list[int]:
-    return _chain(int(directory.find(key)[1][0]), directory.c.rows["same"])
+    return _chain(int(directory.find(key)[0]), directory.c.rows["same"])
 
 
 def _chain(row: int, same: Any) -> list[int]:
@@ -90,7 +90,7 @@ def chains_of(directory: Directory) -> Chains:
     c = directory.c
     heads = (c.table[c.table != 0] & 0xFFFFFFFF) - 1
     keys = np.stack((c.rows["k0"][heads], c.rows["k1"][heads]), axis=1).tobytes()
-    assert (directory.find(keys)[1] == heads).all(), "an entry that a probe does not find"
+    assert (directory.find(keys) == heads).all(), "an entry that a probe does not find"
     same = c.rows["same"].tolist()
     return {keys[KEY_BYTES * i : KEY_BYTES * (i + 1)]: _chain(row, same) for i, row in enumerate(heads.tolist())}
 
