@@ -241,7 +241,7 @@ def sole_copies(state: State, name: str, now: float) -> SoleCopies | None:
             for record in node.slabs.values():
                 if state.c.slabs[record]["size_class"] == size_class:
                     n = copies.held(state.c, *state.size_classes.span(record), tier, rows, n)
-            locations.append(state.size_classes.describe(rows[:n], stride)[1].tobytes())
+            locations.append(state.size_classes.describe(rows[:n], stride).tobytes())
             keys.append(state.size_classes.keys_of(rows[:n]))
         spans = map(state.size_classes.span, node.slabs.values())
         total += sum(int(copies.count(state.c, base, slots, tier)) for base, slots in spans)

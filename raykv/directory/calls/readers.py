@@ -265,11 +265,11 @@ def next_window(state: State, call: Call, request: NextWindowRequest, now: float
     if waits:
         state.waited_at = now
     window = wanted.part(slice(n))
-    _, source = state.size_classes.describe(window.source, request.block_bytes)
-    window.staged_gens[:], staged = state.size_classes.describe(window.staged, request.block_bytes)
+    source = state.size_classes.describe(window.source, request.block_bytes)
+    staged = state.size_classes.describe(window.staged, request.block_bytes)
     staged["node"][window.staged == UNSTAGED] = hold.node
     tell = moved or request.again
-    where = state.size_classes.describe(passed.source, request.block_bytes)[1].tobytes() if tell else b""
+    where = state.size_classes.describe(passed.source, request.block_bytes).tobytes() if tell else b""
     return Window(state.epoch, source.tobytes(), staged.tobytes(), where)
 
 

@@ -240,11 +240,11 @@ def in_state(c, base, slots, state, out, count):
     return count
 
 
-@kernel(C, ROWS, INT, ROWS, LOCATIONS_OUT)
-def describe(c, rows, block_bytes, gens, out):
-    """gens[i], out[i] = generation and LOCATION of rows[i]; both 0 where rows[i] is negative."""
+@kernel(C, ROWS, INT, LOCATIONS_OUT)
+def describe(c, rows, block_bytes, out):
+    """out[i] = LOCATION of rows[i]; zeros where rows[i] is negative."""
     for i in range(len(rows)):
-        gens[i] = locate(c, np.int64(rows[i]), block_bytes, out, i)
+        locate(c, np.int64(rows[i]), block_bytes, out, i)
 
 
 @kernel

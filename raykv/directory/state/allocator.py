@@ -354,7 +354,7 @@ class Allocator:
             for record in node.slabs.values():
                 if self._c.slabs[record]["size_class"] == size_class:
                     n = slabs.in_state(self._c, *self._size_classes.span(record), columns.QUARANTINED, rows, n)
-            locations.append(self._size_classes.describe(rows[:n], stride)[1])
+            locations.append(self._size_classes.describe(rows[:n], stride))
         return np.concatenate(locations)
 
     def stats(self, node: Node, now: float) -> dict[str, Any]:

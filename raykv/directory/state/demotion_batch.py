@@ -25,7 +25,7 @@ class Batch:
 
     def add(self, stride: int, source: RowArray, target: RowArray) -> None:
         """Add blocks in slots of `stride` bytes."""
-        self._source.append(self._size_classes.describe(source, stride)[1].tobytes())
+        self._source.append(self._size_classes.describe(source, stride).tobytes())
         self._target.append(target)
 
     @property
@@ -35,5 +35,5 @@ class Batch:
     def fields(self) -> tuple[bytes, bytes, bytes]:
         """(source, keys, target) of a message."""
         rows = self.target
-        locations = self._size_classes.describe(rows, 0)[1]
-        return b"".join(self._source), self._size_classes.keys_of(rows), locations.tobytes()
+        target = self._size_classes.describe(rows, 0).tobytes()
+        return b"".join(self._source), self._size_classes.keys_of(rows), target

@@ -275,11 +275,11 @@ class SizeClasses:
 
     # ------------------------------------------------------------------ locations
 
-    def describe(self, rows: RowArray, block_bytes: int) -> tuple[RowArray, Locations]:
-        """(generations, locations) of rows; zeros where a row is negative."""
-        gens, out = np.empty(len(rows), np.int64), np.zeros(len(rows), LOCATION)
-        slabs.describe(self.c, rows, block_bytes, gens, out)
-        return gens, out
+    def describe(self, rows: RowArray, block_bytes: int) -> Locations:
+        """Locations of rows; zeros where a row is negative."""
+        out = np.empty(len(rows), LOCATION)
+        slabs.describe(self.c, rows, block_bytes, out)
+        return out
 
     def rows_of(self, locations: Locations) -> tuple[RowArray, RowArray]:
         """(rows, generations) of locations; row -1 where the slab is gone or was formatted again."""
