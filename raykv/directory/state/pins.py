@@ -69,8 +69,8 @@ class Pins(dict[bytes, tuple[int, int]]):
 
     def _memory_bytes(self, keys: list[bytes]) -> dict[bytes, int]:
         """Bytes of each pinned key in the memory of a node; 0 on a GPU and in an external tier."""
-        c, rows = self._size_classes.c, np.array([self[key][0] for key in keys], np.int64)
-        sizes: NDArray[np.int64] = c.size_classes["charge"][c.slabs["size_class"][c.pages[rows >> columns.PAGE_BITS]]]
+        size_classes = self._size_classes.size_classes_of(np.array([self[key][0] for key in keys], np.int64))
+        sizes: NDArray[np.int64] = self._size_classes.c.size_classes["charge"][size_classes]
         return dict(zip(keys, sizes.tolist(), strict=True))
 
     def give_up(self, size_class: int, count: int, may_go: Callable[[int, int], bool]) -> bool:
@@ -92,13 +92,12 @@ class Pins(dict[bytes, tuple[int, int]]):
 
     def _held_alone(self, size_class: int) -> Iterator[bytes]:
         """Keys that may be given up, in order: blocks of the size class that could be evicted without their pins."""
-        c = self._size_classes.c
         for _, pinned in sorted(self._by_priority.items()):
             keys = list(pinned)
             rows, gens = np.fromiter(chain.from_iterable(map(self.__getitem__, keys)), np.int64).reshape(-1, 2).T
-            held = c.rows[rows]
+            held = self._size_classes.c.rows[rows]
             alone = (held["gen"] == gens) & (held["state"] == columns.READY) & (held["holds"] == 1)
-            alone &= c.slabs["size_class"][c.pages[rows >> columns.PAGE_BITS]] == size_class
+            alone &= self._size_classes.size_classes_of(rows) == size_class
             yield from (keys[i] for i in np.flatnonzero(alone))
 
     def _forget_terms(self, keys: list[bytes]) -> None:

@@ -60,8 +60,7 @@ class SizeClasses:
         )
         self.c.quotas["maximum"] = columns.NO_LIMIT
         self.c.state[CLOCK], self.c.state[EPOCH], self.c.state[TENANTS] = columns.FIRST_TICK, epoch, 1
-        self.sizes: dict[int, list[int]] = {}  # size classes by slot size
-        self.classes: dict[int, RowArray] = {}  # the same as arrays
+        self.classes: dict[int, RowArray] = {}  # size classes by slot size
         self.heaps: dict[int, NDArray[np.void]] = {}  # for `eviction.coldest`, by slot size: a heap for each tenant
         self._class_count = 0
         self._slab_count = 0
@@ -97,7 +96,7 @@ class SizeClasses:
         window: how many slots may be staging. charge: bytes that a primary's tenant pays.
         """
         size_class = self._add(node, window, offered, charge)
-        self.sizes.setdefault(stride, []).append(size_class)
+        self.classes[stride] = np.append(self.classes.get(stride, np.zeros(0, np.int64)), size_class)
         self._reset_heap(stride)
         return size_class
 
@@ -127,18 +126,17 @@ class SizeClasses:
 
     def remove(self, size_class: int, stride: int) -> None:
         """The node of a size class is gone, and all its slabs are closed."""
-        self.sizes[stride].remove(size_class)
+        self.classes[stride] = self.classes[stride][self.classes[stride] != size_class]
         self._reset_heap(stride)
 
     def reset_heaps(self) -> None:
         """Begin all heaps anew, as oldest primaries may have become older."""
-        for stride in self.sizes:
+        for stride in self.classes:
             self._reset_heap(stride)
 
     def _reset_heap(self, stride: int) -> None:
-        heaps = np.zeros((self.tenants, len(self.sizes[stride])), columns.HEAP)
-        self.classes[stride] = np.array(self.sizes[stride], np.int64)
-        heaps["size_class"] = self.sizes[stride]  # valid heaps: ticks of 0 are a lower bound
+        heaps = np.zeros((self.tenants, len(self.classes[stride])), columns.HEAP)
+        heaps["size_class"] = self.classes[stride]  # valid heaps: ticks of 0 are a lower bound
         self.heaps[stride] = heaps
 
     # ------------------------------------------------------------------ tenants
@@ -150,7 +148,7 @@ class SizeClasses:
 
     def give_up(self, tenant: int) -> None:
         """Charge tenant 0 for everything that this tenant has."""
-        for size_classes in self.sizes.values():
+        for size_classes in self.classes.values():
             for size_class in size_classes:
                 lists.give_up_list(self.c, size_class, tenant)
         self.c.tenants[self.c.tenants == tenant] = 0
@@ -221,6 +219,11 @@ class SizeClasses:
         counts = np.zeros(len(columns.STATES) + 1, np.int64)
         newest, held = slabs.census(self.c, *self.span(record), counts)
         return Census(counts, int(newest), bool(held))
+
+    def size_classes_of(self, rows: RowArray) -> NDArray[np.int32]:
+        """The size class of each row."""
+        found: NDArray[np.int32] = self.c.slabs["size_class"][self.c.pages[rows >> PAGE_BITS]]
+        return found
 
     def tenant_of_row(self, row: int) -> int:
         """The number of the tenant that pays for a row's key."""

@@ -117,7 +117,7 @@ class TierCatalog:
         tier.slabs.clear()
         tier.to_delete.clear()
         tier.deleting.clear()
-        self.refresh(size_class for size_classes in self._size_classes.sizes.values() for size_class in size_classes)
+        self.refresh(size_class for size_classes in self._size_classes.classes.values() for size_class in size_classes)
 
     def refresh(self, size_classes: Iterable[int]) -> None:
         """Some clean blocks of these size classes no longer are clean. Look for blocks to demote from the oldest on."""
@@ -238,7 +238,7 @@ class TierCatalog:
         """These rows are about to be dropped. Schedule the deletion of the rows that are in a tier."""
         c = self._c
         rows = rows[(rows >= 0) & (c.rows["gen"][rows] == gens) & (c.rows["state"][rows] == columns.EXTERNAL)]
-        owners = c.size_classes["node"][c.slabs["size_class"][c.pages[rows >> columns.PAGE_BITS]]]
+        owners = c.size_classes["node"][self._size_classes.size_classes_of(rows)]
         to_delete = {tier.index: tier.to_delete for tier in self.tiers.values()}
         for owner, key in zip(owners.tolist(), split_keys(self._size_classes.keys_of(rows)), strict=True):
             to_delete[owner][key] = None

@@ -138,7 +138,7 @@ def check_invariants(directory: Directory) -> Chains:
 def _check_lists(directory: Directory, live: Any) -> None:
     c = directory.c
     rows, lists = c.rows.tolist(), c.lists.tolist()
-    of_rows = c.slabs["size_class"][c.pages[live >> columns.PAGE_BITS]]
+    of_rows = directory.size_classes.size_classes_of(live)
     class_of = dict(zip(live.tolist(), of_rows.tolist(), strict=True))
     size_classes = {
         size_class: columns.READY for node in directory.nodes.values() for size_class in node.size_classes.values()
@@ -190,7 +190,7 @@ def _check_tenants(directory: Directory, live: Any, chains: Chains) -> None:
     """A tenant pays for primaries in memory. All copies of a key have one tenant. Each tenant has its own list."""
     c, count = directory.c, directory.size_classes.tenants
     assert count == max(directory.quotas._numbers.values(), default=0) + 1
-    charge = c.size_classes["charge"][c.slabs["size_class"][c.pages[live >> columns.PAGE_BITS]]]
+    charge = c.size_classes["charge"][directory.size_classes.size_classes_of(live)]
     state = c.rows["state"][live]
     primaries = (state == columns.READY) | (state == columns.WRITING)
     used = np.bincount(c.tenants[live], charge * primaries, columns.TENANTS_MAX)
