@@ -46,7 +46,7 @@ class Node:
     size_classes: dict[int, int] = field(default_factory=dict)  # by slot size
     slabs: dict[int, int] = field(default_factory=dict)  # slab record by slab number
     copies: float = 0.0  # share of its slots that it reserves for copies of other nodes' blocks, while it stays
-    checked: dict[int, int] = field(default_factory=dict)  # by size class, evictions at the last `_oldest_slab`
+    checked: dict[int, int] = field(default_factory=dict)  # by size class: its evictions at the last `_oldest_slab`
 
     @cached_property
     def host(self) -> str:
@@ -110,6 +110,8 @@ class Allocator:
             stride = slot_bytes(int(first["bytes"]))
             size_class = self.size_class(node, stride)
             if size_class >= 0:
+                if number in node.spare:
+                    node.spare.remove(number)
                 self._open_slab(node, number, size_class, stride, int(first["slab_gen"]))
 
     def empty_windows(self, node: Node) -> None:
@@ -172,8 +174,8 @@ class Allocator:
         node.withdrawn.update(numbers)
         if closing:  # `retire` took free slots, which the staging windows need
             self.resize_windows(node)
-        for stride, size_class in node.size_classes.items() if closing else ():
-            eviction.restore_window(self._c, size_class, node.least_window(stride))
+            for stride, size_class in node.size_classes.items():
+                eviction.restore_window(self._c, size_class, node.least_window(stride))
         return numbers
 
     def _slabs_to_close(self, node: Node, count: int, pinned: RowArray) -> set[int]:
@@ -217,7 +219,7 @@ class Allocator:
         took = self.provide_slots(writer, size_class, stride, 1, tenant)
         if charge := int(self._c.size_classes[size_class]["charge"]):
             need = min(need, self._left(tenant, charge))
-        for node in (writer, *sorted(with_spare, key=lambda other: other.name != writer.host)):
+        for node in (writer, *with_spare):
             its_class = self.size_class(node, stride)
             need -= max(0, self._open_spare(node, its_class, stride, need)) if its_class >= 0 else 0
             if need <= 0:
@@ -231,11 +233,11 @@ class Allocator:
         return max(0, int(quota["maximum"] - quota["used"]) // stride)
 
     def _nodes_with_spare(self, writer: Node) -> list[Node]:
-        """Other nodes with spare slabs that take any writer's blocks."""
+        """Other nodes with spare slabs that take any writer's blocks. For a GPU's writer, its own node comes first."""
         self.may_have_spare = {name for name in self.may_have_spare if name in self.nodes and self.nodes[name].spare}
         found = [self.nodes[name] for name in self.may_have_spare]
         wanted = [node for node in found if node is not writer and node.offered_to == columns.TO_ALL]
-        return sorted(wanted, key=lambda node: node.index)
+        return sorted(wanted, key=lambda node: (node.name != writer.host, node.index))
 
     def make_room(self, node: Node, size_class: int, stride: int, need: int) -> None:
         """Like `provision`, on this node only and for no tenant."""
@@ -250,7 +252,7 @@ class Allocator:
     def _open_spare(self, node: Node, size_class: int, stride: int, need: int) -> int:
         """Open spare slabs for a size class until `need` more blocks fit. Returns how many more blocks fit."""
         while node.spare and self._size_classes.room(size_class) < need:
-            self._open_slab(node, node.spare[-1], size_class, stride)
+            self._open_slab(node, node.spare.pop(), size_class, stride)
         return self._size_classes.room(size_class)
 
     def provide_slots(self, node: Node, size_class: int, stride: int, need: int, tenant: int = NOBODY) -> bool:
@@ -260,7 +262,7 @@ class Allocator:
         whether it took any slab of another size.
         """
         while self._size_classes.takeable(size_class) < need and node.spare:
-            self._open_slab(node, node.spare[-1], size_class, stride)
+            self._open_slab(node, node.spare.pop(), size_class, stride)
         return self._reclaim(node, size_class, stride, self._size_classes.takeable, 1, tenant)
 
     def _reclaim(
@@ -285,7 +287,7 @@ class Allocator:
             newest, number = self._oldest_slab(node, size_class, tenant)
             if number < 0 or 0 <= tick <= newest:
                 break
-            node.spare.append(self._size_classes.close(node.index, node.slabs.pop(number)))
+            self._size_classes.close(node.index, node.slabs.pop(number))
             self._open_slab(node, number, size_class, stride)
             took = True
         return took
@@ -314,8 +316,6 @@ class Allocator:
 
     def _open_slab(self, node: Node, number: int, size_class: int, stride: int, gen: int | None = None) -> None:
         """gen: generation of the slab's format, if the slab was found formatted."""
-        if number in node.spare:
-            node.spare.remove(number)
         gen = self._size_classes.next_gen() if gen is None else gen
         node.slabs[number] = self._size_classes.open(node.index, number, size_class, node.slab_bytes // stride, gen)
 
