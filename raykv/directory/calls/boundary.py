@@ -1,7 +1,6 @@
 """Where a reader can go on: the last token at which every part has the blocks that the reader needs."""
 
 from collections.abc import Sequence
-from math import lcm
 from typing import NamedTuple
 
 import numpy as np
@@ -9,7 +8,7 @@ from numpy.typing import NDArray
 
 
 class Runs(NamedTuple):
-    """A part of which the reader needs only the last `window` blocks. The next `ahead` blocks must be ready too.
+    """The ready blocks of a part with a window. A reader needs the last `window` blocks, and the next `ahead` blocks.
 
     tokens: of a block. ready: (n,) int64; entry i counts the ready blocks without a gap up to block i, at most
     `window + ahead`.
@@ -22,9 +21,8 @@ class Runs(NamedTuple):
 
 
 def boundary(prefix: int, step: int, runs: Sequence[Runs]) -> int:
-    """The last multiple of `step`, at most `prefix`, where every part in `runs` has the blocks of its window.
+    """The last multiple of `step`, at most `prefix`, where every part in `runs` has the blocks that its reader needs.
 
-    Each part also has the blocks ahead of that token.
     step: tokens; a multiple of each part's block. Returns 0 where there is no such token.
     """
     if not runs or step > prefix:
@@ -35,8 +33,3 @@ def boundary(prefix: int, step: int, runs: Sequence[Runs]) -> int:
         blocks = ends // part.tokens
         ends = ends[part.ready[blocks + part.ahead - 1] >= np.minimum(blocks, part.window) + part.ahead]
     return int(ends[-1]) if len(ends) else 0
-
-
-def step_of(tokens: Sequence[int]) -> int:
-    """The number of tokens after which blocks of all parts end together. tokens: of a block of each part."""
-    return lcm(*tokens)

@@ -1,11 +1,12 @@
 """Calls of readers: leases on the blocks of a prompt, and staging slots on the reader's node."""
 
 from dataclasses import dataclass
+from math import lcm
 
 import numpy as np
 
 from raykv.config import KEYS_PER_CALL
-from raykv.directory.calls.boundary import Runs, boundary, step_of
+from raykv.directory.calls.boundary import Runs, boundary
 from raykv.directory.calls.clients import on_call
 from raykv.directory.kernels import chains, eviction, leases, lists, lookup, table
 from raykv.directory.kernels.columns import NODE_MASK, UNSTAGED, Blocks, Places
@@ -27,7 +28,7 @@ from raykv.protocol.clients import (
 from raykv.protocol.location import KEY_BYTES, LOCATION, is_block_size, is_count, is_tier, slot_bytes
 
 HELD_UP_S = 0.5  # a reader without staging slots waits so long for slots that other readers hold
-TURN = 4  # a reader in a chain gets slots for a quarter of the blocks that it asks for, while readers wait
+TURN = 4  # while other readers wait, a reader in a chain gets slots for a quarter of the blocks that it asks for
 AWAITED_S = 0.1  # since any reader of a chain waited: after that, no reader waits
 WAIT_S = 0.5  # a reader in a chain waits so long for copies on their way, and twice as long in all
 
@@ -134,8 +135,8 @@ def _ready_prefix(state: State, requests: tuple[MatchRequest, ...], keys: list[K
     limits = whole or zip(requests, keys, strict=True)
     tokens = min(_less_ahead(request, len(part)) for request, part in limits)
     for request, part in whole:
-        wanted = part[: -(-tokens // request.tokens) + request.ahead]
-        ready = lookup.ready_prefix(state.c, wanted, np.empty(len(wanted), np.int64), _reader_index(state, request))
+        wanted, reader = part[: -(-tokens // request.tokens) + request.ahead], state.nodes.get(request.node)
+        ready = lookup.ready_prefix(state.c, wanted, np.empty(len(wanted), np.int64), _index_of(reader))
         tokens = min(tokens, _less_ahead(request, ready))
     return tokens
 
@@ -146,10 +147,10 @@ def _boundary(state: State, requests: tuple[MatchRequest, ...], keys: list[KeyAr
     for request, part in zip(requests, keys, strict=True):
         if request.window:
             wanted, longest = part[: prefix // request.tokens + request.ahead], request.window + request.ahead
-            firsts, ready = np.empty((2, len(wanted)), np.int64)
-            lookup.ready_runs(state.c, wanted, firsts, _reader_index(state, request), longest, ready)
+            reader, (firsts, ready) = state.nodes.get(request.node), np.empty((2, len(wanted)), np.int64)
+            lookup.ready_runs(state.c, wanted, firsts, _index_of(reader), longest, ready)
             runs.append(Runs(request.window, request.ahead, request.tokens, ready))
-    return boundary(prefix, step_of([request.tokens for request in requests]), runs)
+    return boundary(prefix, lcm(*(request.tokens for request in requests)), runs)
 
 
 def _pending(state: State, client: int, requests: tuple[MatchRequest, ...], keys: list[KeyArray], prefix: int) -> int:
@@ -165,18 +166,13 @@ def _pending(state: State, client: int, requests: tuple[MatchRequest, ...], keys
     covered = min(len(part) * request.tokens for request, part in whole)  # tokens that all parts have, once written
     for request, part in whole:
         wanted = part[: -(-covered // request.tokens) + request.ahead]
-        firsts = np.empty(len(wanted), np.int64)
-        written = lookup.unfinished_prefix(state.c, wanted, firsts, _reader_index(state, request))
+        reader, firsts = state.nodes.get(request.node), np.empty(len(wanted), np.int64)
+        written = lookup.unfinished_prefix(state.c, wanted, firsts, _index_of(reader))
         tokens, covered = min(tokens, _less_ahead(request, written)), min(covered, written * request.tokens)
     n = covered // first.tokens
     n += state.intents.leading(client, _next_keys(first.keys, n))
     ahead = max(request.ahead * request.tokens for request, _ in whole)
     return max(tokens, n * first.tokens - ahead) // first.tokens - prefix // first.tokens
-
-
-def _reader_index(state: State, request: MatchRequest) -> int:
-    """The index of a reader's memory in locations; -1 where it has none yet."""
-    return _index_of(state.nodes.get(request.node))
 
 
 def _hold_prefix(state: State, call: Call, request: MatchRequest, keys: KeyArray, group: int, now: float) -> HeldPrefix:
@@ -234,7 +230,10 @@ def _count_match(state: State, asked: int, prefix: HeldPrefix) -> None:
 
 
 def next_window(state: State, call: Call, request: NextWindowRequest, now: float) -> Window:
-    """Provide staging slots for blocks of a lease, which may be another client's. Its other blocks lose their slots."""
+    """Provide staging slots for some blocks of a lease. The lease's other blocks lose their slots.
+
+    The lease may be another client's.
+    """
     on_call(state, call, now)
     owner, start = state.clients.get(request.owner), request.start
     hold = owner.holds.get(request.lease) if owner else None
@@ -274,7 +273,7 @@ def next_window(state: State, call: Call, request: NextWindowRequest, now: float
 
 
 def _turn(state: State, blocks: int, now: float) -> int:
-    """For how many of the blocks that it asks for a reader in a chain gets slots."""
+    """How many blocks of a reader in a chain get slots. blocks: how many the reader wants slots for."""
     return max(1, blocks // TURN if now - state.waited_at < AWAITED_S else blocks)
 
 
@@ -376,4 +375,4 @@ def _shortened(requests: tuple[MatchRequest, ...], tokens: int) -> int:
     """
     if any(request.window for request in requests):
         return 0
-    return tokens - tokens % step_of([request.tokens for request in requests])
+    return tokens - tokens % lcm(*(request.tokens for request in requests))

@@ -27,7 +27,7 @@ def in_chains(c, size_class):
 
 @kernel
 def is_crowded(c, row):
-    """Whether a copy in memory has a further holder beside its reader."""
+    """Whether a copy is in memory, and somebody beside the reader holds it."""
     return c.rows[row].holds > 1 and not is_tier_row(c, row)
 
 
@@ -51,7 +51,7 @@ def copies_elsewhere(c, first, node):
 
 @kernel
 def arrives_elsewhere(c, firsts, n, reader, blocks):
-    """Whether a copy arrives of the first of n blocks without a slot, so that its reader has to wait."""
+    """Whether a reader has to wait: a copy arrives of the first of its n blocks that has no slot."""
     for i in range(n):
         if blocks.staged[i] == UNSTAGED:
             crowded = in_chains(c, reader.size_class) and is_crowded(c, np.int64(blocks.source[i]))

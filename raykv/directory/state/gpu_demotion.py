@@ -38,7 +38,7 @@ class GpuDemotion:
             if node.spare or want <= 0 or (host_class := self._allocator.size_class(host, stride)) < 0:
                 continue
             self._allocator.make_room(host, host_class, stride, want)
-            source, target = np.empty(want, np.int64), np.empty(want, np.int64)
+            source, target = np.empty((2, want), np.int64)
             n = gpu_demotion.demote_gpu(self._size_classes.c, size_class, host_class, want, source, target)
             batch.add(stride, source[:n], target[:n])
         self._under_way[node.name] = batch.target

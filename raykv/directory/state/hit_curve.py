@@ -74,9 +74,6 @@ class HitCurve:
             keys = keys[:-KEYS]
         hit_curve.use(self._arguments, keys, block_bytes, asked, self._horizon)
 
-    def _count(self) -> None:
-        hit_curve.count(self._arguments, self._horizon)
-
     @property
     def overdue(self) -> bool:
         """Whether more uses were counted since the last look than USES_MOST."""
@@ -87,7 +84,7 @@ class HitCurve:
 
     def check(self, now: float) -> None:
         """Count waiting uses. Halve the sample if it has too many uses, and halve old counts."""
-        self._count()
+        hit_curve.count(self._arguments, self._horizon)
         uses = self._uses_since()
         if uses > USES_MOST:
             hit_curve.halve(self._arguments)
@@ -107,7 +104,7 @@ class HitCurve:
         """Share of the asked keys that an LRU of `memory` bytes would have had; nan before the first key."""
         if not self._asked:
             return float("nan")
-        self._count()
+        hit_curve.count(self._arguments, self._horizon)
         counts = self._sample.counts
         missed_by_sample = self._asked - counts.sum()  # a hot key may be outside the sample: its uses count as hits
         place = (np.log2(max(1.0, memory)) - LEAST_BITS) * FINENESS
@@ -122,7 +119,7 @@ class HitCurve:
         If there is no memory to spare, and the pool found fewer blocks than one LRU over all nodes would, the pool
         evicts like that LRU from now on.
         """
-        self._count()
+        hit_curve.count(self._arguments, self._horizon)
         if self._sample.state[USES] < PLANNED_FROM:
             return before
         hit_rate, copies = self.hit_rate(self._capacity), 0.0

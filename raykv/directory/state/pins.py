@@ -4,7 +4,7 @@ Where a writer would be refused, pins with a priority are given up: the lowest p
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from math import inf
 
@@ -94,7 +94,7 @@ class Pins(dict[bytes, tuple[int, int]]):
         """Keys that may be given up, in order: blocks of the size class that could be evicted without their pins."""
         for _, pinned in sorted(self._by_priority.items()):
             keys = list(pinned)
-            rows, gens = np.fromiter(chain.from_iterable(map(self.__getitem__, keys)), np.int64).reshape(-1, 2).T
+            rows, gens = _rows_and_gens(map(self.__getitem__, keys))
             held = self._size_classes.c.rows[rows]
             alone = (held["gen"] == gens) & (held["state"] == columns.READY) & (held["holds"] == 1)
             alone &= self._size_classes.size_classes_of(rows) == size_class
@@ -142,7 +142,7 @@ class Pins(dict[bytes, tuple[int, int]]):
 
     def repair(self) -> None:
         """Pin another copy where the pinned copy was dropped, is lost with its node, or is no longer the primary."""
-        rows, gens = self.rows(), np.array([gen for _, gen in self.values()], np.int64)
+        rows, gens = _rows_and_gens(self.values())
         held = self._size_classes.c.rows[rows]
         stale = (held["gen"] != gens) | (held["state"] == columns.DROPPED) | (held["state"] == columns.REPLICA)
         if stale.any():
@@ -150,9 +150,13 @@ class Pins(dict[bytes, tuple[int, int]]):
             self.renew([keys[i] for i in np.flatnonzero(stale)])
 
     def rows(self) -> RowArray:
-        return np.array([row for row, _ in self.values()], np.int64)
+        return _rows_and_gens(self.values())[0]
 
     def _release(self, held: list[tuple[int, int]]) -> None:
-        pairs: NDArray[np.int64] = np.array(held, np.int64).reshape(-1, 2)
-        rows, gens = np.ascontiguousarray(pairs.T)
+        rows, gens = _rows_and_gens(held)
         leases.release(self._size_classes.c, rows, gens, rows[:0], gens[:0])
+
+
+def _rows_and_gens(held: Iterable[tuple[int, int]]) -> tuple[RowArray, RowArray]:
+    rows, gens = np.ascontiguousarray(np.fromiter(chain.from_iterable(held), np.int64).reshape(-1, 2).T)
+    return rows, gens

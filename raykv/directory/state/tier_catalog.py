@@ -42,9 +42,8 @@ class ExternalTier:
     lister: str | None = None  # the node that lists the blocks that lay there before
     listed: bool = False  # whether the lister has listed all these blocks
     cleared: bool = False  # whether the tier was cleared before that: blocks that are listed later are deleted too
-    deleting: dict[str, tuple[int, list[bytes]]] = field(
-        default_factory=dict
-    )  # by node: number of the last answer, and the keys to delete in this answer
+    # By node: number of its last answer, and the keys to delete in this answer
+    deleting: dict[str, tuple[int, list[bytes]]] = field(default_factory=dict)
     answers: int = 0  # so far; also the number of the last answer
     content: bytes = b""  # name of the present content; b"" if content was never lost
     demoted: int = 0  # blocks, since start
@@ -145,13 +144,10 @@ class TierCatalog:
             if size_class >= 0:
                 self._provide_slots(tier, size_class, len(k))
                 demotion.report_existing(self._c, size_class, k, refused)
-            self._delete_refused(tier, k, refused)
-
-    def _delete_refused(self, tier: ExternalTier, keys: KeyArray, refused: NDArray[np.bool_]) -> None:
-        there = self._in_tier(tier, keys)  # maybe with another size: a key may be listed with two
-        for key in split_keys(keys[there].tobytes()) if tier.to_delete else ():
-            tier.to_delete.pop(key, None)
-        self._add_to_delete(tier, keys[refused & ~there])
+            there = self._in_tier(tier, k)  # maybe with another size: a key may be listed with two
+            for key in split_keys(k[there].tobytes()) if tier.to_delete else ():
+                tier.to_delete.pop(key, None)
+            self._add_to_delete(tier, k[refused & ~there])
 
     def demote(
         self,
