@@ -188,7 +188,7 @@ def drop_replicas(c, first):
 
 @kernel
 def evict(c, row):
-    """Forget a primary that nobody holds. Its row is the caller's.
+    """Forget a primary that nobody holds. Returns its row, which the caller must fill or free.
 
     The key's replicas go too, unless somebody holds them. They are as old as the primary, since `release` touches the
     primary after a read of a replica. A replica that became the primary would take a slot of its node's staging window.

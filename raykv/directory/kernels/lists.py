@@ -35,7 +35,7 @@ from raykv.directory.kernels.columns import (
     C,
 )
 from raykv.directory.kernels.quotas import tenant_of
-from raykv.directory.kernels.table import alone, close_gap, delete, first_of, first_row, insert, probe
+from raykv.directory.kernels.table import alone, close_gap, delete, first_of, insert, probe
 from raykv.protocol.location import COUNTER_BITS
 from raykv.system.jit import kernel
 
@@ -244,7 +244,7 @@ def give_back(c, row):
 
 @kernel
 def unfinished(state):
-    """Whether a client or a node store still writes there."""
+    """Whether a client or a node store still writes into rows in this state."""
     return state == WRITING or state == STAGING  # `state in (...)` would be a loop in numba
 
 
@@ -320,15 +320,12 @@ def replace_by_stored(c, found):
 
 
 @kernel
-def taken(c, k0, k1):
-    """Whether a key is in memory or being written there."""
-    row = first_row(c, k0, k1)
-    while row >= 0:
-        state = c.rows[row].state
-        if present(state) or state == WRITING:
-            return True
+def taken(c, first):
+    """Whether a key is in memory or being written there. first: the key's first row, or -1."""
+    row = np.int64(first)
+    while row >= 0 and not (present(c.rows[row].state) or c.rows[row].state == WRITING):
         row = np.int64(c.rows[row].same)
-    return False
+    return row >= 0
 
 
 @kernel

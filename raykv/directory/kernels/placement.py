@@ -38,7 +38,7 @@ from raykv.directory.kernels.lists import (
 from raykv.directory.kernels.quotas import is_full
 from raykv.directory.kernels.slabs import locate, row_of
 from raykv.directory.kernels.slots import can_stage, room, stage, take
-from raykv.directory.kernels.table import find, first_of
+from raykv.directory.kernels.table import find, first_of, first_row
 from raykv.protocol.clients import NOT_WRITTEN, WRITTEN
 from raykv.system.jit import kernel
 
@@ -50,11 +50,7 @@ def _missing(c, firsts, start):
     """How many keys are neither in memory nor being written there. firsts: the keys' first rows, of `find`."""
     count = np.int64(0)
     for i in range(start, len(firsts)):
-        row = np.int64(firsts[i])
-        while row >= 0 and not (present(c.rows[row].state) or c.rows[row].state == WRITING):
-            row = np.int64(c.rows[row].same)
-        if row < 0:
-            count += 1
+        count += not taken(c, firsts[i])
     return count
 
 
@@ -112,7 +108,7 @@ def _grant_missing(c, keys, firsts, writer, source, staged, granted):
             source[i] = row
     for i in range(writer.start, n):
         k0, k1 = keys[i, 0], keys[i, 1]
-        if source[i] >= 0 or taken(c, k0, k1):
+        if source[i] >= 0 or taken(c, first_row(c, k0, k1)):
             continue
         ahead = next_ahead(c, ahead)
         can_leave = can_stage(c, size_class)

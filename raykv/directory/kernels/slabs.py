@@ -39,7 +39,7 @@ from raykv.directory.kernels.lists import (
     unlink,
     withdraw,
 )
-from raykv.directory.kernels.table import delete, prefetch, prefetch_entry
+from raykv.directory.kernels.table import delete, first_row, prefetch, prefetch_entry
 from raykv.protocol.stores import FINISHED, STILL_WRITTEN
 from raykv.system.jit import kernel
 
@@ -64,18 +64,28 @@ def close_rows(c, base, slots):
             prefetch_entry(c, ahead)
             prefetch(c.rows, max(0, np.int64(c.rows[ahead].prev)))
             prefetch(c.rows, max(0, np.int64(c.rows[ahead].next)))
-        state = c.rows[row].state
-        if state == FREE:
+        if c.rows[row].state == FREE:
             unlink(c, list_of(c, row, FREE), row)
-        elif stored(state):
-            forget(c, row)
-        elif unfinished(state):
-            withdraw(c, row)
-        elif state == DEMOTING:
-            delete(c, row)
-        elif state == QUARANTINED:
+        elif c.rows[row].state == QUARANTINED:
             c.size_classes[size_class_of(c, row)].quarantined -= 1
+        else:
+            _take_out(c, row)
         close(c, row)
+
+
+@kernel
+def _take_out(c, row):
+    """Take a row that has a key out of table and lists. Returns whether the row had a key."""
+    state = c.rows[row].state
+    if stored(state):
+        forget(c, row)
+    elif unfinished(state):
+        withdraw(c, row)
+    elif state == DEMOTING:
+        delete(c, row)
+    else:
+        return False
+    return True
 
 
 @kernel(C, INT, INT)
@@ -83,16 +93,8 @@ def clear_rows(c, base, slots):
     """Forget a slab's blocks. A held slot becomes free when it is released. Slot 0 is taken first again."""
     for j in range(slots):
         row = base + slots - 1 - j
-        state = c.rows[row].state
-        if stored(state):
-            forget(c, row)
-        elif unfinished(state):
-            withdraw(c, row)
-        elif state == DEMOTING:
-            delete(c, row)
-        else:
-            continue
-        drop_or_free(c, row)
+        if _take_out(c, row):
+            drop_or_free(c, row)
 
 
 @kernel(C, INT, INT)
@@ -153,18 +155,13 @@ def adopt(c, rows, keys, gens, floor):
             rows[i] = -1
             continue
         unlink(c, list_of(c, row, FREE), row)
-        _fill(c, row, keys[i, 0], keys[i, 1], gens[i])
+        role = REPLICA if taken(c, first_row(c, keys[i, 0], keys[i, 1])) else READY
+        fill(c, row, keys[i, 0], keys[i, 1], gens[i], role)
         c.rows[row].last = floor + i + 1  # ages of nodes that are adopted one by one must interleave
     for j in range(len(rows)):
         row = np.int64(rows[len(rows) - 1 - j])
         if row >= 0:
             link_old(c, list_of(c, row, c.rows[row].state), row)
-
-
-@kernel
-def _fill(c, row, k0, k1, gen):
-    """Make a row a primary, or a replica if memory has the key already. The row is in no list, before and after."""
-    fill(c, row, k0, k1, gen, REPLICA if taken(c, k0, k1) else READY)
 
 
 @kernel(C, ROWS, ROWS)
@@ -191,8 +188,8 @@ def sweep_result(c, rows, gens, verdicts, keys, found_gens, floor):
         if verdicts[i] == STILL_WRITTEN:
             continue
         c.size_classes[size_class_of(c, row)].quarantined -= 1
-        if verdicts[i] == FINISHED and found_gens[i] > floor and not taken(c, keys[i, 0], keys[i, 1]):
-            _fill(c, row, keys[i, 0], keys[i, 1], found_gens[i])
+        if verdicts[i] == FINISHED and found_gens[i] > floor and not taken(c, first_row(c, keys[i, 0], keys[i, 1])):
+            fill(c, row, keys[i, 0], keys[i, 1], found_gens[i], READY)
             touch(c, row)
         else:
             free(c, row)
