@@ -98,7 +98,7 @@ def test_a_sample_of_few_keys_gives_nearly_the_same(seed: int, monkeypatch: pyte
 
 
 def test_keys_that_were_used_too_long_ago_leave_the_sample(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keys that more memory separates than any figure covers take no room from the others."""
+    """The distances between their uses are longer than any figure covers. They take no room from other keys."""
     monkeypatch.setattr(hit_curve, "KEYS", 1024)
     prompts = [of_chain(chain, 20) for chain in accumulate([1] * 500)]
     curve = measured([prompt for new in prompts for prompt in (new, new)], capacity=20 * SIZE)

@@ -283,7 +283,7 @@ def test_an_inventory_in_pieces_is_offered_after_the_last_and_keeps_the_order_of
 
 @pytest.mark.parametrize("again", [False, True])
 def test_what_is_done_with_between_two_pieces_stays_as_old_as_it_is(again: bool) -> None:
-    """If it became older, blocks of later pieces would come out older still."""
+    """If the block became older, blocks of later pieces would become still older."""
     pool = Pool(nodes="")
     node = pool.join("a").node
     first, *others = pieces(inventory(1, KEYS[:6], node), 2)

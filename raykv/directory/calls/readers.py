@@ -29,7 +29,7 @@ from raykv.protocol.location import KEY_BYTES, LOCATION, is_block_size, is_count
 
 HELD_UP_S = 0.5  # a reader without staging slots waits so long for slots that other readers hold
 TURN = 4  # while other readers wait, a reader in a chain gets slots for a quarter of the blocks that it asks for
-AWAITED_S = 0.1  # since any reader of a chain waited: after that, no reader waits
+AWAITED_S = 0.1  # readers in chains count as waiting for so long after an answer that told a reader to wait
 WAIT_S = 0.5  # a reader in a chain waits so long for copies on their way, and twice as long in all
 
 

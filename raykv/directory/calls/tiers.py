@@ -60,7 +60,7 @@ def demote(state: State, name: str, report: DemotionReport, now: float) -> Demot
     if report.whole and share > 0.0:
         held = state.allocator.held_primaries(node, state.tier_catalog.min_uses)
         share, examined, pinned = 1.0, sum(slots.values()), np.concatenate([pinned, held])
-    elif node.spare and share < 1.0:  # there is room
+    elif node.spare and share < 1.0:  # new blocks take the spare slab, so no block has to go
         share = 0.0
     shares = {stride: _share(state, node, stride, count, share) for stride, count in slots.items()}
     return state.tier_catalog.demote(name, node.size_classes, slots, shares, examined, pinned)

@@ -11,7 +11,7 @@ TTL_S = 60.0  # after so long nobody waits for an intent any more
 
 @dataclass(slots=True)
 class Intended:
-    """keys: those that no earlier intent has."""
+    """keys: only keys that no earlier intent has."""
 
     seq: int  # of the call with the intent
     since: float

@@ -10,7 +10,7 @@ SEEN = 1024  # prefixes until the table is cleared; all but the KEPT largest are
 
 @dataclass(slots=True)
 class Prefix:
-    """key: of its last block. blocks: its length. hits: look-ups that ended there. last: time of the last of them."""
+    """key: of its last block. blocks: its length. hits: look-ups that ended there. last: time of the last hit."""
 
     key: bytes
     blocks: int
@@ -20,7 +20,7 @@ class Prefix:
 
     @property
     def found(self) -> int:
-        """Blocks that those look-ups found."""
+        """Blocks that all these look-ups found."""
         return self.hits * self.blocks
 
 

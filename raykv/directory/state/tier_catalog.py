@@ -144,7 +144,7 @@ class TierCatalog:
             if size_class >= 0:
                 self._provide_slots(tier, size_class, len(k))
                 demotion.report_existing(self._c, size_class, k, refused)
-            there = self._in_tier(tier, k)  # maybe with another size: a key may be listed with two
+            there = self._in_tier(tier, k)  # maybe with another size, as a key may be listed with two sizes
             for key in split_keys(k[there].tobytes()) if tier.to_delete else ():
                 tier.to_delete.pop(key, None)
             self._add_to_delete(tier, k[refused & ~there])

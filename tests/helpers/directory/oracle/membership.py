@@ -78,7 +78,7 @@ class Membership(Pins):
             self.release(client.holds.pop(hold))
 
     def release(self, *holds: Lease) -> None:
-        """End leases. Those that were asked for together end block by block, the last block of all first."""
+        """End leases. Leases that were asked for together end block by block, the last block of all first."""
         for group in dict.fromkeys(hold.group for hold in holds):
             together = [hold for hold in holds if hold.group == group]
             for i in reversed(range(max(len(hold.source) for hold in together))):

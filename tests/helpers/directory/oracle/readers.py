@@ -40,9 +40,10 @@ class Readers(Membership):
     waited_at = float("-inf")  # when a reader last waited for a copy
 
     def best(self, key: bytes, node: int) -> tuple[Row | None, Row | None]:
-        """(copy to read, copy being staged on the node). To read: the node's own copy, else the primary, any, a tier's.
+        """(copy to read, copy being staged on the node).
 
-        The node's own copy is read even if its store does not answer: the reader shares the node's memory.
+        The copy to read is the node's own, else the primary, else a replica, else a tier's. The node's own copy is read
+        even if its store does not answer: the reader shares the node's memory.
         """
         copies = [r for r in self.table.get(key, ()) if r.holds < HOLDS_MAX]
         here = [r for r in copies if r.state in PRESENT and r.slab.node == node]
@@ -71,7 +72,7 @@ class Readers(Membership):
     def match_parts(
         self, call: Call, requests: tuple[MatchRequest, ...], intent: Intent | None, now: float
     ) -> MatchedParts:
-        """Lease the longest prefix of which each part has all blocks, or the last ones if those are all it needs."""
+        """Lease the longest prefix of which each part has the blocks that its reader needs: all, or the last blocks."""
         client = self.on_call(call, now)
         self.release(*(client.holds.pop(r.lease) for r in requests if r.lease in client.holds))
         if intent:
@@ -286,7 +287,7 @@ class Readers(Membership):
         return len(hold.keys)
 
     def stage_next(self, hold: Lease, i: int, stop: int) -> bool:
-        """Give block i a staging slot, if need be one of a later block's. Returns whether block i has a slot."""
+        """Give block i a staging slot, if need be the slot of a later block. Returns whether block i has a slot."""
         item = self.stage(hold.size_class, hold.keys[i])
         if item is None and self.give_back(hold, range(i + 1, stop)):
             item = self.stage(hold.size_class, hold.keys[i])

@@ -169,9 +169,8 @@ class Tier:
     lister: str | None = None
     listed: bool = False
     cleared: bool = False
-    deleting: dict[str, tuple[int, list[bytes]]] = field(
-        default_factory=dict
-    )  # by node: (number of the last answer, keys that it says to delete)
+    # By node: (number of the last answer, keys that it says to delete)
+    deleting: dict[str, tuple[int, list[bytes]]] = field(default_factory=dict)
     answers: int = 0
     content: bytes = b""
     demoted: int = 0

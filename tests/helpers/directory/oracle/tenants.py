@@ -25,7 +25,7 @@ class Tenants(Slots):
         self.evicted_of.setdefault(tenant, 0)
 
     def remove_quota(self, tenant: str, now: float) -> bool:
-        """The tenant's blocks count as blocks without a tenant, and none of them as clean. False without a quota."""
+        """Its blocks become blocks without a tenant, and none of these is clean. False for a tenant without a quota."""
         self.check(now)
         if self.quotas.pop(tenant, None) is None:
             return False

@@ -242,7 +242,7 @@ class Tiers(Tenants):
         return bool(unreported)
 
     def share_of(self, node: Node, size_class: SizeClass, share: float) -> float:
-        """The share, or more: a slab's worth of slots where several sizes share a node, which may take a whole slab."""
+        """The share of slots to keep free or clean. On a node of several sizes it is at least the share of a slab."""
         if not 0 < share < 1 or not size_class.rows or len(node.size_classes) == 1:
             return share
         return max(share, min(1.0, (node.slab_bytes // size_class.stride) / len(size_class.rows)))
