@@ -42,6 +42,7 @@ class HeldPrefix:
     """
 
     reader: Node | None
+    host: int  # index of the node whose GPU the reader is; -1 if it is no GPU
     hold: Hold
     places: Places
     counts: tuple[int, int, int, int]
@@ -178,14 +179,14 @@ def _pending(state: State, client: int, requests: tuple[MatchRequest, ...], keys
 def _hold_prefix(state: State, call: Call, request: MatchRequest, keys: KeyArray, group: int, now: float) -> HeldPrefix:
     """Hold the longest ready prefix of the keys for a reader. group: see Hold."""
     reader, stride = state.nodes.get(request.node), slot_bytes(request.block_bytes)
-    size_class, on_gpu = state.allocator.staging_class(reader, stride), reader is not None and reader.on_gpu
-    host = state.nodes.get(reader.host) if reader and on_gpu else None
+    size_class = state.allocator.staging_class(reader, stride)
+    host = _index_of(state.nodes.get(reader.host)) if reader and reader.on_gpu else -1
     firsts, *rows = [np.empty(len(keys), np.int64) for _ in range(5)]
     places = Places(*np.empty((2, len(keys)), LOCATION))
     node, limit = _index_of(reader), int(min(max(0, request.stage), len(keys)))
     tenant = state.quotas.number(request.tenant)
     size, long = int(request.block_bytes), state.long_blocks(request.block_bytes)
-    asks = node, size_class, limit, host.index if host else -1, size, tenant, long  # a Reader
+    asks = node, size_class, limit, host, size, tenant, long  # a Reader
     question = keys, firsts, asks, tuple(rows), tuple(places)
     counts = leases.match(state.c, *question, False)
     if counts[0] < 0 and reader:
@@ -203,7 +204,7 @@ def _hold_prefix(state: State, call: Call, request: MatchRequest, keys: KeyArray
         since=now,
         used=now,
     )
-    return HeldPrefix(reader, hold, places, counts)
+    return HeldPrefix(reader, host, hold, places, counts)
 
 
 def _cut(state: State, prefix: HeldPrefix, n: int) -> None:
@@ -212,10 +213,8 @@ def _cut(state: State, prefix: HeldPrefix, n: int) -> None:
         return
     state.clients.release([prefix.hold.cut(n)])
     nodes = prefix.places.locations["node"][:n].astype(np.int64)
-    external, reader = is_tier(nodes), prefix.reader
-    host = state.nodes.get(reader.host) if reader and reader.on_gpu else None
-    promoted = int((nodes == host.index).sum()) if host else 0
-    prefix.counts = n, int((nodes != prefix.hold.node).sum()), int(external.sum()), promoted
+    remote, external, promoted = nodes != prefix.hold.node, is_tier(nodes), nodes == prefix.host
+    prefix.counts = n, int(remote.sum()), int(external.sum()), int(promoted.sum())
 
 
 def _count_match(state: State, asked: int, prefix: HeldPrefix) -> None:
