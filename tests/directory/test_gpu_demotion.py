@@ -1,7 +1,7 @@
 """GPUs as nodes of their own: whose blocks a GPU stores, and which of them are demoted to memory, by example."""
 
 import pytest
-from helpers.directory.checks import chain_of, check_invariants
+from helpers.directory.checks import check_invariants, rows_of
 from helpers.directory.oracle.slots import LOCATION, split, unpack
 from helpers.directory.pool import KEYS, PAGE, Pool, primary
 from helpers.directory.tiers import heartbeat, list_existing
@@ -106,7 +106,7 @@ def test_demoted_blocks_are_evicted_from_the_gpu_first_oldest_first() -> None:
 def nodes_with(pool: Pool, key: bytes) -> set[int]:
     c = pool.directory.c
     return {
-        int(c.size_classes[c.slabs[c.pages[row >> 6]]["size_class"]]["node"]) for row in chain_of(pool.directory, key)
+        int(c.size_classes[c.slabs[c.pages[row >> 6]]["size_class"]]["node"]) for row in rows_of(pool.directory, key)
     }
 
 
@@ -151,7 +151,7 @@ def test_a_demoted_block_keeps_its_count_of_matches() -> None:
         pool.read(GPU, KEYS[:7])
     pool.demote_gpu(GPU, pool.demote_gpu(GPU))
     rows = pool.directory.c.rows
-    assert [int(rows[row]["uses"]) for row in chain_of(pool.directory, KEYS[6])] == [2, 2]
+    assert [int(rows[row]["uses"]) for row in rows_of(pool.directory, KEYS[6])] == [2, 2]
 
 
 def test_a_block_being_demoted_to_memory_does_not_count_as_being_in_the_external_tier(

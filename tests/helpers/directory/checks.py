@@ -70,29 +70,29 @@ def slots_of(directory: Directory, rows: Sequence[int]) -> list[tuple[int, int, 
     return list(zip(nodes.tolist(), slab["number"].tolist(), (at - slab["base"]).tolist(), strict=True))
 
 
-def chain_of(directory: Directory, key: bytes) -> list[int]:
-    return _chain(int(directory.find(key)[0]), directory.c.rows["same"])
+def rows_of(directory: Directory, key: bytes) -> list[int]:
+    return _rows_from(int(directory.find(key)[0]), directory.c.rows["same"])
 
 
-def _chain(row: int, same: Any) -> list[int]:
+def _rows_from(row: int, same: Any) -> list[int]:
     """The rows of a key. same: for each row, the next row of the same key."""
-    chain = []
+    rows = []
     while row >= 0:
-        chain.append(row)
+        rows.append(row)
         row = int(same[row])
-    return chain
+    return rows
 
 
-Chains = dict[bytes, list[int]]  # rows of every key
+RowsByKey = dict[bytes, list[int]]  # rows of every key
 
 
-def chains_of(directory: Directory) -> Chains:
+def rows_by_key(directory: Directory) -> RowsByKey:
     c = directory.c
     heads = (c.table[c.table != 0] & 0xFFFFFFFF) - 1
     keys = np.stack((c.rows["k0"][heads], c.rows["k1"][heads]), axis=1).tobytes()
     assert (directory.find(keys) == heads).all(), "an entry that a probe does not find"
     same = c.rows["same"].tolist()
-    return {keys[KEY_BYTES * i : KEY_BYTES * (i + 1)]: _chain(row, same) for i, row in enumerate(heads.tolist())}
+    return {keys[KEY_BYTES * i : KEY_BYTES * (i + 1)]: _rows_from(row, same) for i, row in enumerate(heads.tolist())}
 
 
 def pins_of_directory(directory: Directory) -> list[Any]:
@@ -104,8 +104,8 @@ def pins_of_oracle(oracle: Oracle) -> list[Any]:
     return [(key, (row.slab.node, row.slab.number, row.slot), gen) for key, (row, gen) in oracle.pins.items()]
 
 
-def check_invariants(directory: Directory) -> Chains:
-    """AssertionError if the state is inconsistent. Returns `chains_of`."""
+def check_invariants(directory: Directory) -> RowsByKey:
+    """AssertionError if the state is inconsistent. Returns `rows_by_key`."""
     c = directory.c
     spans = [directory.size_classes.span(record) for there in _all(directory) for record in there.slabs.values()]
     live = np.concatenate([np.arange(base, base + slots) for base, slots in spans] or [np.zeros(0, int)])
@@ -123,16 +123,16 @@ def check_invariants(directory: Directory) -> Chains:
     for node in directory.nodes.values():
         mine = [*node.spare, *node.slabs, *node.withdrawn]
         assert len(set(mine)) == len(mine) and set(mine) >= set(range(node.offered)), "a slab lost, or there twice"
-    stats, chains = directory.stats(0.0), chains_of(directory)
+    stats, by_key = directory.stats(0.0), rows_by_key(directory)
     for node in stats["nodes"].values():
         assert sum(node[name] for name in columns.STATES) == node["slots"]
     _check_lists(directory, live)
-    _check_tenants(directory, live, chains)
-    _check_table(directory, live, chains)
-    _check_holds(directory, chains)
+    _check_tenants(directory, live, by_key)
+    _check_table(directory, live, by_key)
+    _check_holds(directory, by_key)
     _check_tiers(directory, stats["tiers"])
     _check_gpu_demotion(directory)
-    return chains
+    return by_key
 
 
 def _check_lists(directory: Directory, live: Any) -> None:
@@ -186,7 +186,7 @@ def _check_lists(directory: Directory, live: Any) -> None:
         assert holds == 0 or state not in (columns.FREE, columns.QUARANTINED)
 
 
-def _check_tenants(directory: Directory, live: Any, chains: Chains) -> None:
+def _check_tenants(directory: Directory, live: Any, by_key: RowsByKey) -> None:
     """A tenant pays for primaries in memory. All copies of a key have one tenant. Each tenant has its own list."""
     c, count = directory.c, directory.size_classes.tenants
     assert count == max(directory.quotas._numbers.values(), default=0) + 1
@@ -196,8 +196,8 @@ def _check_tenants(directory: Directory, live: Any, chains: Chains) -> None:
     used = np.bincount(c.tenants[live], charge * primaries, columns.TENANTS_MAX)
     assert (c.quotas["used"] == used).all(), "a tenant is charged for what it has not"
     tenants, after = c.tenants.tolist(), c.rows["next"].tolist()
-    for chain in chains.values() if count > 1 else ():
-        assert len({tenants[row] for row in chain}) == 1, "a key of two tenants"
+    for copies in by_key.values() if count > 1 else ():
+        assert len({tenants[row] for row in copies}) == 1, "a key of two tenants"
     charges = c.size_classes["charge"][: directory.size_classes._class_count].tolist()
     heads = c.lists["head"].tolist()
     for size_class, its_charge in enumerate(charges):
@@ -208,21 +208,21 @@ def _check_tenants(directory: Directory, live: Any, chains: Chains) -> None:
                 row = after[row]
 
 
-def _check_table(directory: Directory, live: Any, chains: Chains) -> None:
+def _check_table(directory: Directory, live: Any, by_key: RowsByKey) -> None:
     c = directory.c
-    assert len(chains) == c.state[columns.ENTRIES]
+    assert len(by_key) == c.state[columns.ENTRIES]
     rows = c.rows.tolist()
-    in_table = [(key, row) for key, chain in chains.items() for row in chain]
+    in_table = [(key, row) for key, copies in by_key.items() for row in copies]
     assert all(struct.pack("<QQ", *rows[row][:2]) == key for key, row in in_table)
     wanted = {columns.STATES.index(state) for state in IN_TABLE}
     assert sorted(row for _, row in in_table) == sorted(row for row in live.tolist() if rows[row][8] in wanted)
-    for chain in chains.values():
-        states = [rows[row][8] for row in chain]
+    for copies in by_key.values():
+        states = [rows[row][8] for row in copies]
         primaries = states.count(columns.READY) + states.count(columns.WRITING)
         assert primaries == 1 or (primaries == 0 and columns.REPLICA not in states), "replicas of nothing"
 
 
-def _check_holds(directory: Directory, chains: Chains) -> None:
+def _check_holds(directory: Directory, by_key: RowsByKey) -> None:
     """A row is held by leases, reservations, pins and GPU demotions, and by nothing else."""
     rows = directory.c.rows
     holds = np.zeros(len(rows), int)
@@ -234,7 +234,7 @@ def _check_holds(directory: Directory, chains: Chains) -> None:
                 assert (rows["gen"][held[mine]] == gens[mine]).all(), "a held block was given away"
     for key, (row, gen) in directory.pins.items():
         holds[row] += 1
-        assert row in chains.get(key, ()) and rows["gen"][row] == gen, "a pin of what is gone"
+        assert row in by_key.get(key, ()) and rows["gen"][row] == gen, "a pin of what is gone"
         assert columns.STATES[rows["state"][row]] in ("ready", "external"), "a copy that is evicted first is pinned"
     for target in directory.gpu_demotion._under_way.values():
         np.add.at(holds, target[target >= 0], 1)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from helpers.directory.checks import chain_of, check_invariants
+from helpers.directory.checks import check_invariants, rows_of
 from helpers.directory.oracle.slots import LOCATION, split, unpack
 from raykv.config import KEYS_PER_CALL
 from raykv.directory.directory import Directory
@@ -208,7 +208,7 @@ class Pool:
     def has(self, keys: list[bytes]) -> list[bool]:
         rows = self.directory.c.rows
         present = (columns.READY, columns.REPLICA)
-        return [any(rows[row]["state"] in present for row in chain_of(self.directory, key)) for key in keys]
+        return [any(rows[row]["state"] in present for row in rows_of(self.directory, key)) for key in keys]
 
     def keys(self) -> set[bytes]:
         """All keys of stored blocks."""
@@ -231,7 +231,7 @@ class Pool:
 
 def primary(pool: Pool, key: bytes) -> str:
     c = pool.directory.c
-    (row,) = [row for row in chain_of(pool.directory, key) if c.rows[row]["state"] == columns.READY]
+    (row,) = [row for row in rows_of(pool.directory, key) if c.rows[row]["state"] == columns.READY]
     return pool.name(int(c.size_classes[c.slabs[c.pages[row >> columns.PAGE_BITS]]["size_class"]]["node"]))
 
 

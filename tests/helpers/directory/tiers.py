@@ -2,7 +2,7 @@
 
 import struct
 
-from helpers.directory.checks import chain_of
+from helpers.directory.checks import rows_of
 from helpers.directory.pool import KEYS, PAGE, Pool
 from raykv.directory.kernels import columns
 from raykv.protocol.location import is_tier
@@ -40,7 +40,7 @@ def tier(pool: Pool, owner: str = "a") -> dict[str, int | str]:
 
 def in_external_tier(pool: Pool, keys: list[bytes], state: int = columns.EXTERNAL) -> list[bool]:
     rows = pool.directory.c.rows
-    return [any(rows[row]["state"] == state for row in chain_of(pool.directory, key)) for key in keys]
+    return [any(rows[row]["state"] == state for row in rows_of(pool.directory, key)) for key in keys]
 
 
 def only_in_tier(pool: Pool, keys: list[bytes], node: str = "a") -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from helpers.directory.checks import chain_of
+from helpers.directory.checks import rows_of
 from helpers.directory.oracle.slots import LOCATION, unpack
 from helpers.directory.world.cast import Cast, Held, Worker
 from helpers.directory.world.documents import DEPTH, DOCUMENTS, LONGEST, SIZES
@@ -201,7 +201,7 @@ class Clients(Cast):
         self.grants.update({p: k for p, k in zip(split(got.staged), granted, strict=True) if any(p)})
 
     def _present(self, key: bytes) -> bool:
-        rows = chain_of(self.real, key)
+        rows = rows_of(self.real, key)
         return any(self.real.c.rows[row]["state"] in (columns.READY, columns.REPLICA) for row in rows)
 
     def commit(self) -> None:

@@ -132,16 +132,16 @@ class Twins:
         self.do("stats", self.now)
 
     def _compare(self, directory: Directory, oracle: Oracle) -> None:
-        chains = check_invariants(directory)
+        by_key = check_invariants(directory)
         if self.with_oracle:
             real, model = rows_of_directory(directory), rows_of_oracle(oracle)
             differ = {at: (real.get(at), model.get(at)) for at in real | model if real.get(at) != model.get(at)}
             assert not differ, differ
             assert directory.indices() == oracle.owners()
             assert pins_of_directory(directory) == pins_of_oracle(oracle)
-            rows = [row for chain in chains.values() for row in chain]
+            rows = [row for copies in by_key.values() for row in copies]
             slots = dict(zip(rows, slots_of(directory, rows), strict=True))
-            assert {key: [slots[row] for row in chain] for key, chain in chains.items()} == {
+            assert {key: [slots[row] for row in copies] for key, copies in by_key.items()} == {
                 key: [(row.slab.node, row.slab.number, row.slot) for row in rows] for key, rows in oracle.table.items()
             }
 
