@@ -189,7 +189,7 @@ def drain(node: str | None, own: bool, deadline: float, force: bool, cancel: boo
     Blocks that are left after the deadline are no error.
     """
     from raykv.cli import shell
-    from raykv.cli.status.ray_nodes import find_node, living_nodes
+    from raykv.ui.ray_nodes import find_node, living_nodes
 
     if own == (node is not None):
         raise click.UsageError("give a node as `raykv status` shows it, or --self")
@@ -213,8 +213,8 @@ def drain(node: str | None, own: bool, deadline: float, force: bool, cancel: boo
 def resize(node: str, cpu_memory: str, deadline: float, name: str, as_json: bool) -> None:
     """Give a node more or less memory while the pool is in use. Name it as `raykv status` shows it."""
     from raykv.cli import shell
-    from raykv.cli.status.ray_nodes import find_node, living_nodes
     from raykv.cli.status.status import resized
+    from raykv.ui.ray_nodes import find_node, living_nodes
 
     pool = shell.administer(name)
     found = find_node(node, living_nodes())
@@ -322,7 +322,7 @@ main.add_command(bench)
 
 def _status(name: str, as_json: bool) -> None:
     from raykv.cli.status import status
-    from raykv.cli.status.overview import look
+    from raykv.ui.overview import look
 
     overview = look(name)
     if as_json:

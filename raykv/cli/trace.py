@@ -10,12 +10,12 @@ import click
 import ray
 from ray.exceptions import RayError
 
-from raykv.cli.status.ray_nodes import SHORT
 from raykv.client.session import settings_of
 from raykv.cluster import named_actors
 from raykv.config import MIB
 from raykv.protocol.location import host_of
 from raykv.protocol.requests import Followed, RequestLine
+from raykv.ui.ray_nodes import SHORT
 
 POLL_S = 0.5  # between two questions for new lines
 DEADLINE_S = 5.0  # of a poll

@@ -1,19 +1,16 @@
 """`raykv ui`: has an actor on Ray's head serve a pool's page, and prints the address."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import ray
 from ray.exceptions import RayActorError
 
 from raykv import cluster
-from raykv.cli.status.actors import look_up
-from raykv.cli.status.overview import Overview, look
-from raykv.cli.status.ray_nodes import living_nodes, short_ids
-from raykv.cli.status.status import hit_sources, node_memory, tier_bytes
 from raykv.cluster import named_actors
 from raykv.errors import PoolNotFound, RayKVError, reason_of
 from raykv.ui.actor import Place, start_page
-from raykv.ui.sight import Node, Prefix, Route, Sight
+from raykv.ui.pool_actors import look_up
+from raykv.ui.ray_nodes import living_nodes
 
 HOST, PORT = "127.0.0.1", 8270
 ANSWER_S = 60.0  # for the page's actor to answer: a new worker first imports Ray and raykv
@@ -37,7 +34,7 @@ def serve(pool: str, host: str | None, port: int | None) -> Page:
     found = look_up(name)
     if found is not None and found.node_id not in cluster.living():  # pinned to a head that is gone
         stop(pool)
-    actor = start_page(pool, see, host or HOST, PORT if port is None else port, head.node_id)
+    actor = start_page(pool, host or HOST, PORT if port is None else port, head.node_id)
     try:
         place: Place = ray.get(actor.place.remote(), timeout=ANSWER_S)
     except RayActorError as error:
@@ -68,53 +65,3 @@ def stop(pool: str) -> None:
 def _url(place: Place) -> str:
     host = place.node if place.host in ("0.0.0.0", "::") else place.host
     return f"http://[{host}]:{place.port}/" if ":" in host else f"http://{host}:{place.port}/"
-
-
-# ---------------------------------------------------------------------- what the page shows
-
-
-def see(pool: str) -> Sight:
-    """A pool at this moment, for its page."""
-    overview = look(pool)
-    counts, shown = overview.counts, short_ids(overview.nodes)
-    return Sight(
-        pool,
-        counts.get("epoch"),
-        tuple(_node(overview, node_id, shown[node_id]) for node_id in overview.members),
-        {name: count for name, count in counts.items() if isinstance(count, int)},
-        hit_sources(counts) if counts else {},
-        counts.get("hit_curve", {}),
-        tuple(_route(route, shown) for route in overview.transports),
-        {shown.get(name, name) or "all nodes": tier["state"] for name, tier in counts.get("tiers", {}).items()},
-        overview.upkeep,
-        tuple(_prefix(prefix, shown) for prefix in counts.get("prefixes", ())),
-    )
-
-
-def _node(overview: Overview, node_id: str, shown: str) -> Node:
-    member, counts = overview.members[node_id], overview.counts
-    memory = counts.get("nodes", {}).get(node_id)
-    return Node(
-        node_id,
-        shown,
-        member.host,
-        member.address,
-        member.roles,
-        member.state,
-        member.why,
-        member.uptime_s,
-        member.restarts,
-        memory["limit"] * memory["slab_bytes"] if memory else None,
-        {tier: of for tier, of in tier_bytes(counts, node_id).items() if of[1]},
-        member.faults,
-    )
-
-
-def _route(route: dict[str, Any], shown: dict[str, str]) -> Route:
-    reader, source = (node_memory(route[end], shown) for end in ("reader", "from"))
-    return Route(reader, source, route["transport"], route["gbps"], route["bytes"], route["failed"])
-
-
-def _prefix(prefix: dict[str, Any], shown: dict[str, str]) -> Prefix:
-    nodes = tuple(shown.get(node_id, node_id[:8]) for node_id in prefix["nodes"])
-    return Prefix(prefix["key"], prefix["blocks"], prefix["bytes"], prefix["hits"], prefix["idle_s"], nodes)

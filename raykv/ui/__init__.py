@@ -1,1 +1,1 @@
-"""`raykv ui`: a page of a pool, for users without Grafana. `actor` looks and serves, `history` keeps what was seen."""
+"""Looks at a pool for users: `overview` at one moment, `history` over time. `actor` serves both as a page."""

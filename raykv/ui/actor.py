@@ -16,7 +16,7 @@ from raykv.line.periodic import Periodic
 from raykv.system import events
 from raykv.system.extras import to_install
 from raykv.ui.history import History
-from raykv.ui.sight import Sight
+from raykv.ui.overview import look
 
 log = logging.getLogger("raykv")
 LOOK_S = 2.0  # between looks while a page is open
@@ -37,12 +37,12 @@ class Place(NamedTuple):
 class PageActor:
     """Looks at a pool every few seconds, keeps its history, and serves the page."""
 
-    def __init__(self, pool: str, look: Callable[[str], Sight], host: str, port: int) -> None:
-        """look: makes a Sight of the pool of that name. port: 0: any free port.
+    def __init__(self, pool: str, host: str, port: int) -> None:
+        """port: 0: any free port.
 
         Raises RayKVError without Starlette and uvicorn, and if the port is not available.
         """
-        self._pool, self._look = pool, look
+        self._pool = pool
         events.begin(named_actors.restarted(), role="ui", pool=pool, pid=os.getpid())
         self._server = _server(self._state, host)
         self._socket = _listen(host, port)
@@ -72,7 +72,7 @@ class PageActor:
         return {**self._history.since(after), "time": time.time(), "run": os.getpid(), "trouble": self._trouble}
 
     def _look_once(self) -> float:
-        self._history.add(self._look(self._pool), time.time())
+        self._history.add(look(self._pool), time.time())
         self._trouble = ""
         return self._pause()
 
@@ -120,7 +120,7 @@ def _family(host: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
-def start_page(pool: str, look: Callable[[str], Sight], host: str, port: int, node_id: str) -> Any:
+def start_page(pool: str, host: str, port: int, node_id: str) -> Any:
     """Start the actor on a node, or find it. Returns at once."""
     options = named_actors.options(named_actors.page_name(pool), node_id, threads=2)
-    return ray.remote(PageActor).options(**options).remote(pool, look, host, port)
+    return ray.remote(PageActor).options(**options).remote(pool, host, port)

@@ -3,9 +3,9 @@
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from raykv.ui.sight import Node, Sight
+from raykv.config import MIB
+from raykv.ui.overview import Member, Overview
 
-MIB = 1 << 20
 TOLERANCE_S = 5.0  # when comparing uptimes: Ray's head and this process may have different clocks
 
 
@@ -17,38 +17,39 @@ class Event(NamedTuple):
     text: str
 
 
-def changes(before: Sight | None, after: Sight, now: float) -> Iterator[Event]:
-    """Events between two looks. before: None at the first look. now: Unix time."""
+def changes(before: Overview | None, after: Overview, took_over: bool, now: float) -> Iterator[Event]:
+    """Events between two looks. before: None at the first look. took_over: by a new directory. now: Unix time."""
     if before is None:
         yield Event(now, "note", "the page began to watch")
         return
-    for kind, text in (*_nodes(before, after), *_upkeep(before, after), *_tiers(before, after)):
+    for kind, text in (*_nodes(before, after), *_upkeep(before, after, took_over), *_tiers(before, after)):
         yield Event(now, kind, text)
 
 
-def _nodes(before: Sight, after: Sight) -> Iterator[tuple[str, str]]:
-    old, new = ({node.id: node for node in sight.nodes} for sight in (before, after))
+def _nodes(before: Overview, after: Overview) -> Iterator[tuple[str, str]]:
+    old, new = before.members, after.members
     for node_id in new.keys() - old.keys():
-        yield "note", f"node {_name(new[node_id])} joined the cluster"
+        yield "note", f"node {_name(after, node_id)} joined the cluster"
     for node_id in old.keys() - new.keys():
-        yield "bad", f"node {_name(old[node_id])} left the cluster"
+        yield "bad", f"node {_name(before, node_id)} left the cluster"
     for node_id in old.keys() & new.keys():
-        yield from _node(old[node_id], new[node_id])
+        name = _name(after, node_id)
+        yield from _node(old[node_id], new[node_id], name)
+        was, is_now = before.limit(node_id), after.limit(node_id)
+        if was is not None and is_now is not None and was != is_now:
+            yield "note", f"{name} may offer {is_now / MIB:.0f} MiB, which were {was / MIB:.0f}"
 
 
-def _node(old: Node, new: Node) -> Iterator[tuple[str, str]]:
-    name = _name(new)
+def _node(old: Member, new: Member, name: str) -> Iterator[tuple[str, str]]:
     if old.state != "restarting" and (new.state == "restarting" or _was_restarted(old, new)):
         yield "bad", f"the store on {name} died"
         if new.state == "alive":
             yield "good", f"the store on {name} serves again"
     elif new.state != old.state:
         yield from _new_state(old, new, name)
-    if old.limit is not None and new.limit is not None and old.limit != new.limit:
-        yield "note", f"{name} may offer {new.limit / MIB:.0f} MiB, which were {old.limit / MIB:.0f}"
 
 
-def _new_state(old: Node, new: Node, name: str) -> Iterator[tuple[str, str]]:
+def _new_state(old: Member, new: Member, name: str) -> Iterator[tuple[str, str]]:
     if new.state == "alive":
         starts = old.state in ("starting", "joining", "idle") or (old.state == "no store" and old.restarts is None)
         yield (
@@ -67,31 +68,32 @@ def _new_state(old: Node, new: Node, name: str) -> Iterator[tuple[str, str]]:
         yield "bad", f"{name} has no store: {new.why}"
 
 
-def _was_restarted(old: Node, new: Node) -> bool:
+def _was_restarted(old: Member, new: Member) -> bool:
     if old.restarts is None or new.restarts is None:
         return False
     younger = None not in (old.uptime_s, new.uptime_s) and (new.uptime_s or 0) < (old.uptime_s or 0) - TOLERANCE_S
     return new.restarts > old.restarts or younger
 
 
-def _upkeep(before: Sight, after: Sight) -> Iterator[tuple[str, str]]:
+def _upkeep(before: Overview, after: Overview, took_over: bool) -> Iterator[tuple[str, str]]:
     for role, wrong in after.upkeep.items():
         if wrong and not before.upkeep[role]:
             yield "bad", f"the {role} {wrong}"
         elif before.upkeep[role] and not wrong:
             yield "good", f"the {role} answers"
-    if before.epoch is not None and after.epoch is not None and after.epoch > before.epoch:
-        there = [_name(node) for node in after.nodes if "directory" in node.roles]
+    if took_over:
+        there = [_name(after, node_id) for node_id, member in after.members.items() if "directory" in member.roles]
         yield "note", "another directory took over" + (f", on {there[0]}" if there else "")
 
 
-def _tiers(before: Sight, after: Sight) -> Iterator[tuple[str, str]]:
-    for whose, state in after.tiers.items():
-        if state == "down" and before.tiers.get(whose) != "down":
+def _tiers(before: Overview, after: Overview) -> Iterator[tuple[str, str]]:
+    for name, tier in after.counts.get("tiers", {}).items():
+        whose, old = after.shown.get(name, name) or "all nodes", before.counts.get("tiers", {}).get(name, {})
+        if tier["state"] == "down" and old.get("state") != "down":
             yield "bad", f"the external tier of {whose} does not answer"
-        elif state == "up" and before.tiers.get(whose) == "down":
+        elif tier["state"] == "up" and old.get("state") == "down":
             yield "good", f"the external tier of {whose} answers again"
 
 
-def _name(node: Node) -> str:
-    return f"{node.shown} ({node.host})"
+def _name(overview: Overview, node_id: str) -> str:
+    return f"{overview.shown[node_id]} ({overview.members[node_id].host})"

@@ -1,75 +1,44 @@
-"""A pool at one moment, as its page shows it. The page's scripts read it as JSON: see static/page.js."""
+"""A pool at one moment, as the page's scripts read it: see static/page.js."""
 
-from dataclasses import dataclass
+from dataclasses import asdict
+from typing import Any
+
+from raykv.ui.overview import Overview
+from raykv.ui.ray_nodes import SHORT
 
 
-@dataclass(frozen=True)
-class Node:
-    """A living Ray node.
+def sight(overview: Overview) -> dict[str, Any]:
+    """The pool, for JSON.
 
-    shown: short id. state, why: as in `raykv status`. limit: bytes of memory that it may offer; None if the directory
-    does not know the node. fills: (bytes used, bytes) by tier, of its tiers. faults: counts of its store by kind, since
-    the store started.
+    nodes: each Member with its `id`, its short id as `shown`, and `fills`: (bytes used, bytes) by tier, of its tiers.
+    counts: of the directory; empty while it does not answer. hit_curve: hit rates by multiples of the memory, and the
+    `ceiling`; empty before a block was asked for. upkeep: see Overview.
+    routes: memories that read from each other. bytes, failed: by transport, since the reader's store started.
+    prefixes: prefixes at whose end look-ups ended. key: of the last block, in hex. blocks: number of blocks. bytes:
+    their size. hits: number of look-ups. idle_s: seconds since the last look-up. nodes: short ids of the nodes whose
+    memory has the last block.
     """
-
-    id: str
-    shown: str
-    host: str
-    address: str
-    roles: tuple[str, ...]
-    state: str
-    why: str
-    uptime_s: float | None
-    restarts: int | None
-    limit: int | None
-    fills: dict[str, tuple[int, int]]
-    faults: dict[str, int]
-
-
-@dataclass(frozen=True)
-class Route:
-    """Bytes that one memory has read from another since the reader's store started. bytes, failed: by transport."""
-
-    reader: str
-    source: str
-    transport: str
-    gbps: float
-    bytes: dict[str, int]
-    failed: dict[str, int]
-
-
-@dataclass(frozen=True)
-class Prefix:
-    """A prefix at whose end look-ups ended.
-
-    key: of its last block, in hex. blocks: its length. size: its bytes. hits: number of look-ups. idle_s: seconds since
-    the last look-up. nodes: short ids of the nodes whose memory has its last block.
-    """
-
-    key: str
-    blocks: int
-    size: int
-    hits: int
-    idle_s: float
-    nodes: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Sight:
-    """counts: of the directory; empty while it does not answer. hits: found blocks, by where they were.
-    hit_curve: hit rates by multiples of the memory, and the `ceiling`; empty before a block was asked for.
-
-    tiers: state of external tiers by short id of their node, or "all nodes". upkeep: faults of the directory, its
-    successor and the supervisor; "" if they are well.
-    """
-
-    pool: str
-    epoch: int | None
-    nodes: tuple[Node, ...]
-    counts: dict[str, int]
-    hits: dict[str, int]
-    hit_curve: dict[str, float]
-    routes: tuple[Route, ...]
-    tiers: dict[str, str]
-    upkeep: dict[str, str]
-    prefixes: tuple[Prefix, ...]
+    counts, shown = overview.counts, overview.shown
+    return {
+        "pool": overview.pool,
+        "nodes": [
+            {
+                **asdict(member),
+                "id": node_id,
+                "shown": shown[node_id],
+                "fills": {tier: of for tier, of in overview.tier_bytes(node_id).items() if of[1]},
+            }
+            for node_id, member in overview.members.items()
+        ],
+        "counts": {name: count for name, count in counts.items() if isinstance(count, int)},
+        "hit_curve": counts.get("hit_curve", {}),
+        "routes": [
+            {**route, **{end: overview.memory_name(route[end]) for end in ("reader", "from")}}
+            for route in overview.transports
+        ],
+        "upkeep": overview.upkeep,
+        "prefixes": [
+            {**prefix, "nodes": [shown.get(node_id, node_id[:SHORT]) for node_id in prefix["nodes"]]}
+            for prefix in counts.get("prefixes", ())
+        ],
+    }

@@ -41,11 +41,11 @@ from helpers.pools import (
 
 import raykv
 from raykv import keys as key_chain
-from raykv.cli.status.actors import look_up
 from raykv.client.stop import stop_pool
 from raykv.cluster import internal_kv, named_actors
 from raykv.cluster.internal_kv import Kept
 from raykv.config import HEARTBEAT_S
+from raykv.ui.pool_actors import look_up
 
 
 def test_starting_twice_is_starting_once_and_stopping_leaves_nothing(start: Callable[..., raykv.KVPool]) -> None:

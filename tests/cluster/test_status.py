@@ -18,10 +18,10 @@ from ray._raylet import GcsClient  # type: ignore[attr-defined]
 from ray.dashboard.modules.job.utils import get_driver_jobs
 
 import raykv
-from raykv.cli.status.overview import UPKEEP, Member, Overview, look
 from raykv.cli.status.status import node_rows
 from raykv.cluster import internal_kv
 from raykv.cluster.internal_kv import Kept
+from raykv.ui.overview import UPKEEP, Member, Overview, look
 
 
 @pytest.fixture(scope="module")

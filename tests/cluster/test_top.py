@@ -14,8 +14,8 @@ from helpers.faces.terminal import Tmux
 from helpers.pools import eventually, keep, tokens
 
 import raykv
-from raykv.cli.status.overview import look
 from raykv.cli.status.status import node_rows
+from raykv.ui.overview import look
 
 pytestmark = pytest.mark.skipif(
     not shutil.which("tmux") and "CI" not in os.environ, reason="tmux is not installed: apt install tmux"

@@ -33,11 +33,13 @@ TOKEN = "the-token-of-this-test-the-token-of-this-test"
 SERVE_ALONE = """
 import sys, uvicorn
 from raykv.ui.history import History
+from raykv.ui.overview import Member, Overview
+from raykv.ui.ray_nodes import RayNode
 from raykv.ui.server import application
-from raykv.ui.sight import Node, Sight
-node = Node("id", "shown", "<b onclick='x'>host</b>", "address", (), "alive", "", None, None, None, {}, {})
+node = RayNode("id", "<b onclick='x'>host</b>", "address", "", False)
+member = Member(node.host, node.address, (), "alive", "", None, None, None, {}, "")
 history, rest = History(), {"time": 0, "run": 1, "trouble": "nothing new"}
-history.add(Sight("p", None, (node,), {}, {}, {}, (), {}, {}, ()), 0.0)
+history.add(Overview("p", (node,), {}, {}, [], {"id": member}, {}), 0.0)
 app = application(lambda after: history.since(after - 1) | rest, "the.page")
 uvicorn.run(app, port=int(sys.argv[1]), log_level="warning")
 """

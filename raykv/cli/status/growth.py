@@ -4,9 +4,9 @@ import contextlib
 import time
 
 from raykv.cli.spinner import spinner
-from raykv.cli.status.overview import ANSWER_S
 from raykv.cli.status.status import growth, size_text
 from raykv.client.administration import directory_stats
+from raykv.ui.overview import ANSWER_S
 
 LOOK_S = 0.2  # between looks whether the size is reached
 STANDSTILL_S = 30.0  # growth has failed if no slab comes for so long: ten times as long as a slab of 1 GiB takes

@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import Sequence
 
-from raykv.cli.status.overview import Overview
+from raykv.ui.overview import Overview
 
 LOOKS = 60  # looks to keep, of one a second
 BARS = "▁▂▃▄▅▆▇█"

@@ -8,15 +8,13 @@ from typing import Any
 
 import click
 
-from raykv.cli.status.overview import ANSWER_S, Member, Overview
-from raykv.cli.status.ray_nodes import short_ids
 from raykv.client.administration import directory_stats
 from raykv.config import MIB, parse_size
 from raykv.protocol.location import host_of
+from raykv.ui.overview import ANSWER_S, Member, Overview, hit_sources
 
 GIB = 1 << 30
 COLORS = {"alive": "green", "silent": "red", "no store": "red"}  # of other states: yellow
-TIERS = {"cpu": "memory", "gpu": "gpu"}
 FAULTS = {
     "corrupt": "blocks dropped that were not what was stored",
     "corrupt_on_arrival": "blocks altered on their way",
@@ -56,41 +54,18 @@ def lines(overview: Overview, width: int | None) -> list[str]:
 
 def node_rows(overview: Overview) -> dict[str, Row]:
     """A row of cells for each living Ray node, by its id."""
-    shown = short_ids(overview.nodes)
     return {
         node_id: {
-            "node": shown[node_id],
+            "node": overview.shown[node_id],
             "host": member.host,
             "state": member.state,
             "up": duration(member.uptime_s),
             "restarts": "-" if member.restarts is None else str(member.restarts),
-            **fills(overview.counts, node_id),
+            **{tier: fill(*of) for tier, of in overview.tier_bytes(node_id).items()},
             "roles": ", ".join(member.roles),
         }
         for node_id, member in overview.members.items()
     }
-
-
-def tier_bytes(counts: dict[str, Any], node_id: str) -> dict[str, tuple[int, int]]:
-    """(bytes used, bytes) of a node by tier, for all tiers that some node has; (0, 0) if this node lacks the tier."""
-    sizes: dict[str, tuple[int, int]] = {"memory": (0, 0)}
-
-    def add(tier: str, used: int, size: int, mine: bool) -> None:
-        before = sizes.get(tier, (0, 0))
-        sizes[tier] = (before[0] + used * mine, before[1] + size * mine)
-
-    for name, memory in counts.get("nodes", {}).items():
-        size = (memory["slabs"] + memory["spare_slabs"]) * memory["slab_bytes"]
-        add(TIERS[memory["tier"]], memory["bytes_used"], size, host_of(name) == node_id)
-    for name, tier in counts.get("tiers", {}).items():
-        if name:
-            add("external", tier["bytes_used"], tier["capacity"], name == node_id)
-    return sizes
-
-
-def fills(counts: dict[str, Any], node_id: str) -> Row:
-    """How full each tier of a node is, such as "61% of 20.00 GiB". By tier, for all tiers that some node has."""
-    return {tier: fill(*of) for tier, of in tier_bytes(counts, node_id).items()}
 
 
 def node_lines(overview: Overview, rows: dict[str, Row], width: int | None) -> list[str]:
@@ -135,10 +110,9 @@ def _growing(counts: dict[str, Any]) -> Iterator[str]:
 
 def _upkeep(overview: Overview) -> Iterator[str]:
     """Where the directory, its successor and the supervisor are, and their faults."""
-    shown = short_ids(overview.nodes)
     for role, wrong in overview.upkeep.items():
         there = [node_id for node_id, member in overview.members.items() if role in member.roles]
-        where = f" on {shown[there[0]]}" if there else ""
+        where = f" on {overview.shown[there[0]]}" if there else ""
         yield f"{role}{where} {wrong}".rstrip() + (_listens(overview.counts) if role == "directory" else "")
 
 
@@ -152,9 +126,8 @@ def _listens(counts: dict[str, Any]) -> str:
 
 def _tiers(overview: Overview) -> Iterator[str]:
     """External tiers: the facts that the table has no column for."""
-    shown = short_ids(overview.nodes)
     for name, tier in overview.counts.get("tiers", {}).items():
-        whose = f"of {shown.get(name, name)}" if name else "of all nodes"
+        whose = f"of {overview.shown.get(name, name)}" if name else "of all nodes"
         state = {"up": "answers", "down": "does not answer", "listing": "is being listed"}[tier["state"]]
         owners = [overview.members[name]] if name in overview.members else overview.members.values()
         why = next((member.refusal for member in owners if member.refusal), "")
@@ -165,17 +138,10 @@ def _tiers(overview: Overview) -> Iterator[str]:
 
 def _routes(overview: Overview) -> Iterator[str]:
     """How memories read from each other."""
-    shown = short_ids(overview.nodes)
     for route in overview.transports:
-        reader, source = (node_memory(route[end], shown) for end in ("reader", "from"))
+        reader, source = (overview.memory_name(route[end]) for end in ("reader", "from"))
         failed = "".join(f", {name} failed {count} times" for name, count in route["failed"].items())
         yield f"{reader} reads from {source} by {route['transport']}, {route['gbps']:.2f} GB/s{failed}"
-
-
-def node_memory(name: str, shown: dict[str, str]) -> str:
-    """The shown name of a node's memory. A GPU's has the end of its UUID, too."""
-    node_id, _, gpu = name.partition("/")
-    return shown.get(node_id, node_id) + (f" (gpu {gpu[-8:]})" if gpu else "")
 
 
 def _blocks(counts: dict[str, Any]) -> str:
@@ -186,17 +152,6 @@ def _blocks(counts: dict[str, Any]) -> str:
         f"{counts['leases']} leases, {counts['reservations']} reservations, {counts['evicted']} evicted, "
         f"{counts['clients']} clients"
     )
-
-
-def hit_sources(counts: dict[str, Any]) -> dict[str, int]:
-    """Found blocks by where they were, seen from the reader's node."""
-    elsewhere = counts["remote_hits"] + counts["external_hits"] + counts["gpu_hits"]
-    return {
-        "this node": counts["hits"] - elsewhere,
-        "other nodes": counts["remote_hits"],
-        "gpu": counts["gpu_hits"],
-        "external tier": counts["external_hits"],
-    }
 
 
 def hit_rate(counts: dict[str, Any]) -> str:

@@ -17,10 +17,10 @@ from rich.live import Live
 from rich.text import Text
 
 from raykv.cli.status.history import LOOKS, History, Rates, sparkline
-from raykv.cli.status.overview import Overview, look
 from raykv.cli.status.status import colored, hit_curve, hit_rate, node_rows, table, wrapped
 from raykv.client.session import settings_of
 from raykv.errors import PoolNotFound, RayKVError
+from raykv.ui.overview import Overview, look
 
 LOOK_S = 1.0  # between two looks
 STALE_S = 3.0  # without news: the terminal shows a warning
@@ -199,8 +199,8 @@ def _rank(overview: Overview, history: History, sort: str, node_id: str) -> Any:
     if sort == "state":
         return overview.members[node_id].state == "alive"
     if sort == "memory":
-        memory = overview.counts.get("nodes", {}).get(node_id)
-        return -memory["bytes_used"] / max(1, memory["limit"] * memory["slab_bytes"]) if memory else 1.0
+        limit = overview.limit(node_id)
+        return 1.0 if limit is None else -overview.counts["nodes"][node_id]["bytes_used"] / max(1, limit)
     return -history.pulled_by.get(node_id, -1.0) if sort == "pulled" else 0
 
 

@@ -90,14 +90,14 @@ function drawTables() {
     { title: "Prefix", cell: (p) => h("code", {}, p.key.slice(0, 12)) },
     { title: "Look-ups", number: true, cell: (p) => count(p.hits) },
     { title: "Blocks long", number: true, cell: (p) => count(p.blocks) },
-    { title: "Size", number: true, cell: (p) => bytes(p.size) },
+    { title: "Size", number: true, cell: (p) => bytes(p.bytes) },
     { title: "Last hit", number: true, cell: (p) => `${duration(p.idle_s)} ago` },
     { title: "In memory of", cell: (p) => p.nodes.join(", ") || "no node" },
   ];
   fillTable(at("prefixes"), prefixes, now.prefixes, "No look-up has found anything yet.");
   const routes = [
     { title: "Reader", cell: (r) => r.reader },
-    { title: "From", cell: (r) => r.source },
+    { title: "From", cell: (r) => r.from },
     { title: "By", cell: (r) => r.transport },
     { title: "Read", number: true, cell: (r) => bytes(total(r.bytes)) },
     { title: "Speed", number: true, cell: (r) => `${r.gbps.toFixed(2)} GB/s` },

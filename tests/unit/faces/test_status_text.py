@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
-from raykv.cli.status.actors import Actor
-from raykv.cli.status.overview import Seen, state_of
-from raykv.cli.status.ray_nodes import RayNode, find_node, short_ids
 from raykv.cli.status.status import _growing, duration, hit_curve, resized, table, wrapped
+from raykv.ui.overview import Seen, state_of
+from raykv.ui.pool_actors import Actor
+from raykv.ui.ray_nodes import RayNode, find_node, short_ids
 
 ONE = RayNode("06d9a10f" + 48 * "0", "gpu-1.example.com", "192.0.2.1", "192.0.2.1", True)
 TWO = RayNode("06d9a10f77" + 46 * "1", "gpu-2.example.com", "192.0.2.2", "left", False)

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from raykv.cli.status.history import LOOKS, History, sparkline
-from raykv.cli.status.overview import Member, Overview
-from raykv.cli.status.ray_nodes import RayNode
 from raykv.cli.status.top import SORTS, screen
+from raykv.ui.overview import Member, Overview
+from raykv.ui.ray_nodes import RayNode
 
 IDS = [f"{number:08}" + 48 * "0" for number in range(30)]
 COUNTS: dict[str, Any] = {"epoch": 1, "lookups": 0, "hits": 0, "evicted": 0, "keys": 0, "clients": 0}

@@ -3,18 +3,21 @@
 import contextlib
 from collections import Counter
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import Any
 
 import ray
 from ray.exceptions import RayError
 
-from raykv.cli.status.actors import Actor, look_up
-from raykv.cli.status.ray_nodes import RayNode, living_nodes
 from raykv.client.administration import ADMIN_DEADLINE_S, directory_stats, store_stats, transports_among
 from raykv.cluster import internal_kv, named_actors
+from raykv.protocol.location import host_of
+from raykv.ui.pool_actors import Actor, look_up
+from raykv.ui.ray_nodes import RayNode, living_nodes, short_ids
 
 ANSWER_S = 1.0  # for the directory, its successor and the supervisor to answer
 UPKEEP = ("directory", "successor", "supervisor")  # a pool has one of each, on some node
+TIERS = {"cpu": "memory", "gpu": "gpu"}
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,37 @@ class Overview:
     members: dict[str, Member]
     upkeep: dict[str, str]
 
+    @cached_property
+    def shown(self) -> dict[str, str]:
+        """Short ids of the nodes, by Ray node id."""
+        return short_ids(self.nodes)
+
+    def limit(self, node_id: str) -> int | None:
+        """Bytes of memory that a node may offer. None if the directory does not know the node."""
+        memory = self.counts.get("nodes", {}).get(node_id)
+        return memory["limit"] * memory["slab_bytes"] if memory else None
+
+    def memory_name(self, name: str) -> str:
+        """The shown name of a node's memory. A GPU's has the end of its UUID, too."""
+        node_id, _, gpu = name.partition("/")
+        return self.shown.get(node_id, node_id) + (f" (gpu {gpu[-8:]})" if gpu else "")
+
+    def tier_bytes(self, node_id: str) -> dict[str, tuple[int, int]]:
+        """(bytes used, bytes) of a node by tier, for all tiers that some node has; (0, 0) where this node has none."""
+        sizes: dict[str, tuple[int, int]] = {"memory": (0, 0)}
+
+        def add(tier: str, used: int, size: int, mine: bool) -> None:
+            before = sizes.get(tier, (0, 0))
+            sizes[tier] = (before[0] + used * mine, before[1] + size * mine)
+
+        for name, memory in self.counts.get("nodes", {}).items():
+            size = (memory["slabs"] + memory["spare_slabs"]) * memory["slab_bytes"]
+            add(TIERS[memory["tier"]], memory["bytes_used"], size, host_of(name) == node_id)
+        for name, tier in self.counts.get("tiers", {}).items():
+            if name:
+                add("external", tier["bytes_used"], tier["capacity"], name == node_id)
+        return sizes
+
     @property
     def faults(self) -> dict[str, int]:
         """Faults of the whole pool by kind, as the directory and the stores count them."""
@@ -76,6 +110,17 @@ class Overview:
             "ray_nodes": {node_id: asdict(member) for node_id, member in self.members.items()},
             "upkeep": self.upkeep,
         }
+
+
+def hit_sources(counts: dict[str, Any]) -> dict[str, int]:
+    """Found blocks by where they were, seen from the reader's node."""
+    elsewhere = counts["remote_hits"] + counts["external_hits"] + counts["gpu_hits"]
+    return {
+        "this node": counts["hits"] - elsewhere,
+        "other nodes": counts["remote_hits"],
+        "gpu": counts["gpu_hits"],
+        "external tier": counts["external_hits"],
+    }
 
 
 def look(pool: str) -> Overview:
