@@ -107,17 +107,7 @@ def _prepared(config: PoolConfig, secret: bytes | None) -> tuple[dict[str, Any],
 
 def _comparable(config: PoolConfig) -> dict[str, Any]:
     """All settings but the name and the secret."""
-    return {
-        "cpu_memory": config.cpu_memory,
-        "gpu_memory": config.gpu_memory,
-        "locality": config.locality,
-        "transport": config.transport,
-        "external": config.external,
-        "write": config.write,
-        "min_hits": config.min_hits,
-        "deadline": config.deadline,
-        "idle_node_s": config.idle_node_s,
-    }
+    return {name: value for name, value in vars(config).items() if name not in ("name", "secret")}
 
 
 def _check_same(config: PoolConfig, secret: bytes | None, running: dict[str, Any], exist_ok: bool) -> None:

@@ -197,8 +197,7 @@ def expression(text: str, pool: str = "") -> str:
     if not pool:
         return with_names
     inner = pool[1:-1]
-    selected = re.sub(rf"(ray_{PREFIX}\w+)(\{{)?", lambda m: f"{m[1]}{{{inner}{',' if m[2] else '}'}", with_names)
-    return selected
+    return re.sub(rf"(ray_{PREFIX}\w+)(\{{)?", lambda m: f"{m[1]}{{{inner}{',' if m[2] else '}'}", with_names)
 
 
 def dashboard() -> dict[str, Any]:

@@ -120,7 +120,7 @@ class Exporter:
         with self._lock:
             self._totals = {series: total for series, total in self._totals.items() if (tag, value) not in series[1]}
 
-    def _tags(self, name: str, tags: tuple[tuple[str, str], ...]) -> dict[str, str]:
+    def _tags(self, name: str, tags: Tags) -> dict[str, str]:
         """The tags with the pool, and with this process's node if the metric has a node."""
         return {"pool": self._pool, **({"node": self._node} if "node" in METRICS[name].tags else {}), **dict(tags)}
 

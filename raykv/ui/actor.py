@@ -107,17 +107,14 @@ def _server(state: Callable[[float], dict[str, Any]], host: str) -> Any:
 
 
 def _listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        return socket.create_server((host, port), family=_family(host), backlog=BACKLOG)
+        return socket.create_server((host, port), family=family, backlog=BACKLOG)
     except OSError as error:
         raise RayKVError(
             f"the page can't be served at {host}:{port}: {error.strerror}. Give another --port, 0 for any "
             f"that is free, or another --host"
         ) from error
-
-
-def _family(host: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
 def start_page(pool: str, host: str, port: int, node_id: str) -> Any:

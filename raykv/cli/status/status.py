@@ -73,11 +73,16 @@ def node_lines(overview: Overview, rows: dict[str, Row], width: int | None) -> l
     found = table(list(rows.values()))
     if width is not None and max(map(len, found)) > width:
         return [line for node_id, row in rows.items() for line in _paragraph(row, overview.members[node_id], width)]
-    members = list(overview.members.values())
+    return with_reasons(overview, rows, found, width)
+
+
+def with_reasons(overview: Overview, rows: dict[str, Row], found: list[str], width: int | None) -> list[str]:
+    """A table of nodes with states in colour, and below it why nodes are not alive. found: the table of these rows."""
+    members = [overview.members[node_id] for node_id in rows]
     shown = [found[0], *(colored(line, member) for line, member in zip(found[1:], members, strict=True))]
-    whys = [f"{row['node']}: {overview.members[node_id].why}" for node_id, row in rows.items()]
-    reasons = [text for text, member in zip(whys, members, strict=True) if member.why]
-    return [*shown, *(line for text in reasons for line in wrapped(text, width))]
+    for row, member in zip(rows.values(), members, strict=True):
+        shown += wrapped(f"{row['node']}: {member.why}", width) if member.why else []
+    return shown
 
 
 def _paragraph(row: Row, member: Member, width: int) -> Iterator[str]:

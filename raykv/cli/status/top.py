@@ -17,7 +17,7 @@ from rich.live import Live
 from rich.text import Text
 
 from raykv.cli.status.history import LOOKS, History, Rates, sparkline
-from raykv.cli.status.status import colored, hit_curve, hit_rate, node_rows, table, wrapped
+from raykv.cli.status.status import hit_curve, hit_rate, node_rows, table, with_reasons, wrapped
 from raykv.client.session import settings_of
 from raykv.errors import PoolNotFound, RayKVError
 from raykv.ui.overview import Overview, look
@@ -172,13 +172,8 @@ def _nodes(overview: Overview, history: History, sort: str, width: int, room: in
     """The table of nodes, in at most `room` lines. Below it, if there is room, why nodes are not alive."""
     order = sorted(overview.members, key=lambda node_id: _rank(overview, history, sort, node_id))  # stable
     cells = node_rows(overview)
-    rows = [{**cells[node_id], "pulled/s": _per_second(history, node_id)} for node_id in order]
-    lines = _fitting(rows, width)
-    members = [overview.members[node_id] for node_id in order]
-    shown = [lines[0], *(colored(line, member) for line, member in zip(lines[1:], members, strict=True))]
-    reasons = [f"{cells[node_id]['node']}: {overview.members[node_id].why}" for node_id in order]
-    for member, reason in zip(members, reasons, strict=True):
-        shown += wrapped(reason, width) if member.why else []
+    rows = {node_id: {**cells[node_id], "pulled/s": _per_second(history, node_id)} for node_id in order}
+    shown = with_reasons(overview, rows, _fitting(list(rows.values()), width), width)
     if len(shown) <= room:
         return shown
     return [*shown[: max(1, room - 1)], "... more in a taller terminal"]
