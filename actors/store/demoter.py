@@ -158,13 +158,16 @@ class Demoter:
         report = tuple(self._report._replace(whole=whole))
         demotions = Demotions(*directory.call("demote", self._node_id, report, seconds=4 * METADATA_DEADLINE_S))
         self._report, self._served = NOTHING_DONE._replace(seen=self._report.seen), demotions.number > 0
-        if self._delete(demotions.to_delete):
+        keys = demotions.to_delete
+        if self.external.delete([keys[at : at + KEY_BYTES] for at in range(0, len(keys), KEY_BYTES)]):
             self._report = self._report._replace(seen=demotions.number)
         if demotions.source:
             refused = self.external.faults["refused"]
             stored = self._copy(demotions)
             if self.external.faults["refused"] > refused:
-                self._rest(whole and not stored.any())
+                if whole and not stored.any():  # the flush ends, as the tier takes nothing
+                    self._idle.set()
+                self._loop.sleep(REFUSED_S)
             elif not stored.any():  # whatever the reason, the directory would ask for them again at once
                 self._loop.sleep(POLL_S)
         elif whole and self._served and not demotions.to_delete:
@@ -179,16 +182,6 @@ class Demoter:
             locations=demotions.target, keys=demotions.keys, stored=stored.astype(np.uint8).tobytes()
         )
         return stored
-
-    def _delete(self, keys: bytes) -> bool:
-        """Delete keys from the tier. Returns whether it did."""
-        return self.external.delete([keys[at : at + KEY_BYTES] for at in range(0, len(keys), KEY_BYTES)])
-
-    def _rest(self, give_up: bool) -> None:
-        """Pause after the tier refused blocks. give_up: also end a flush, as nothing was stored."""
-        if give_up:
-            self._idle.set()
-        self._loop.sleep(REFUSED_S)
 
 
 def fitting(sizes: list[int], capacity: int) -> list[bool]:

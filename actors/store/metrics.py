@@ -29,9 +29,6 @@ class StoreMetrics:
         self._look_at = 0.0
         self._dashboard = DashboardKeeper()
         self._loop = Periodic("raykv-metrics", self._step, self._on_error)
-
-    def start(self) -> None:
-        """Export until `stop`."""
         self._loop.start()
 
     def stop(self) -> None:

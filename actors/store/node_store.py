@@ -110,7 +110,6 @@ class NodeStore:
             self._gpus.start()
         self._heartbeats[0].start()
         self._metrics = StoreMetrics(pool, self._memories, self._demoter)
-        self._metrics.start()
 
     def _open_gpus(self) -> None:
         """Open the GPU tier, and have it join. CapacityError or DeviceError where it can't be opened now."""

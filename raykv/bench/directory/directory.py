@@ -300,16 +300,12 @@ class _Load:
         return {
             "entries": self.entries,
             "bytes_per_entry": round(self.bytes, 1),
-            "match_us": {str(n): _median(s) * 1e6 for n, s in self.match_s.items()},
-            "release_us": {str(n): _median(s) * 1e6 for n, s in self.release_s.items()},
-            "insert_per_s": STORE / _median(self.store_s),
-            "remove_node_ms": _median([s for s, _ in self.lost]) * 1e3,
+            "match_us": {str(n): statistics.median(s) * 1e6 for n, s in self.match_s.items()},
+            "release_us": {str(n): statistics.median(s) * 1e6 for n, s in self.release_s.items()},
+            "insert_per_s": STORE / statistics.median(self.store_s),
+            "remove_node_ms": statistics.median([s for s, _ in self.lost]) * 1e3,
             "remove_node_blocks": self.lost[0][1],
         }
-
-
-def _median(seconds: list[float]) -> float:
-    return float(statistics.median(seconds))
 
 
 def _keys(chain: NDArray[np.int64], block: NDArray[np.int64]) -> KeyArray:

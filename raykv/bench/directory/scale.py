@@ -166,17 +166,17 @@ def _killed(nodes: int, entries: int, seconds: float) -> dict[str, Any]:
 
 def _until_joined(loads: list[Process], nodes: int, seconds: float) -> list[Figures]:
     """Figures until all stores have joined, and for `seconds` after that."""
-    while len(_array(figures := _collect(loads), "joined")) < nodes:
+    while len(_array(_collect(loads), "joined")) < nodes:
         time.sleep(0.2)
     time.sleep(seconds)
-    return _collect(loads) if figures else figures
+    return _collect(loads)
 
 
-def _low_from(at: NDArray[np.float64], waited_ms: NDArray[np.float64], step: float = 0.25) -> float:
+def _low_from(at: NDArray[np.float64], waited_ms: NDArray[np.float64]) -> float:
     """End of the last quarter of a second whose p99 of matches was too high."""
-    quarters = (at / step).astype(np.int64)
+    quarters = (at * 4).astype(np.int64)
     high = [i for i in range(quarters.max() + 1) if _p99(waited_ms[quarters == i]) >= P99_MS]
-    return (max(high, default=-1) + 1) * step
+    return (max(high, default=-1) + 1) / 4
 
 
 def _p99(values: NDArray[np.float64]) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from os import PathLike
 from typing import Any
 
@@ -13,17 +13,11 @@ from raykv.bench.trace.pool import BLOCK_BYTES, Pool, Served, percent
 from raykv.config import PoolConfig
 
 
-def run(
-    path: str | PathLike[str],
-    nodes: int,
-    capacities: list[int],
-    external: int = 0,
-    advance: Callable[[], None] = lambda: None,
-) -> dict[str, Any]:
+def run(path: str | PathLike[str], nodes: int, capacities: list[int], external: int = 0) -> dict[str, Any]:
     """Token-weighted hit percent of a trace whose requests go to `nodes` nodes in turn, by capacity.
 
     capacities: blocks of all nodes, without staging; a block is as long as the trace's. external: blocks of all
-    external tiers; 0: no tiers. advance: called after each figure.
+    external tiers; 0: no tiers.
     ceiling: hit percent of an endless cache.
     results: one row for each capacity. Caches: exact_lru, isolated, optimum (a cache that knows what comes). Pools:
     pool_strict (locality 1), pool. With all requests on one node: pool_one_writer, pool_one_writer_strict.
@@ -48,7 +42,6 @@ def run(
 
         def figure(name: str, percent: float, row: dict[str, Any] = row) -> None:
             row[name] = round(percent, 2)
-            advance()
 
         def served(name: str, found: Served, row: dict[str, Any] = row) -> None:
             figure(name, found.percent)
