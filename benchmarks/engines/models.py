@@ -213,11 +213,7 @@ def tokens(seed: int, count: int) -> list[int]:
 def stored(pool: Any, engine: Any) -> dict[str, float]:
     """stored: bytes in the pool for each token of a long prompt."""
     computed(pool, engine, tokens(77, LONG))
-    return {"stored": used(pool) / LONG}
-
-
-def used(pool: Any) -> int:
-    return sum(node["bytes_used"] for node in pool.stats()["nodes"].values())
+    return {"stored": sum(node["bytes_used"] for node in pool.stats()["nodes"].values()) / LONG}
 
 
 def line(row: dict[str, Any]) -> str:

@@ -16,7 +16,6 @@ import json
 import os
 import random
 import signal
-import socket
 import statistics
 import subprocess
 import sys
@@ -33,7 +32,7 @@ import click
 import ray
 
 from raykv.bench.engines import ttft
-from raykv.bench.testbed import local_cluster, local_pool, on_node
+from raykv.bench.testbed import free_port, local_cluster, local_pool, on_node
 from raykv.config import MIB
 from raykv.integrations.vllm import kv_transfer_config
 
@@ -148,7 +147,7 @@ def served(lmcache: str, folder: str) -> Iterator[dict[str, list[int]]]:
         starters = [on_node(Node, node) for node in nodes]
         for starter in starters:
             stack.callback(_stop_servers, starter)
-        ports: dict[str, list[int]] = {"raykv": [_port(), _port()], "plain": [_port()]}
+        ports: dict[str, list[int]] = {"raykv": [free_port(), free_port()], "plain": [free_port()]}
         for starter, port in zip(starters, ports["raykv"], strict=True):
             command = vllm_serve(sys.executable, model, port, kv_transfer_config(POOL))
             ray.get(starter.serve.remote(command, f"{folder}/raykv-{port}.log"))
@@ -157,7 +156,7 @@ def served(lmcache: str, folder: str) -> Iterator[dict[str, list[int]]]:
         )
         _wait(ports["raykv"] + ports["plain"], folder)
         if lmcache:
-            ports["lmcache"] = [_port(), _port()]
+            ports["lmcache"] = [free_port(), free_port()]
             server = _start(lmcache_server(lmcache), f"{folder}/lmcache.log")
             stack.callback(_stop, server)
             _wait_for(f"http://127.0.0.1:{LMCACHE_HTTP_PORT}/healthcheck", folder)
@@ -181,12 +180,6 @@ def _wait_for(url: str, folder: str) -> None:
         time.sleep(1.0)
     logs = [f"{path.name}:\n{path.read_text(encoding='utf-8')[-2000:]}" for path in Path(folder).glob("*.log")]
     raise TimeoutError(f"{url} did not answer in {WAIT_S:.0f} s. The ends of the logs:\n" + "\n".join(logs))
-
-
-def _port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
 
 
 def _save_tokenizer(model: str) -> None:

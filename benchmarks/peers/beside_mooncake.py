@@ -14,7 +14,6 @@ is the writer.
 
 import json
 import os
-import socket
 import statistics
 import subprocess
 import time
@@ -29,7 +28,7 @@ import numpy as np
 import ray
 
 from raykv.bench.blocks import cross
-from raykv.bench.testbed import local_cluster, local_pool, on_node
+from raykv.bench.testbed import await_port, free_port, local_cluster, local_pool, on_node
 from raykv.config import MIB
 
 HOST = "127.0.0.1"
@@ -100,14 +99,14 @@ class Mooncake:
 @contextmanager
 def mooncake(python: str) -> Iterator[tuple[Mooncake, Mooncake]]:
     """Two clients of a master. Each client is a node."""
-    port, metrics = _port(), _port()
+    port, metrics = free_port(), free_port()
     options = [f"--rpc_address={HOST}", f"--rpc_port={port}", f"--metrics_host={HOST}", f"--metrics_port={metrics}"]
     quiet = subprocess.DEVNULL
     processes: list[subprocess.Popen[Any]] = [
         subprocess.Popen([str(Path(python).with_name("mooncake_master")), *options], stdout=quiet, stderr=quiet)
     ]
     try:
-        _wait_for(port)
+        await_port(port, processes[0], START_S)
         far = Mooncake(python, port)
         processes.append(far.process)
         near = Mooncake(python, port)
@@ -157,23 +156,6 @@ def measure(python: str, pairs: int) -> dict[str, list[float]]:
                     if turn >= cross.WARM:
                         seconds[name].append(took)
     return seconds
-
-
-def _port() -> int:
-    with socket.socket() as free:
-        free.bind((HOST, 0))
-        return int(free.getsockname()[1])
-
-
-def _wait_for(port: int) -> None:
-    end = time.monotonic() + START_S
-    while True:
-        try:
-            return socket.create_connection((HOST, port), 1).close()
-        except OSError:
-            if time.monotonic() > end:
-                raise
-            time.sleep(0.05)
 
 
 def figures(seconds: dict[str, list[float]]) -> dict[str, dict[str, float]]:

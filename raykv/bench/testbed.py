@@ -3,6 +3,8 @@
 import logging
 import os
 import signal
+import socket
+import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -70,6 +72,25 @@ def on_node(actor: type, node_id: str, *args: Any, **options: Any) -> Any:
 
     pinned = NodeAffinitySchedulingStrategy(node_id=node_id, soft=False)
     return ray.remote(num_cpus=0)(actor).options(scheduling_strategy=pinned, **options).remote(*args)
+
+
+def free_port() -> int:
+    """A port of 127.0.0.1 at which nobody listens."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def await_port(port: int, server: "subprocess.Popen[Any]", seconds: float) -> None:
+    """Wait until a server's process listens at 127.0.0.1. ValueError if it ends, or does not listen in time."""
+    end = time.monotonic() + seconds
+    while server.poll() is None and time.monotonic() < end:
+        try:
+            socket.create_connection(("127.0.0.1", port), 1.0).close()
+            return
+        except OSError:
+            time.sleep(0.01)
+    raise ValueError(f"{server.args!r} does not start")
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from raykv.arena.buffers import Rows, rows_of
 from raykv.arena.files import SHM
 from raykv.arena.gpu import cuda, device, host_copy
 from raykv.arena.gpu_arena import GpuArena, copy_between
+from raykv.bench.timing import seconds_of
 from raykv.config import MIB
 from raykv.protocol.location import COUNTER_BITS, KEY_BYTES, LOCATION, Locations
 from raykv.protocol.transfers import PULLED
@@ -218,7 +219,7 @@ _streams: dict[str, Any] = {}
 def _pairs(name: str, ours: Callable[[], None], by_hand: Callable[[], None]) -> dict[str, float]:
     seconds: list[tuple[float, float]] = []
     for turn in range(WARM + PAIRS):
-        both = _timed(ours), _timed(by_hand)
+        both = seconds_of(ours), seconds_of(by_hand)
         if turn >= WARM:
             seconds.append(both)
     mine, floor = (statistics.median(column) for column in zip(*seconds, strict=True))
@@ -227,9 +228,3 @@ def _pairs(name: str, ours: Callable[[], None], by_hand: Callable[[], None]) -> 
         f"{name}_hand_gbps": BLOCKS * BLOCK_BYTES / floor / 1e9,
         f"{name}_of_hand": statistics.median(hand / own for own, hand in seconds),
     }
-
-
-def _timed(function: Callable[[], None]) -> float:
-    begin = time.perf_counter()
-    function()
-    return time.perf_counter() - begin

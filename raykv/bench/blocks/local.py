@@ -2,7 +2,6 @@
 
 import statistics
 import time
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -15,6 +14,7 @@ from raykv.bench.blocks.echo import Echo, RoundTrip
 from raykv.bench.blocks.memcpy import Memcpy
 from raykv.bench.blocks.store_all import LATE_S
 from raykv.bench.testbed import local_cluster, local_pool, on_node
+from raykv.bench.timing import seconds_of
 from raykv.config import MIB
 from raykv.keys import Keys
 from raykv.protocol.location import LOCATION
@@ -103,8 +103,14 @@ class Worker:
         message = (1, 2, b"", b"", b""), (3, self.pool.node_id, keys.tobytes(), 4096)
         socket = RoundTrip(*ray.get(echo.listen.remote(len(packed(message)))))
         ours, floor, bare = [], [], []
+
+        def ask() -> None:
+            ray.get(echo.call.remote(*message), timeout=60)
+
         for _ in range(MATCH_CALLS // MATCH_TURN):  # the first call of a turn warms the answering process up
-            floor += [_seconds(lambda: ray.get(echo.call.remote(*message), timeout=60)) for _ in range(MATCH_TURN)][1:]
+            floor += [seconds_of(lambda: ray.get(echo.call.remote(*message), timeout=60)) for _ in range(MATCH_TURN)][
+                1:
+            ]
             bare += [socket.seconds() for _ in range(MATCH_TURN)][1:]
             matched = [self._match_s(cache, keys) for _ in range(MATCH_TURN)][1:]
             ours += [seconds for seconds in matched if seconds]
@@ -119,12 +125,6 @@ class Worker:
             return seconds
         time.sleep(LATE_S)
         return 0.0
-
-
-def _seconds(call: Callable[[], Any]) -> float:
-    begin = time.perf_counter()
-    call()
-    return time.perf_counter() - begin
 
 
 def run(shapes: list[Shape] | None = None) -> dict[str, Any]:

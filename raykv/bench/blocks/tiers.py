@@ -3,11 +3,9 @@
 import mmap
 import os
 import shutil
-import socket
 import statistics
 import subprocess
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -18,6 +16,8 @@ from numpy.typing import NDArray
 
 from raykv.arena.arena import Arena
 from raykv.arena.files import SHM
+from raykv.bench.testbed import await_port, free_port
+from raykv.bench.timing import seconds_of
 from raykv.config import MIB, fingerprint
 from raykv.directory.state.tier_catalog import BATCH_BYTES
 from raykv.protocol.location import CONTENT_BYTES, COUNTER_BITS, KEY_BYTES, LOCATION, Locations
@@ -175,10 +175,9 @@ def _figures(name: str, url: str, floor: Floor) -> dict[str, float]:
                 "floor_load": floor.load,
             }
             for what, call in calls.items():
-                begin = time.perf_counter()
-                call()
+                took = seconds_of(call)
                 if turn > WARM:
-                    seconds[what].append(time.perf_counter() - begin)
+                    seconds[what].append(took)
             node.delete(keys)
             floor.delete()
     finally:
@@ -228,25 +227,13 @@ def _missing() -> str | None:
 @contextmanager
 def _redis_server() -> Iterator[int]:
     """A server that keeps nothing on disk. Yields its port."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port: int = probe.getsockname()[1]
+    port = free_port()
     with tempfile.TemporaryDirectory() as folder:
         words = ["redis-server", "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--dir", folder]
         process = subprocess.Popen(words, stdout=subprocess.DEVNULL)
         try:
-            _await(port, process)
+            await_port(port, process, START_S)
             yield port
         finally:
             process.kill()
             process.wait()
-
-
-def _await(port: int, server: subprocess.Popen[bytes]) -> None:
-    end = time.monotonic() + START_S
-    while server.poll() is None and time.monotonic() < end:
-        try:
-            socket.create_connection(("127.0.0.1", port), 1.0).close()
-            return
-        except OSError:
-            time.sleep(0.01)
-    raise ValueError("redis-server does not start")

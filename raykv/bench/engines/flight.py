@@ -3,13 +3,11 @@
 import statistics
 import tempfile
 import time
-from collections import defaultdict
 from typing import Any, NamedTuple
-
-import numpy as np
 
 from raykv.bench.engines import ttft
 from raykv.bench.testbed import local_cluster, local_pool, on_node
+from raykv.bench.timing import columns
 from raykv.config import MIB
 
 POOL = "bench-flight"
@@ -31,11 +29,7 @@ class Engine(ttft.Engine):
     """vLLM with random weights, which gets several requests at once."""
 
     def ask(self, turn: int, count: int) -> Answers:
-        from vllm import SamplingParams
-
-        prompt = np.random.default_rng(turn).integers(3, ttft.SIZES["vocab_size"], PROMPT_TOKENS).tolist()
-        sampling = SamplingParams(max_tokens=8, temperature=0, detokenize=False, ignore_eos=True)
-        outputs = self.llm.generate([{"prompt_token_ids": prompt}] * count, sampling, use_tqdm=False)
+        outputs = self.generate(turn, PROMPT_TOKENS, count)
         return Answers(
             computed=sum(PROMPT_TOKENS - (output.num_cached_tokens or 0) for output in outputs),
             last_ms=max(output.metrics.first_token_latency for output in outputs) * 1e3,
@@ -57,24 +51,20 @@ def run() -> dict[str, Any]:
             "pool": [_engine(node, model, POOL, tempfile.mkdtemp(dir=folder)) for node in nodes],
             "without": [_engine(node, model) for node in nodes],
         }
-        columns: dict[str, list[float]] = defaultdict(list)
         try:
-            for turn in range(WARM + ROUNDS):
-                figures = _round(turn, pool, engines)
-                for name, value in figures.items() if turn >= WARM else ():
-                    columns[name].append(value)
+            found = columns([_round(turn, pool, engines) for turn in range(WARM + ROUNDS)][WARM:])
         finally:
             ray.get([engine.close.remote() for pair in engines.values() for engine in pair])
-    medians = {name: statistics.median(values) for name, values in columns.items()}
+    medians = {name: statistics.median(values) for name, values in found.items()}
     return {
         "computed_prompts": medians["pool"],
-        "computed_prompts_most": max(columns["pool"]),
+        "computed_prompts_most": max(found["pool"]),
         "without_pool_computed_prompts": medians["without"],
         "floor_prompts": 1,
         "last_first_token_ms": medians["pool_ms"],
         "without_pool_last_first_token_ms": medians["without_ms"],
         "alone_ms": medians["alone_ms"],
-        "unequal_answers": int(sum(columns["unequal"])),
+        "unequal_answers": int(sum(found["unequal"])),
         "requests": REQUESTS,
         "prompt_tokens": PROMPT_TOKENS,
         "rounds": ROUNDS,

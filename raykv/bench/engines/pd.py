@@ -3,14 +3,13 @@
 import statistics
 import tempfile
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from typing import Any, NamedTuple
-
-import numpy as np
 
 from raykv.bench.engines import ttft
 from raykv.bench.engines.floors import BLOCK_BYTES, Bytes
 from raykv.bench.testbed import local_cluster, local_pool, on_node
+from raykv.bench.timing import columns
 from raykv.config import MIB
 
 POOL = "bench-pd"
@@ -35,11 +34,7 @@ class Engine(ttft.Engine):
     """vLLM with random weights, as prefill or decode engine."""
 
     def ask(self, seed: int, tokens: int = TOKENS) -> Said:
-        from vllm import SamplingParams
-
-        prompt = np.random.default_rng(seed).integers(3, ttft.SIZES["vocab_size"], PROMPT_TOKENS).tolist()
-        sampling = SamplingParams(max_tokens=tokens, temperature=0, detokenize=False, ignore_eos=True)
-        output = self.llm.generate({"prompt_token_ids": prompt}, sampling, use_tqdm=False)[0]
+        (output,) = self.generate(seed, PROMPT_TOKENS, max_tokens=tokens)
         return Said(
             ms=output.metrics.first_token_latency * 1e3,
             computed=PROMPT_TOKENS - min(output.num_cached_tokens or 0, PROMPT_TOKENS - 1),
@@ -64,19 +59,17 @@ def run() -> dict[str, Any]:
         model = ttft.save_model(folder)
         prefill, decode = _engine(there, model, folder, "kv_producer"), _engine(here, model, folder, "kv_consumer")
         far, near = on_node(Bytes, there, BYTES), on_node(Bytes, here, BYTES)
-        columns: dict[str, list[float]] = defaultdict(list)
+        rounds: list[dict[str, float]] = []
         try:
             for turn in range(WARM + ROUNDS):
-                figures = _round(turn, pool, prefill, decode)
-                figures["transfer"] = ray.get(near.seconds.remote(far)) * 1e3
-                for name, value in figures.items() if turn >= WARM else ():
-                    columns[name].append(value)
+                rounds.append(_round(turn, pool, prefill, decode))
+                rounds[-1]["transfer"] = ray.get(near.seconds.remote(far)) * 1e3
         finally:
             ray.get([engine.close.remote() for engine in (prefill, decode)])
         lanes: Counter[str] = Counter()
         for way in pool.stats()["transports"]:
             lanes.update(way["bytes"])
-    return _figures(columns) | {"bytes_by_transport": dict(lanes)}
+    return _figures(columns(rounds[WARM:])) | {"bytes_by_transport": dict(lanes)}
 
 
 def _round(turn: int, pool: Any, prefill: Any, decode: Any) -> dict[str, float]:
@@ -97,8 +90,8 @@ def _round(turn: int, pool: Any, prefill: Any, decode: Any) -> dict[str, float]:
     return figures | {"own": statistics.median(own)}
 
 
-def _figures(columns: dict[str, list[float]]) -> dict[str, Any]:
-    medians = {name: statistics.median(values) for name, values in columns.items()}
+def _figures(found: dict[str, list[float]]) -> dict[str, Any]:
+    medians = {name: statistics.median(values) for name, values in found.items()}
     floor = medians["own"] + FLOOR_FACTOR * medians["transfer"]
     return {
         "results": [
@@ -106,7 +99,7 @@ def _figures(columns: dict[str, list[float]]) -> dict[str, Any]:
                 "sent_after_ms": delay,
                 "first_token_ms": medians[f"{delay}"],
                 "of_floor": medians[f"{delay}"] / floor,
-                "computed_tokens_most": int(max(columns[f"{delay} computed"])),
+                "computed_tokens_most": int(max(found[f"{delay} computed"])),
             }
             for delay in DELAYS_MS
         ],
@@ -114,7 +107,7 @@ def _figures(columns: dict[str, list[float]]) -> dict[str, Any]:
         "own_hit_ms": medians["own"],
         "transfer_ms": medians["transfer"],
         "floor_ms": floor,
-        "unequal_answers": int(sum(columns["unequal"])),
+        "unequal_answers": int(sum(found["unequal"])),
         "prompt_tokens": PROMPT_TOKENS,
         "kv_bytes": BYTES,
         "rounds": ROUNDS,

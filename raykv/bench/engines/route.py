@@ -19,6 +19,7 @@ except ImportError as error:
 
 import raykv
 from raykv.bench.testbed import local_cluster, local_pool, on_node
+from raykv.bench.timing import columns, seconds_of
 from raykv.config import MIB
 from raykv.integrations.serve import ASKED, PrefixRouter, announce
 from raykv.protocol.location import KEY_BYTES
@@ -84,7 +85,7 @@ def _times(echo: Any) -> dict[str, list[float]]:
     known, unknown, loop = _prompt(0), _prompt(1), Loop()
 
     def request(handle: Any, **prompt: Any) -> Callable[[], float]:
-        return lambda: _seconds(handle, prompt)
+        return lambda: seconds_of(lambda: handle.remote(**prompt).result())
 
     calls: dict[str, Callable[[], float]] = {
         "empty": lambda: loop.seconds(echo),
@@ -94,14 +95,7 @@ def _times(echo: Any) -> dict[str, list[float]]:
         "plain_without": request(plain),
         "without": request(routed),
     }
-    rounds = [{name: call() for name, call in calls.items()} for _ in range(WARM + ROUNDS)][WARM:]
-    return {name: [seconds[name] for seconds in rounds] for name in calls}
-
-
-def _seconds(handle: Any, prompt: dict[str, Any]) -> float:
-    begin = time.perf_counter()
-    handle.remote(**prompt).result()
-    return time.perf_counter() - begin
+    return columns([{name: call() for name, call in calls.items()} for _ in range(WARM + ROUNDS)][WARM:])
 
 
 def _figures(times: dict[str, list[float]]) -> dict[str, Any]:

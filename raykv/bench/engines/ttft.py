@@ -6,7 +6,6 @@ import os
 import statistics
 import tempfile
 import time
-from collections import defaultdict
 from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,6 +16,7 @@ from raykv.bench.engines import one_process
 from raykv.bench.engines.floors import BLOCK_BYTES, Bytes, Lane
 from raykv.bench.engines.shapes import SHAPES, configuration
 from raykv.bench.testbed import local_cluster, local_pool, on_node
+from raykv.bench.timing import columns
 from raykv.config import MIB
 
 POOL = "bench-ttft"
@@ -93,13 +93,18 @@ class Engine:
             kv_transfer_config=timed_connector.kv_transfer_config(pool, folder, role) if folder else None,
         )
 
-    def answer(self, turn: int) -> Answer:
+    def generate(self, seed: int, length: int, count: int = 1, max_tokens: int = 8, **sampling: Any) -> list[Any]:
+        """vLLM's outputs for `count` equal prompts of `length` random tokens. sampling: more of SamplingParams."""
         from vllm import SamplingParams
 
-        prompt = np.random.default_rng(turn).integers(3, SIZES["vocab_size"], PROMPT_TOKENS).tolist()
-        sampling = SamplingParams(max_tokens=8, temperature=0, detokenize=False, ignore_eos=True, logprobs=0)
+        prompt = np.random.default_rng(seed).integers(3, SIZES["vocab_size"], length).tolist()
+        greedy = SamplingParams(max_tokens=max_tokens, temperature=0, detokenize=False, ignore_eos=True, **sampling)
+        outputs: list[Any] = self.llm.generate([{"prompt_token_ids": prompt}] * count, greedy, use_tqdm=False)
+        return outputs
+
+    def answer(self, turn: int) -> Answer:
         before = self._seconds()
-        output = self.llm.generate({"prompt_token_ids": prompt}, sampling, use_tqdm=False)[0]
+        (output,) = self.generate(turn, PROMPT_TOKENS, logprobs=0)
         spent = self._seconds() - before
         said = output.outputs[0]
         logprobs = [step[token].logprob for step, token in zip(said.logprobs, said.token_ids, strict=True)]
@@ -147,23 +152,20 @@ def run(model: str = LLAMA) -> dict[str, Any]:
         path, dtype = save_model(folder, model), _dtype(model)
         writer, reader = (_engine(node, path, folder, dtype) for node in (there, here))
         plain = _engine(here, path, dtype=dtype)
-        columns: dict[str, list[float]] = defaultdict(list)
         ray.get(reader.answer.remote(WARM + ROUNDS))  # the reader learns its speed, which limits waits for a tier
         ray.get(reader.reset.remote())  # waits until its blocks are offered
         kept = _kept(pool, writer)
         far, near = (Floors(on_node(Bytes, n, kept.bytes), on_node(Lane, n, POOL, kept.bytes)) for n in (there, here))
         try:
-            for turn in range(WARM + ROUNDS):
-                figures = _round(turn, pool, kept, writer, reader, plain) | _floors(turn, near, far)
-                for name, value in figures.items() if turn >= WARM else ():
-                    columns[name].append(value)
+            rounds = [
+                _round(turn, pool, kept, writer, reader, plain) | _floors(turn, near, far)
+                for turn in range(WARM + ROUNDS)
+            ][WARM:]
             pool.resize(here, kept.bytes * 8 // WINDOWS)
-            for turn in range(AFTER, AFTER + ROUNDS):
-                for name, value in _long_round(turn, pool, kept, writer, reader).items():
-                    columns[name].append(value)
+            long = [_long_round(turn, pool, kept, writer, reader) for turn in range(AFTER, AFTER + ROUNDS)]
         finally:
             ray.get([engine.close.remote() for engine in (writer, reader, plain)])
-    return {"model": model, **_figures(columns, kept)}
+    return {"model": model, **_figures(rounds, long, kept)}
 
 
 def require_vllm() -> None:
@@ -283,10 +285,9 @@ def _push_out(turn: int, pool: Any) -> None:
         time.sleep(PAUSE_S)
 
 
-def _figures(columns: dict[str, list[float]], kept: Kept) -> dict[str, Any]:
-    medians = {name: statistics.median(values) for name, values in columns.items()}
-    rounds = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
-    added = sorted(cold - without for cold, without in zip(columns["cold"], columns["without"], strict=True))
+def _figures(rounds: list[dict[str, float]], long: list[dict[str, float]], kept: Kept) -> dict[str, Any]:
+    medians = {name: statistics.median(values) for name, values in (columns(rounds) | columns(long)).items()}
+    added = sorted(figures["cold"] - figures["without"] for figures in rounds)
     low, high = _interval(added)
     return {
         "cold_ms": medians["cold"],
@@ -307,7 +308,7 @@ def _figures(columns: dict[str, list[float]], kept: Kept) -> dict[str, Any]:
         "cold_less_without_ms": statistics.median(added),
         "cold_less_without_low_ms": low,
         "cold_less_without_high_ms": high,
-        "unequal_answers": int(sum(columns["unequal"])),
+        "unequal_answers": int(sum(figures["unequal"] for figures in rounds)),
         "prompt_tokens": PROMPT_TOKENS,
         "read_tokens": int(medians["cached"]),
         "kv_bytes": kept.bytes,
