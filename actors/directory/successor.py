@@ -78,10 +78,7 @@ class Successor:
             self.node_id = ray.get(answer)
         except RayError:  # it is being restarted
             return False
-        return self.node_id not in nodes and self._may_move()
-
-    def _may_move(self) -> bool:
-        if time.monotonic() < self._moved + MOVE_AFTER_S:
+        if self.node_id in nodes or time.monotonic() < self._moved + MOVE_AFTER_S:
             return False
         self._moved = time.monotonic()
         return True

@@ -32,15 +32,11 @@ class Report:
             found += examination.findings()
             if pool:
                 found += exchange.findings(pool, self.hosts)
-                found += self._tokens(pool.name)
+                told = internal_kv.other_tokens(pool.name)  # chunks with wrong tokens, by the node of their engines
+                found += [judgement.of_tokens(node, told[node]) for node in self.hosts if node in told]
                 pool.close()
         order = list(self.hosts)
         self.findings = sorted(found, key=lambda finding: order.index(finding.node))  # stable
-
-    def _tokens(self, pool: str) -> list[Finding]:
-        """Findings on chunks with wrong tokens that engines on living nodes reported."""
-        told = internal_kv.other_tokens(pool)
-        return [judgement.of_tokens(node, told[node]) for node in self.hosts if node in told]
 
     @property
     def ok(self) -> bool:

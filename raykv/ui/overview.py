@@ -63,6 +63,13 @@ class Overview:
         """Short ids of the nodes, by Ray node id."""
         return short_ids(self.nodes)
 
+    @property
+    def summary(self) -> list[str]:
+        """How many nodes are alive, then the faults of UPKEEP, in words."""
+        alive = sum(member.state == "alive" for member in self.members.values())
+        wrong = [f"{role} {why}" for role, why in self.upkeep.items() if why]
+        return [f"{alive} of {len(self.members)} nodes alive", *wrong]
+
     def limit(self, node_id: str) -> int | None:
         """Bytes of memory that a node may offer. None if the directory does not know the node."""
         memory = self.counts.get("nodes", {}).get(node_id)

@@ -12,7 +12,7 @@ def sight(overview: Overview) -> dict[str, Any]:
 
     nodes: each Member with its `id`, its short id as `shown`, and `fills`: (bytes used, bytes) by tier, of its tiers.
     counts: of the directory; empty while it does not answer. hit_curve: hit rates by multiples of the memory, and the
-    `ceiling`; empty before a block was asked for. upkeep: see Overview.
+    `ceiling`; empty before a block was asked for.
     routes: memories that read from each other. bytes, failed: by transport, since the reader's store started.
     prefixes: prefixes at whose end look-ups ended. key: of the last block, in hex. blocks: number of blocks. bytes:
     their size. hits: number of look-ups. idle_s: seconds since the last look-up. nodes: short ids of the nodes whose
@@ -21,6 +21,7 @@ def sight(overview: Overview) -> dict[str, Any]:
     counts, shown = overview.counts, overview.shown
     return {
         "pool": overview.pool,
+        "summary": overview.summary,
         "nodes": [
             {
                 **asdict(member),
@@ -36,7 +37,6 @@ def sight(overview: Overview) -> dict[str, Any]:
             {**route, **{end: overview.memory_name(route[end]) for end in ("reader", "from")}}
             for route in overview.transports
         ],
-        "upkeep": overview.upkeep,
         "prefixes": [
             {**prefix, "nodes": [shown.get(node_id, node_id[:SHORT]) for node_id in prefix["nodes"]]}
             for prefix in counts.get("prefixes", ())

@@ -4,6 +4,7 @@ import socket
 import statistics
 import threading
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -99,9 +100,7 @@ def run(transport: str) -> dict[str, Any]:
     """
     import ray
 
-    ours: list[float] = []
-    ray_gets: list[float] = []
-    sockets: list[float] = []
+    rounds: list[list[float]] = []
     with local_cluster(2, 1024 * MIB) as (here, there), local_pool(POOL, 1024 * MIB, transport=transport) as pool:
         writer = on_node(Writer, there)
         reader = on_node(Reader, here, writer)
@@ -109,11 +108,10 @@ def run(transport: str) -> dict[str, Any]:
         for turn in range(WARM + PAIRS):
             pool.clear()  # so that the writer's node has room, and no block goes to the reader's
             assert ray.get(writer.store.remote(turn)) == BLOCKS
-            seconds = ray.get([reader.pool_read.remote(turn), reader.ray_read.remote(), reader.socket_read.remote()])
-            if turn >= WARM:
-                for column, value in zip((ours, ray_gets, sockets), seconds, strict=True):
-                    column.append(value)
+            reads = reader.pool_read.remote(turn), reader.ray_read.remote(), reader.socket_read.remote()
+            rounds.append(ray.get(list(reads)))
         (route,) = (route for route in pool.stats()["transports"] if route["reader"] == here)
+    ours, ray_gets, sockets = zip(*rounds[WARM:], strict=True)
     return {
         "transport": route["transport"],
         "failed": sum(route["failed"].values()),
@@ -129,5 +127,5 @@ def _keys(cache: KVCache, turn: int) -> Keys:
     return cache.keys(np.arange(BLOCKS * 16) + turn * BLOCKS * 16)
 
 
-def _gbps(seconds: list[float]) -> float:
+def _gbps(seconds: Sequence[float]) -> float:
     return BLOCKS * BLOCK_BYTES / statistics.median(seconds) / 1e9

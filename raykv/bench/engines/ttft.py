@@ -149,9 +149,9 @@ def run(model: str = LLAMA) -> dict[str, Any]:
             POOL, ARENA_BYTES, external=f"file://{folder}/tier?capacity=2GiB", min_hits=1, secret=b"bench"
         ) as pool,
     ):
-        path, dtype = save_model(folder, model), _dtype(model)
-        writer, reader = (_engine(node, path, folder, dtype) for node in (there, here))
-        plain = _engine(here, path, dtype=dtype)
+        path, dtype = save_model(folder, model), SHAPES[_shape(model)].dtype
+        writer, reader = (_engine(node, path, dtype, folder) for node in (there, here))
+        plain = _engine(here, path, dtype)
         ray.get(reader.answer.remote(WARM + ROUNDS))  # the reader learns its speed, which limits waits for a tier
         ray.get(reader.reset.remote())  # waits until its blocks are offered
         kept = _kept(pool, writer)
@@ -337,11 +337,7 @@ def _shape(model: str) -> str:
     return OF_SHAPE.get(model, model.removesuffix("-shape"))
 
 
-def _dtype(model: str) -> str:
-    return SHAPES[_shape(model)].dtype
-
-
-def _engine(node_id: str, model: str, folder: str = "", dtype: str = "float32") -> Any:
+def _engine(node_id: str, model: str, dtype: str, folder: str = "") -> Any:
     own = tempfile.mkdtemp(dir=folder) if folder else ""
     options = {"env_vars": ENVIRONMENT | one_process.ENVIRONMENT}
     return on_node(Engine, node_id, model, own, POOL, "kv_both", dtype, runtime_env=options)

@@ -145,11 +145,9 @@ def screen(overview: Overview, history: History, sort: str, trouble: str, width:
 
 
 def _title(overview: Overview) -> str:
-    counts, members = overview.counts, overview.members.values()
-    alive = sum(member.state == "alive" for member in members)
+    counts, (alive, *wrong) = overview.counts, overview.summary
     what = f"{counts['keys']} blocks, {counts['clients']} clients" if counts else "no counts"
-    wrong = "".join(f", {role} {why}" for role, why in overview.upkeep.items() if why)
-    return f"pool {overview.pool}: {alive} of {len(members)} nodes alive, {what}{wrong}"
+    return ", ".join([f"pool {overview.pool}: {alive}", what, *wrong])
 
 
 def _rates(history: History, width: int) -> Iterator[str]:

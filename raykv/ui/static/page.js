@@ -41,9 +41,7 @@ function say(text) {
 function drawAll() {
   document.title = `raykv: ${now.pool}`;
   at("pool").textContent = now.pool;
-  const alive = now.nodes.filter((node) => node.state === "alive").length;
-  const wrong = Object.entries(now.upkeep).filter(([, why]) => why).map(([role, why]) => `${role} ${why}`);
-  at("summary").textContent = [`${alive} of ${now.nodes.length} nodes alive`, ...wrong].join(" · ");
+  at("summary").textContent = now.summary.join(" · ");
   drawTiles();
   drawNodes(now.nodes);
   drawTime();

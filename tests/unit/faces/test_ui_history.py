@@ -133,8 +133,11 @@ def test_what_comes_back_is_an_event_too() -> None:
 def test_the_page_names_nodes_and_memories_as_the_status_does() -> None:
     route = ROUTE | {"reader": f"{ID}/GPU-01234567"}
     prefix = {"key": "00", "blocks": 2, "bytes": 9, "hits": 1, "idle_s": 0.5, "nodes": [ID, "c" * 56]}
-    now = history(replace(counting(prefixes=[prefix]), transports=[route])).since(0)["now"]
+    now = history(
+        replace(counting(prefixes=[prefix]), transports=[route], upkeep=WELL | {"successor": "is starting"})
+    ).since(0)["now"]
     (shown,) = now["nodes"]
+    assert now["summary"] == ["1 of 1 nodes alive", "successor is starting"]
     assert (shown["id"], shown["shown"], shown["fills"]) == (ID, "aaaaaaaa", {"memory": (MIB, 4 * MIB)})
     assert now["routes"] == [route | {"reader": "aaaaaaaa (gpu 01234567)"}]
     assert now["prefixes"] == [prefix | {"nodes": ["aaaaaaaa", "cccccccc"]}] and "nodes" not in now["counts"]
