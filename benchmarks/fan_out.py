@@ -80,7 +80,7 @@ def cluster(ends: list[int]) -> Iterator[None]:
             stack.callback(raylet.terminate)
             said = list[str]()
             assert raylet.stdout is not None
-            while not any("Ray runtime started" in line for line in said):  # two that start at once may take one socket
+            while not any("Ray runtime started" in line for line in said):  # two raylets at once may take one socket
                 said.append(raylet.stdout.readline())
                 if not said[-1]:
                     raise RuntimeError(f"{' '.join(map(str, words))}: {''.join(said)}")

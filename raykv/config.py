@@ -56,7 +56,7 @@ class PoolConfig:
         fifth of the deadline; a read waits eight deadlines for staging slots, and 2 s at least.
     idle_node_s: the pool leaves a node when nothing else has run there for so many seconds. The node's blocks go to
         other nodes, and its store ends, so Ray's autoscaler can remove it. 0: never. Ray's head keeps a store.
-    secret: what keys are derived from: bytes, or the path of a file that only its owner can read. Default: RAYKV_SECRET
+    secret: keys are derived from it: bytes, or the path of a file that only its owner can read. Default: RAYKV_SECRET
         of the environment, else a random secret, kept in Ray's internal KV.
     """
 

@@ -65,7 +65,7 @@ def start(config: PoolConfig | None = None, *, exist_ok: bool = False, on_progre
         running = internal_kv.settings(config.name)
         if running is not None:
             _check_same(config, secret, running, exist_ok)
-            start_supervisor(config.name)  # a killed start may have left the pool without one
+            start_supervisor(config.name)  # a killed start may have left the pool without a supervisor
             return KVPool(config.name)
         settings, question = _prepared(config, secret)
         if named_actors.names(config.name):  # of a start that was killed

@@ -86,7 +86,7 @@ _name, _arena = taker(str), taker(ArenaDescription)
 class DirectoryServer:
     """Answers calls in the order they came. Clients and stores make their calls over its socket.
 
-    It has a method for each of CALLS. `_served` makes those that are not written here from functions of Directory.
+    It has a method for each call of CALLS. `_served` makes most of them from Directory's functions.
     """
 
     def __init__(self, pool: str, metrics: DirectoryMetrics, clock: Callable[[], float] = time.monotonic) -> None:

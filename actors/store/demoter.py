@@ -153,7 +153,7 @@ class Demoter:
             directory.call("report_existing", self._node_id, tuple(blocks), seconds=2 * HEARTBEAT_S)
 
     def _demote(self, directory: DirectoryLine) -> bool:
-        """Demote one batch. Returns whether there was one."""
+        """Demote one batch. Returns whether there was a batch."""
         whole = bool(self._flushes)
         report = tuple(self._report._replace(whole=whole))
         demotions = Demotions(*directory.call("demote", self._node_id, report, seconds=4 * METADATA_DEADLINE_S))

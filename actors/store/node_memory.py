@@ -1,7 +1,7 @@
 """One memory of a node: its own, or a GPU's. The directory treats each as a node.
 
-A memory joins the directory, reports its slabs with every heartbeat, and does what the answers ask. The node store owns
-one for the node and one for each GPU.
+A memory joins the directory, reports its slabs with every heartbeat, and does what the answers ask. A node store owns
+a memory for the node, and a memory for each GPU.
 """
 
 import logging

@@ -140,7 +140,7 @@ class NodeStore:
     # ------------------------------------------------------------------ for clients of this node
 
     def describe_arena(self, gpu: str | None = None) -> tuple[Any, ...]:
-        """The StoreDescription of the arena on the GPU with this UUID. Without such an arena, that of the node's arena.
+        """The StoreDescription of the arena on the GPU with this UUID, else of the node's own arena.
 
         Waits until the arena has joined the directory. Raises TimeoutError past JOIN_DEADLINE_S.
         """
@@ -239,7 +239,7 @@ class NodeStore:
     # ------------------------------------------------------------------ for other nodes
 
     def offers(self, name: str) -> dict[str, Any]:
-        """What a peer needs to read from the memory of that name, by transport."""
+        """Facts that a peer needs to read from the memory of that name, by transport."""
         return self._memory_named(name).transports.offers()
 
     @ray.method(concurrency_group="read")
@@ -322,7 +322,7 @@ class NodeStore:
         events.tell("stop")
         self._gpus.stop()
         if self._lacks_gpus:
-            self._gpus.join(GPUS_S)  # what it opens now is closed below
+            self._gpus.join(GPUS_S)  # a GPU tier that it opens now is closed below
         for loop in self._heartbeats:
             loop.stop()
         self._metrics.stop()

@@ -25,7 +25,7 @@ from raykv.transports import nixl
 
 
 class Question(NamedTuple):
-    """What every node is asked before a pool starts. maker: see `open_external`."""
+    """The question to every node before a pool starts. maker: see `open_external`."""
 
     pool: str
     cpu_memory: Size
@@ -39,7 +39,7 @@ class Question(NamedTuple):
 def why_not_usable(node_id: str, seconds: float) -> str:
     """Why Ray's workers on a node can't use raykv; "" if they can, or give no answer in `seconds`.
 
-    Ray tells this of a task, but not of an actor: it restarts such an actor for ever, and calls of it wait.
+    Ray tells this of a task. It tells nothing of an actor, but restarts it for ever, and the actor's calls wait.
     """
     pinned = NodeAffinitySchedulingStrategy(node_id, soft=False)
     try:
@@ -56,14 +56,14 @@ def why_not_usable(node_id: str, seconds: float) -> str:
 
 
 def what_to_install() -> str:
-    """What to do on a node that lacks this raykv."""
+    """Advice for a node that lacks this raykv."""
     there = "in the Python environment that Ray runs in there: from the same wheel or clone"
     return f"install this raykv, {version('raykv')}, {there}"
 
 
 @ray.remote(num_cpus=0, max_retries=0)
 def _import() -> None:
-    """Import what a store needs. Ray sends the whole function, so it runs even where there is no raykv."""
+    """Import a store's modules. Ray sends the whole function, so it runs even where there is no raykv."""
     importlib.import_module("raykv.actors.store.node_store")
 
 

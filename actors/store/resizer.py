@@ -180,7 +180,7 @@ class Resizer:
             return False
 
     def _give_back(self) -> bool:
-        """Give back one slab. Returns whether there was one. If it can't go now, the directory will name it again."""
+        """Give back one slab. Returns whether a slab was due. If it can't go now, the directory will name it again."""
         for slab, generation in list(self._to_give_back.items()):
             if self._arena.available > self.limit:
                 with self._read_guard():

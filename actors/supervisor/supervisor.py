@@ -62,11 +62,11 @@ class Supervisor:
         self._telling = threading.Lock()  # held while the directory is told which nodes leave or stay
         now, failures = time.monotonic(), internal_kv.failures(pool)  # of an earlier supervisor
         self._failed = {node_id: (now, why) for node_id, why in failures.items()}  # by node: when, why its store failed
-        self._answered, self._in_charge = now, ""  # when the directory last answered; name of the one last in charge
+        self._answered, self._in_charge = now, ""  # when the directory last answered; the name that was last in charge
         self._successor = Successor(pool)
         idle_node_s = (internal_kv.settings(pool) or {}).get("idle_node_s", 0.0)  # none: the pool is being stopped
         self._idle = IdleNodes(pool, idle_node_s, self._telling)
-        self._rests_until = 0.0  # until then no close look is due, as the last one found all well
+        self._rests_until = 0.0  # until then no close look is due, as the last look found all well
         self._exporter, self._exported, self._started = Exporter(pool), 0.0, time.time()
         self._loop = Periodic("raykv-supervisor", self._watch, self._on_error)
         self._loop.start()

@@ -115,7 +115,7 @@ class Engine:
     def close(self) -> None:
         """End the engine's processes properly. Otherwise their files stay in /dev/shm."""
         self.llm.llm_engine.engine_core.shutdown()
-        # vLLM kills late processes. A tracker process removes their files, and Ray would kill it along with this one
+        # vLLM kills late processes. A tracker process removes their files, and Ray would kill it with this process
         resource_tracker._resource_tracker._stop()  # type: ignore[attr-defined]
 
 

@@ -85,7 +85,7 @@ def engine(model: str, pool: str | None) -> Any:
 
 
 def stop_directory(pool: str, last: list[int]) -> None:
-    """Stop the directory in charge, and keep its process id in `last`. First end the one stopped before."""
+    """Stop the directory in charge, and keep its process id in `last`. First end the directory in `last`."""
     if last:
         with contextlib.suppress(ProcessLookupError):
             os.kill(last.pop(), signal.SIGKILL)

@@ -25,7 +25,7 @@ class Page(NamedTuple):
 
 
 def serve(pool: str, host: str | None, port: int | None) -> Page:
-    """Start the page's actor, or find it. host, port: None: those of a page that is served already, else HOST and PORT.
+    """Start the page's actor, or find it. host, port: None: where a page is served already, else HOST and PORT.
 
     Raises RayKVError if the page can't be served, and ValueError if another host or port serves it already.
     """

@@ -1,1 +1,1 @@
-"""`raykv doctor`: what keeps a node from its part of a pool, or slows it there, and what to do about it."""
+"""`raykv doctor` finds faults that keep a node out of a pool or make the pool slow there, and gives advice."""

@@ -110,7 +110,7 @@ class Examination:
 
 
 def _ask(question: Any, nodes: Iterable[str], *args: Any) -> dict[str, Any]:
-    """Nodes' answers to one of examiner's questions; Unanswered where there is none."""
+    """Nodes' answers to a question of `examiner`; Unanswered for a node without an answer."""
     return _answers(_asked(question, nodes, *args))
 
 

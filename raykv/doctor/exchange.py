@@ -1,4 +1,4 @@
-"""Blocks that go both ways between each two nodes of a running pool, like an engine's."""
+"""Sends blocks both ways between each two nodes of a running pool, as engines do."""
 
 import time
 from collections.abc import Iterator
@@ -87,7 +87,7 @@ def findings(pool: raykv.KVPool, hosts: dict[str, str]) -> Iterator[Finding]:
 
 
 def _exchange(pool: raykv.KVPool, hosts: dict[str, str], reader: str, source: str, seed: int) -> Finding:
-    """Have one node read what another one stores."""
+    """Have the reader's node read blocks that the source's node stores."""
     whose, see = f"{hosts[source]} ({source[:16]})", f"see `raykv status --name {pool.name}`"
     seconds = []
     for turn in range(TURNS):

@@ -1,4 +1,4 @@
-"""What a node with raykv says of itself."""
+"""Facts that a node with raykv tells of itself."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""Judges a node by what it says of itself."""
+"""Judges a node by its answers to `examiner`."""
 
 from collections.abc import Iterator
 from importlib.metadata import metadata

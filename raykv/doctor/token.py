@@ -1,4 +1,4 @@
-"""Ray's token, here and in the cluster. A process with a wrong token can't join, so it never gets here."""
+"""Ray's token, here and in the cluster. A process with a wrong token can't join, so it is never checked."""
 
 import ray
 

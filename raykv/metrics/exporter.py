@@ -77,7 +77,7 @@ class Exporter:
         return bool(self._added or self._set or self._observed)
 
     def flush(self) -> None:
-        """Hand over what was added, set and observed since the last flush. One thread of a process calls this.
+        """Hand over the figures that came since the last flush. One thread of a process calls this.
 
         Raises Ray's first error. Figures that Ray did not take are handed over the next time.
         """

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Request:
-    """A prompt, and what was generated after it.
+    """A prompt, and the tokens that were generated after it.
 
     keys: (n, k) uint8, keys of the prompt's full blocks. A key covers all blocks before it too, like `KVCache.keys`.
     num_tokens: number of the prompt's and of the generated tokens. arrival: seconds.
@@ -55,7 +55,7 @@ class Scheduled(NamedTuple):
 def plan(
     waiting: Sequence[Request], running: Sequence[Request], budget: Budget, now: float, patience: float
 ) -> list[Scheduled]:
-    """What to run in the next step: running requests first, then waiting ones; least to compute first.
+    """The requests to run in the next step: first running, then waiting requests; the least to compute first.
 
     A waiting request starts if there are blocks for everything that it must compute, in later steps too. It waits while
     another request computes its next block. Requests that have waited `patience` seconds come before other waiting

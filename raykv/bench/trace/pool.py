@@ -98,7 +98,7 @@ class Pool:
         return read, crossed
 
     def _read(self, node: int, keys: KeyArray) -> tuple[int, int]:
-        """Match and read. Remote blocks come through staging, a window at a time. Returns what `ask` returns."""
+        """Match and read. Remote blocks come through staging, a window at a time. Returns the same as `ask`."""
         lease = next(self.calls)
         held = np.uint64(lease).tobytes()
         request = MatchRequest(lease, str(node), keys.tobytes(), BLOCK_BYTES, len(keys))
