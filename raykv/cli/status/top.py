@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from raykv.cli.status.history import LOOKS, History, Rates, sparkline
+from raykv.cli.status.last_minute import LOOKS, LastMinute, Rates, sparkline
 from raykv.cli.status.status import hit_curve, hit_rate, node_rows, table, with_reasons, wrapped
 from raykv.client.session import settings_of
 from raykv.errors import PoolNotFound, RayKVError
@@ -35,7 +35,7 @@ class Watch:
     """A thread that looks at a pool once a second. So a key press never waits for an actor that does not answer."""
 
     def __init__(self, pool: str) -> None:
-        self.history = History()
+        self.minute = LastMinute()
         self._pool = pool
         self._overview = look(pool)
         self._seen = time.monotonic()
@@ -44,7 +44,7 @@ class Watch:
         self._thread = threading.Thread(target=self._look_on, name="raykv-top", daemon=True)
 
     def __enter__(self) -> "Watch":
-        self.history.add(self._overview, self._seen)
+        self.minute.add(self._overview, self._seen)
         self._thread.start()
         return self
 
@@ -85,7 +85,7 @@ class Watch:
                 f"start it with `raykv start --name {self._pool}`, or watch another with --name"
             ) from error
         overview, now = look(self._pool), time.monotonic()
-        self.history.add(overview, now)
+        self.minute.add(overview, now)
         self._overview, self._seen = overview, now
 
 
@@ -103,7 +103,7 @@ def run(pool: str) -> None:
         with Watch(pool) as watch, _keys_at_once(), Live(console=console, screen=True, auto_refresh=False) as live:
             while True:
                 overview, trouble = watch.latest()
-                found = screen(overview, watch.history, SORTS[sort], trouble, *console.size)
+                found = screen(overview, watch.minute, SORTS[sort], trouble, *console.size)
                 live.update(Text.from_ansi("\n".join(found), no_wrap=True, overflow="crop"), refresh=True)
                 key = _key(LOOK_S / 2)
                 if key == "q":
@@ -134,14 +134,14 @@ def _key(seconds: float) -> str:
 # ---------------------------------------------------------------------- what is shown
 
 
-def screen(overview: Overview, history: History, sort: str, trouble: str, width: int, height: int) -> list[str]:
+def screen(overview: Overview, minute: LastMinute, sort: str, trouble: str, width: int, height: int) -> list[str]:
     """At most `height` lines of `width` characters. trouble: the warning of `Watch.latest`."""
-    head = [*wrapped(_title(overview), width), *wrapped(trouble, width), *_rates(history, width)]
+    head = [*wrapped(_title(overview), width), *wrapped(trouble, width), *_rates(minute, width)]
     if counts := overview.counts:
         head += [line for text in (hit_rate(counts), *hit_curve(counts)) for line in wrapped(text, width)]
     foot = wrapped(f"q quits, s sorts by {SORTS[(SORTS.index(sort) + 1) % len(SORTS)]} (now by {sort})", width)
     room = height - len(head) - len(foot) - 2
-    return [*[*head, "", *_nodes(overview, history, sort, width, room), ""][: height - len(foot)], *foot]
+    return [*[*head, "", *_nodes(overview, minute, sort, width, room), ""][: height - len(foot)], *foot]
 
 
 def _title(overview: Overview) -> str:
@@ -150,12 +150,12 @@ def _title(overview: Overview) -> str:
     return ", ".join([f"pool {overview.pool}: {alive}", what, *wrong])
 
 
-def _rates(history: History, width: int) -> Iterator[str]:
+def _rates(minute: LastMinute, width: int) -> Iterator[str]:
     bars = max(1, min(LOOKS, width - LABEL))
     for what, rates, top in (
-        ("found", history.hit_rate, 1.0),
-        ("pulled", history.pulled, 0.0),
-        ("evicted", history.evicted, 0.0),
+        ("found", minute.hit_rate, 1.0),
+        ("pulled", minute.pulled, 0.0),
+        ("evicted", minute.evicted, 0.0),
     ):
         yield f"{what:<8}{_latest(what, rates):>11}  {sparkline(rates, bars, top)}".rstrip()
 
@@ -166,11 +166,11 @@ def _latest(what: str, rates: Rates) -> str:
     return f"{rates[-1]:.1%}" if what == "found" else f"{rates[-1]:.0f}/s"
 
 
-def _nodes(overview: Overview, history: History, sort: str, width: int, room: int) -> list[str]:
+def _nodes(overview: Overview, minute: LastMinute, sort: str, width: int, room: int) -> list[str]:
     """The table of nodes, in at most `room` lines. Below it, if there is room, why nodes are not alive."""
-    order = sorted(overview.members, key=lambda node_id: _rank(overview, history, sort, node_id))  # stable
+    order = sorted(overview.members, key=lambda node_id: _rank(overview, minute, sort, node_id))  # stable
     cells = node_rows(overview)
-    rows = {node_id: {**cells[node_id], "pulled/s": _per_second(history, node_id)} for node_id in order}
+    rows = {node_id: {**cells[node_id], "pulled/s": _per_second(minute, node_id)} for node_id in order}
     shown = with_reasons(overview, rows, _fitting(list(rows.values()), width), width)
     if len(shown) <= room:
         return shown
@@ -187,15 +187,15 @@ def _fitting(rows: list[dict[str, str]], width: int) -> list[str]:
     return lines
 
 
-def _rank(overview: Overview, history: History, sort: str, node_id: str) -> Any:
+def _rank(overview: Overview, minute: LastMinute, sort: str, node_id: str) -> Any:
     """The node's sort key: smaller is further up."""
     if sort == "state":
         return overview.members[node_id].state == "alive"
     if sort == "memory":
         limit = overview.limit(node_id)
         return 1.0 if limit is None else -overview.counts["nodes"][node_id]["bytes_used"] / max(1, limit)
-    return -history.pulled_by.get(node_id, -1.0) if sort == "pulled" else 0
+    return -minute.pulled_by.get(node_id, -1.0) if sort == "pulled" else 0
 
 
-def _per_second(history: History, node_id: str) -> str:
-    return f"{history.pulled_by[node_id]:.0f}" if node_id in history.pulled_by else "-"
+def _per_second(minute: LastMinute, node_id: str) -> str:
+    return f"{minute.pulled_by[node_id]:.0f}" if node_id in minute.pulled_by else "-"

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from raykv.cli.status.history import LOOKS, History, sparkline
+from raykv.cli.status.last_minute import LOOKS, LastMinute, sparkline
 from raykv.cli.status.top import SORTS, screen
 from raykv.ui.overview import Member, Overview
 from raykv.ui.ray_nodes import RayNode
@@ -26,25 +26,25 @@ def overview(members: dict[str, Member], **counts: int) -> Overview:
 
 
 def test_rates_of_a_second() -> None:
-    history = History()
-    history.add(overview({"a": member(10), "b": member(5)}, lookups=100, hits=50, evicted=7), 1.0)
-    assert not history.hit_rate
-    history.add(overview({"a": member(16), "b": member(5)}, lookups=110, hits=59, evicted=11), 3.0)
-    assert (history.hit_rate[-1], history.pulled[-1], history.evicted[-1]) == (0.9, 3.0, 2.0)
-    assert history.pulled_by == {"a": 3.0, "b": 0.0}
+    minute = LastMinute()
+    minute.add(overview({"a": member(10), "b": member(5)}, lookups=100, hits=50, evicted=7), 1.0)
+    assert not minute.hit_rate
+    minute.add(overview({"a": member(16), "b": member(5)}, lookups=110, hits=59, evicted=11), 3.0)
+    assert (minute.hit_rate[-1], minute.pulled[-1], minute.evicted[-1]) == (0.9, 3.0, 2.0)
+    assert minute.pulled_by == {"a": 3.0, "b": 0.0}
 
 
 def test_what_is_not_known_is_not_made_up() -> None:
     """Nobody asked, or a store or directory restarted or does not answer."""
-    history = History()
+    minute = LastMinute()
     first = overview({"a": member(10), "b": member(5)}, lookups=100, hits=50)
-    history.add(first, 1.0)
-    history.add(replace(first, members={"a": member(4), "b": member(None)}), 2.0)
-    assert (history.hit_rate[-1], history.pulled_by) == (None, {"a": 4.0})
-    history.add(overview({"a": member(None)}, epoch=2, lookups=3, hits=3), 3.0)
-    assert (history.hit_rate[-1], history.evicted[-1], history.pulled[-1]) == (None, None, None)
-    history.add(replace(first, counts={}), 4.0)
-    assert (history.hit_rate[-1], history.evicted[-1]) == (None, None)
+    minute.add(first, 1.0)
+    minute.add(replace(first, members={"a": member(4), "b": member(None)}), 2.0)
+    assert (minute.hit_rate[-1], minute.pulled_by) == (None, {"a": 4.0})
+    minute.add(overview({"a": member(None)}, epoch=2, lookups=3, hits=3), 3.0)
+    assert (minute.hit_rate[-1], minute.evicted[-1], minute.pulled[-1]) == (None, None, None)
+    minute.add(replace(first, counts={}), 4.0)
+    assert (minute.hit_rate[-1], minute.evicted[-1]) == (None, None)
 
 
 def test_sparklines() -> None:
@@ -57,10 +57,10 @@ def test_sparklines() -> None:
 @pytest.mark.parametrize("sort", SORTS)
 def test_a_screen_is_never_larger_than_the_terminal(width: int, height: int, sort: str) -> None:
     members = {node_id: member(state="silent", why="it does not answer " * 9) for node_id in IDS}
-    history = History()
+    minute = LastMinute()
     for second in range(LOOKS + 5):
-        history.add(overview(members, lookups=second, hits=second), second)
-    shown = screen(overview(members), history, sort, "this was 4 s ago", width, height)
+        minute.add(overview(members, lookups=second, hits=second), second)
+    shown = screen(overview(members), minute, sort, "this was 4 s ago", width, height)
     plain = [line.replace("\x1b[31m", "").replace("\x1b[0m", "") for line in shown]
     assert len(shown) <= height and max(map(len, plain)) <= width
     assert plain[-1].endswith(f"(now by {sort})")
@@ -69,6 +69,6 @@ def test_a_screen_is_never_larger_than_the_terminal(width: int, height: int, sor
 
 def test_what_is_wrong_comes_first_by_state() -> None:
     members = {IDS[0]: member(), IDS[1]: member(state="no store", why="too little memory")}
-    shown = screen(overview(members), History(), "state", "", 200, 24)
+    shown = screen(overview(members), LastMinute(), "state", "", 200, 24)
     rows = [line for line in shown if line.startswith("0000000")]
     assert rows[0].startswith("00000001") and f"{IDS[1][:8]}: too little memory" in shown

@@ -10,7 +10,7 @@ BARS = "▁▂▃▄▅▆▇█"
 Rates = deque[float | None]  # oldest first; None: not known
 
 
-class History:
+class LastMinute:
     """Rates between the latest LOOKS looks. hit_rate: share of the blocks asked for that was found.
 
     pulled, evicted: blocks per second. pulled_by: the same by node id, of nodes whose store answered the last two
