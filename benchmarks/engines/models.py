@@ -23,7 +23,6 @@ import os
 import tempfile
 import time
 import traceback
-from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -88,9 +87,7 @@ class Engine:
             max_tokens=8, temperature=0, detokenize=False, ignore_eos=True, logprobs=0, skip_reading_prefix_cache=cold
         )
         output = self.llm.generate({"prompt_token_ids": prompt}, sampling, use_tqdm=False)[0]
-        said: Any = output.outputs[0]
-        logprobs = [step[token].logprob for step, token in zip(said.logprobs, said.token_ids, strict=True)]
-        return Said(list(said.token_ids), logprobs, output.num_cached_tokens or 0)
+        return Said(*ttft.said(output), output.num_cached_tokens or 0)
 
     def reset(self) -> None:
         """Forget the engine's own prefix cache."""
@@ -113,10 +110,7 @@ class Engine:
         }
 
     def close(self) -> None:
-        """End the engine's processes properly. Otherwise their files stay in /dev/shm."""
-        self.llm.llm_engine.engine_core.shutdown()
-        # vLLM kills late processes. A tracker process removes their files, and Ray would kill it with this process
-        resource_tracker._resource_tracker._stop()  # type: ignore[attr-defined]
+        one_process.end(self.llm)
 
 
 def measured(name: str, folder: Path, nodes: list[str], verifies: bool) -> dict[str, Any]:

@@ -5,6 +5,8 @@ from a transfer. With a GPU and one rank vLLM has no such processes.
 """
 
 import gc
+from multiprocessing import resource_tracker
+from typing import Any
 
 ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 
@@ -16,3 +18,10 @@ def prepare() -> None:
     # vLLM searches all imported modules for kernels, and fails on llvmlite's: any attribute there is a function
     llvmlite.binding.ffi.lib._fntab["__dict__"] = {}
     gc.freeze()  # vLLM collects garbage five times as it starts, and without freeze looks at all imports: a second
+
+
+def end(llm: Any) -> None:
+    """End an engine's processes properly. Otherwise their files stay in /dev/shm."""
+    llm.llm_engine.engine_core.shutdown()
+    # vLLM kills late processes. A tracker process removes their files, and Ray would kill it with this process
+    resource_tracker._resource_tracker._stop()  # type: ignore[attr-defined]

@@ -6,7 +6,6 @@ import os
 import statistics
 import tempfile
 import time
-from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -106,13 +105,11 @@ class Engine:
         before = self._seconds()
         (output,) = self.generate(turn, PROMPT_TOKENS, logprobs=0)
         spent = self._seconds() - before
-        said = output.outputs[0]
-        logprobs = [step[token].logprob for step, token in zip(said.logprobs, said.token_ids, strict=True)]
         return Answer(
             ms=output.metrics.first_token_latency * 1e3,
             calls_ms=spent * 1e3,
             cached=output.num_cached_tokens or 0,
-            said=(list(said.token_ids), logprobs),
+            said=said(output),
         )
 
     def reset(self) -> None:
@@ -123,14 +120,17 @@ class Engine:
             time.sleep(0.01)
 
     def close(self) -> None:
-        """End the engine's processes properly. Otherwise their files stay in /dev/shm."""
-        self.llm.llm_engine.engine_core.shutdown()
-        # vLLM kills late processes. A tracker process removes their files, and Ray would kill it with this process
-        resource_tracker._resource_tracker._stop()  # type: ignore[attr-defined]
+        one_process.end(self.llm)
 
     def _seconds(self) -> float:
         files = self.folder.iterdir() if self.folder else ()
         return float(sum(np.fromfile(file, np.float64)[0] for file in files))
+
+
+def said(output: Any) -> tuple[list[int], list[float]]:
+    """(generated tokens, their logprobs) of one of vLLM's outputs."""
+    answer, tokens = output.outputs[0], list(output.outputs[0].token_ids)
+    return tokens, [step[token].logprob for step, token in zip(answer.logprobs, tokens, strict=True)]
 
 
 def run(model: str = LLAMA) -> dict[str, Any]:

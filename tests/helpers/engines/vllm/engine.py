@@ -4,7 +4,6 @@ import contextlib
 import os
 from collections import defaultdict
 from collections.abc import Sequence
-from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
 
@@ -301,9 +300,7 @@ class Engine:
         """
         core = self.llm.llm_engine.engine_core
         self.open = False
-        core.shutdown()
-        # The resource tracker removes files of processes that vLLM killed. Have it do so before Ray kills it with us.
-        resource_tracker._resource_tracker._stop()  # type: ignore[attr-defined]
+        one_process.end(self.llm)
         return ray.get_runtime_context().get_node_id() if isinstance(core, InprocClient) else None
 
     def metrics(self) -> dict[str, float]:
