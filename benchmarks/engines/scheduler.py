@@ -26,6 +26,7 @@ import ray
 
 from raykv.bench.engines import one_process, ttft
 from raykv.bench.testbed import local_cluster, local_pool
+from raykv.bench.timing import timed
 from raykv.cluster import named_actors
 from raykv.config import MIB
 
@@ -105,48 +106,33 @@ def measured(llm: Any, rounds: int, seed: int, before_round: Callable[[], None] 
 
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler
     times: dict[str, list[float]] = defaultdict(list)
-    kept = [timed(scheduler, name, times["step"]) for name in STEP]
-    if scheduler.connector is not None:
-        kept += [timed(scheduler.connector, name, times["connector"]) for name in CONNECTOR]
     random = np.random.default_rng(seed)
     sampling = SamplingParams(max_tokens=TOKENS, temperature=0, detokenize=False, ignore_eos=True)
-    begin = time.perf_counter()
-    for number in range(rounds + 1):
-        if number == 1:  # round 0 warms up
-            begin = time.perf_counter()
-            for spent in times.values():
-                spent.clear()
-        before_round()
-        common = random.integers(3, 8000, 600).tolist()
-        prompts: list[Any] = []
-        for i in range(REQUESTS):
-            own = random.integers(3, 8000, int(random.integers(300, 900))).tolist()
-            prompts.append({"prompt_token_ids": common + own if i % 2 else own})
-        llm.generate(prompts, sampling, use_tqdm=False)
-    seconds = time.perf_counter() - begin
-    for restore in kept:
-        restore()
+    with contextlib.ExitStack() as stack:
+        for name in STEP:
+            stack.enter_context(timed(scheduler, name, times["step"]))
+        for name in CONNECTOR if scheduler.connector is not None else ():
+            stack.enter_context(timed(scheduler.connector, name, times["connector"]))
+        begin = time.perf_counter()
+        for number in range(rounds + 1):
+            if number == 1:  # round 0 warms up
+                begin = time.perf_counter()
+                for spent in times.values():
+                    spent.clear()
+            before_round()
+            common = random.integers(3, 8000, 600).tolist()
+            prompts: list[Any] = []
+            for i in range(REQUESTS):
+                own = random.integers(3, 8000, int(random.integers(300, 900))).tolist()
+                prompts.append({"prompt_token_ids": common + own if i % 2 else own})
+            llm.generate(prompts, sampling, use_tqdm=False)
+        seconds = time.perf_counter() - begin
     found = {"seconds": seconds, "steps": float(len(times["step"]) // len(STEP))}
     for name, spent in times.items():
         median, last = np.percentile(spent, (50, 99)) * 1e3
         found |= {f"{name}_p50": median, f"{name}_p99": last, f"{name}_max": max(spent) * 1e3}
         found[f"{name}_sum"] = sum(spent) * 1e3
     return found
-
-
-def timed(owner: Any, name: str, spent: list[float]) -> Callable[[], None]:
-    """Time every call of a method. Returns a function that ends the timing."""
-    method = getattr(owner, name)
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        begin = time.perf_counter()
-        try:
-            return method(*args, **kwargs)
-        finally:
-            spent.append(time.perf_counter() - begin)
-
-    setattr(owner, name, call)
-    return lambda: delattr(owner, name)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
 """Seconds of calls, and figures of rounds."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 
 def seconds_of(call: Callable[[], object]) -> float:
@@ -9,6 +11,25 @@ def seconds_of(call: Callable[[], object]) -> float:
     begin = time.perf_counter()
     call()
     return time.perf_counter() - begin
+
+
+@contextmanager
+def timed(owner: Any, name: str, spent: list[float]) -> Iterator[None]:
+    """Time every call of a method of an object in a `with` block. spent: gets the seconds of each call."""
+    method = getattr(owner, name)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        begin = time.perf_counter()
+        try:
+            return method(*args, **kwargs)
+        finally:
+            spent.append(time.perf_counter() - begin)
+
+    setattr(owner, name, call)
+    try:
+        yield
+    finally:
+        delattr(owner, name)
 
 
 def columns(rounds: Sequence[dict[str, float]]) -> dict[str, list[float]]:

@@ -14,7 +14,7 @@ from raykv.bench.blocks.echo import Echo, RoundTrip
 from raykv.bench.blocks.memcpy import Memcpy
 from raykv.bench.blocks.store_all import LATE_S
 from raykv.bench.testbed import local_cluster, local_pool, on_node
-from raykv.bench.timing import seconds_of
+from raykv.bench.timing import seconds_of, timed
 from raykv.config import MIB
 from raykv.keys import Keys
 from raykv.protocol.location import LOCATION
@@ -60,22 +60,24 @@ class Worker:
 
     def store(self, batch: int) -> tuple[float, float]:
         """Store a batch. Returns (seconds of its copies, seconds of the whole call)."""
-        copying = _timed(self.arena, "write")
-        begin = time.perf_counter()
-        stored = self.cache.store(self.keys(batch), self.buffers[batch % 8])
-        total = time.perf_counter() - begin
+        copies: list[float] = []
+        with timed(self.arena, "write", copies):
+            begin = time.perf_counter()
+            stored = self.cache.store(self.keys(batch), self.buffers[batch % 8])
+            total = time.perf_counter() - begin
         assert stored == BATCH, f"{stored} of {BATCH} blocks stored"
-        return copying(), total
+        return sum(copies), total
 
     def read(self, batch: int, verify: bool) -> tuple[float, float]:
-        copying = _timed(self.arena, "read")
+        copies: list[float] = []
         keys = self.keys(batch)
-        begin = time.perf_counter()
-        with self.cache.match(keys) as match:
-            count = match.read(self.buffers[batch % 8], verify=verify)
-        total = time.perf_counter() - begin
+        with timed(self.arena, "read", copies):
+            begin = time.perf_counter()
+            with self.cache.match(keys) as match:
+                count = match.read(self.buffers[batch % 8], verify=verify)
+            total = time.perf_counter() - begin
         assert count == BATCH, f"{count} of {BATCH} blocks read"
-        return copying(), total
+        return sum(copies), total
 
     def stores(self, first: int) -> list[Times]:
         rows = []
@@ -171,24 +173,3 @@ def run(shapes: list[Shape] | None = None) -> dict[str, Any]:
 
 def _gbps(seconds: list[float]) -> float:
     return BATCH * BLOCK_BYTES / statistics.median(seconds) / 1e9
-
-
-def _timed(arena: Any, method: str) -> Any:
-    """Time a method of the arena from now on. The returned function ends that and returns the seconds."""
-    spent = 0.0
-    plain = getattr(type(arena), method)
-
-    def timed(*args: Any, **kwargs: Any) -> Any:
-        nonlocal spent
-        begin = time.perf_counter()
-        try:
-            return plain(arena, *args, **kwargs)
-        finally:
-            spent += time.perf_counter() - begin
-
-    def stop() -> float:
-        del arena.__dict__[method]
-        return spent
-
-    setattr(arena, method, timed)
-    return stop
