@@ -13,9 +13,9 @@ PAGE = Path(__file__).parent / "deadlines.md"
 SECONDS = re.compile(r"(?!\w*PER_S)\w+_S")  # names of seconds; a name that ends in PER_S is a rate
 HEAD = """# Deadlines
 
-All times that raykv waits, polls or remembers, in seconds, except those of benches. They are constants, not settings. A
-user may set `deadline` in `PoolConfig` and `patience` in `kv_connector_extra_config`. `python -m docs.write_deadlines`
-writes this page from raykv's files: it lists each constant whose name ends in `_S`, with the constant's comment.
+All times that raykv waits, polls or remembers, in seconds, except those of `raykv bench`. They are constants, not
+settings. Users can set only `deadline` in `PoolConfig` and `patience` in `kv_connector_extra_config`. `python -m
+docs.write_deadlines` writes this page: it lists each constant whose name ends in `_S`, with the constant's comment.
 """
 
 
@@ -23,11 +23,15 @@ def page() -> str:
     """The page's text. ValueError for a constant without a comment."""
     parts = [HEAD]
     found = [file.relative_to(ROOT) for name, file in sources() if not name.startswith("raykv.bench.")]
-    by_folder = sorted(found, key=lambda file: (file.parent, file))
-    for folder, files in groupby(by_folder, key=lambda file: file.parent):
+    for folder, files in groupby(sorted(found, key=lambda file: (_folder(file), file)), key=_folder):
         if rows := [row for file in files for row in _rows(file)]:
             parts += [f"\n## `{folder}`\n", "| seconds | what for | constant |", "| --- | --- | --- |", *rows]
     return "\n".join(parts) + "\n"
+
+
+def _folder(file: Path) -> Path:
+    """The folder of a section of the page: `actors`, `raykv`, or a folder of `raykv`."""
+    return file.parents[-3] if file.parts[0] == "raykv" and len(file.parts) > 2 else file.parents[-2]
 
 
 def _rows(file: Path) -> Iterator[str]:
@@ -39,7 +43,7 @@ def _rows(file: Path) -> Iterator[str]:
                 _, _, comment = lines[node.lineno - 1].partition("  # ")
                 if not comment:
                     raise ValueError(f"{file}: {name}: say in a comment what these seconds are for")
-                yield f"| {seconds} | {comment} | `{file.name}: {name}` |"
+                yield f"| {seconds} | {comment} | `{str(file).removeprefix('raykv/')}: {name}` |"
 
 
 def _assigned(node: ast.stmt) -> Iterator[tuple[str, str]]:
