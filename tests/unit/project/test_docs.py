@@ -86,7 +86,7 @@ def test_the_architecture_names_every_thread_and_every_file_with_a_lock() -> Non
             threads |= set(re.findall(r'"(raykv-[a-z-]*[a-z])"', text))
             locks |= {path.relative_to(ROOT) for _ in re.findall(r"threading\.R?Lock\(|Lock\]? = field", text)}
     assert not [thread for thread in sorted(threads) if f"`{thread}`" not in page]
-    table = page[page.index("## Locks") : page.index("## Add a transport")]
+    table = page[page.index("## Locks") : page.index("## Words")]
     assert not [path for path in sorted(locks) if f"`{str(path).removeprefix('raykv/')}" not in table]
 
 
