@@ -8,35 +8,32 @@ from raykv.metrics.metric import METRICS, PREFIX, Metric
 PAGE = Path(__file__).parent / "metrics.md"
 HEAD = f"""# Metrics
 
-A pool exports its metrics through Ray: wherever Ray's own are scraped, these are there too, with nothing to install.
-Ray puts `ray_` before each name and adds tags of its own (`WorkerId`, `NodeAddress`, `SessionName`). All metrics have
-the tag `pool`; `node` is a Ray node id. `python -m docs.write_metrics` writes this page from
-`raykv/metrics/metric.py`.
+A pool exports its metrics through Ray: they are wherever Ray's own metrics are scraped. Ray puts `ray_` before each name
+and adds tags of its own (`WorkerId`, `NodeAddress`, `SessionName`). All metrics have the tag `pool`; `node` is a Ray
+node id. `python -m docs.write_metrics` writes this page from `raykv/metrics/metric.py`.
 
 Each process has its own counters, so sum their rates: `sum(rate(ray_{PREFIX}saved_tokens_total[5m]))`. A new directory
-continues the counters of the directory before it: the hit rate survives a take-over, and `max by (pool) (...)` is
-the total since the pool started. A counter appears when its event first happens.
+continues the old directory's counters: the hit rate survives a take-over, and `max by (pool) (...)` is the total since
+the pool started. A counter appears when its event first happens.
 
 Is the pool large enough? `ray_{PREFIX}coldest_block_age_seconds` is the time since the last use of the block that a
-node evicts next. Prompts that come back later than that are misses. If users return after ten minutes, a shorter age
-calls for more memory (`raykv resize`, a larger `cpu_memory`) or an external tier. An age of hours says that there is
-too much memory.
+node evicts next. Prompts that come back later are misses. If users return after ten minutes, a shorter age calls for
+more memory (`raykv resize`, a larger `cpu_memory`) or an external tier. An age of hours means too much memory.
 
-`tenant` is the name of a cache's [tenant](quotas.md#tenants), else `pool.tenant_of(salt)` of the `salt`
-of a cache or a prompt, and empty without either. A process tells 50 named tenants, 50 tenants of
-salts and 50 models apart; all further ones are `other`. In metrics of the directory, `tenant` is empty for all tenants
-without a quota together.
+`tenant` is the name of a cache's [tenant](quotas.md#tenants), else `pool.tenant_of(salt)` of the salt of a cache or
+prompt, else empty. A process tells 50 named tenants, 50 tenants of salts and 50 models apart; all others are `other`.
+The directory's metrics have one empty `tenant` for all tenants without a quota.
 
 If a client's process has set up OpenTelemetry, `match`, `pull`, `read` and `store` are spans (`raykv.match`, ...),
-children of the current span. Their attributes are the tokens or blocks, and where these were. Spans of `aread` are
-children of its caller's span. With vLLM, `match` and `read` are children of the span that the request's trace headers
-name, beside vLLM's own `llm_request`. That span can't be their parent: vLLM makes it when the request is done.
+children of the current span, with the tokens or blocks and their places as attributes. Spans of `aread` are children of
+its caller's span. With vLLM, `match` and `read` are children of the span that the request's trace headers name. They are
+siblings of vLLM's `llm_request`, because vLLM makes that span when the request is done.
 
-`raykv dashboard` writes a Grafana dashboard (`raykv_grafana_dashboard.json`) to where Ray provisions Grafana from, and
-alert rules (`raykv_alerts.yml`) for Prometheus: a directory that is away, a node without a store, an external tier that
-is down, many faults, a pool that is too small. If Ray's dashboard runs, the store of Ray's head writes both files too,
-at its start and when they are missing: Ray wipes that folder at its start. For another Grafana give `--out
-FOLDER`, and import the dashboard by hand.
+`raykv dashboard` writes a Grafana dashboard (`raykv_grafana_dashboard.json`) to the folder from which Ray provisions
+Grafana, and alert rules (`raykv_alerts.yml`) for Prometheus: a directory that is away, a node without a store, an
+external tier that is down, many faults, a pool that is too small. If Ray's dashboard runs, the store of Ray's head
+writes both files at its start and when they are missing, since Ray empties that folder at its start. For another Grafana
+give `--out FOLDER`, and import the dashboard by hand.
 """
 
 
