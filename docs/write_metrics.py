@@ -8,9 +8,9 @@ from raykv.metrics.metric import METRICS, PREFIX, Metric
 PAGE = Path(__file__).parent / "metrics.md"
 HEAD = f"""# Metrics
 
-A pool exports its metrics through Ray: they are wherever Ray's own metrics are scraped. Ray puts `ray_` before each name
-and adds tags of its own (`WorkerId`, `NodeAddress`, `SessionName`). All metrics have the tag `pool`; `node` is a Ray
-node id. `python -m docs.write_metrics` writes this page from `raykv/metrics/metric.py`.
+A pool exports its metrics through Ray: they are wherever Ray's own metrics are scraped. Ray puts `ray_` before each
+name and adds tags of its own (`WorkerId`, `NodeAddress`, `SessionName`). All metrics have the tag `pool`; `node` is a
+Ray node id. `python -m docs.write_metrics` writes this page from `raykv/metrics/metric.py`.
 
 Each process has its own counters, so sum their rates: `sum(rate(ray_{PREFIX}saved_tokens_total[5m]))`. A new directory
 continues the old directory's counters: the hit rate survives a take-over, and `max by (pool) (...)` is the total since
@@ -26,14 +26,14 @@ The directory's metrics have one empty `tenant` for all tenants without a quota.
 
 If a client's process has set up OpenTelemetry, `match`, `pull`, `read` and `store` are spans (`raykv.match`, ...),
 children of the current span, with the tokens or blocks and their places as attributes. Spans of `aread` are children of
-its caller's span. With vLLM, `match` and `read` are children of the span that the request's trace headers name. They are
-siblings of vLLM's `llm_request`, because vLLM makes that span when the request is done.
+its caller's span. With vLLM, `match` and `read` are children of the span that the request's trace headers name. They
+are siblings of vLLM's `llm_request`, because vLLM makes that span when the request is done.
 
 `raykv dashboard` writes a Grafana dashboard (`raykv_grafana_dashboard.json`) to the folder from which Ray provisions
 Grafana, and alert rules (`raykv_alerts.yml`) for Prometheus: a directory that is away, a node without a store, an
 external tier that is down, many faults, a pool that is too small. If Ray's dashboard runs, the store of Ray's head
-writes both files at its start and when they are missing, since Ray empties that folder at its start. For another Grafana
-give `--out FOLDER`, and import the dashboard by hand.
+writes both files at its start and when they are missing, since Ray empties that folder at its start. For another
+Grafana give `--out FOLDER`, and import the dashboard by hand.
 """
 
 
