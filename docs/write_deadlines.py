@@ -15,7 +15,7 @@ HEAD = """# Deadlines
 
 All times that raykv waits, polls or remembers, in seconds, except those of `raykv bench`. They are constants, not
 settings. Users can set only `deadline` in `PoolConfig` and `patience` in `kv_connector_extra_config`. `python -m
-docs.write_deadlines` writes this page: it lists each constant whose name ends in `_S`, with the constant's comment.
+docs.write_deadlines` writes this page from constants whose names end in `_S`, and their comments.
 """
 
 
