@@ -105,9 +105,9 @@ def _route(f: Figures) -> list[Row]:
 
 
 def _flight(f: Figures) -> list[Row]:
-    what = "prompts of 3,000 tokens that two engines compute, of eight equal ones asked at once"
+    what = "eight equal prompts of 3,000 tokens, asked of two engines at once: computed prompts"
     last = f"{f['last_first_token_ms'] / 1e3:.1f} s, without a pool {f['without_pool_last_first_token_ms'] / 1e3:.1f}"
-    computed = f"{f['computed_prompts']:.2f} of one; without a pool {f['without_pool_computed_prompts']:.2f}"
+    computed = f"{f['computed_prompts']:.2f} prompts; without a pool {f['without_pool_computed_prompts']:.2f}"
     return [("`flight`", what, f"{computed}; the last first token after {last}, alone {f['alone_ms'] / 1e3:.1f}")]
 
 
@@ -169,7 +169,7 @@ def throughput(figures: Figures) -> str:
 def ttft(figures: Figures) -> str:
     f = figures["ttft"]
     low, high = f["cold_less_without_low_ms"] / 1e3, f["cold_less_without_high_ms"] / 1e3
-    lane = f"1.1 times what the pool takes to bring the bytes ({f['lane_ms']:.0f} ms)"
+    lane = f"1.1 times the pool's time to bring the bytes ({f['lane_ms']:.0f} ms)"
     lane += f"; `ray.get` of them: {f['ray_get_ms']:.0f} ms"
     rows = [
         (
