@@ -2,7 +2,8 @@
 
 The directory grants slots. Clients, stores, transports and tiers of the node write and read the slots here. An arena
 trusts no location: a slot that it does not offer, or that now holds another block, is a miss. `raykv.arena.mapping` has
-slabs and pages, `raykv.arena.files` the file itself, and `raykv.arena.header` the words of headers.
+slabs and pages, `raykv.arena.files` the file itself, `raykv.arena.slots` slots that were looked up, and
+`raykv.arena.header` the words of headers.
 """
 
 import itertools
@@ -15,19 +16,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raykv.arena import block_copy, files, header, superblock
-from raykv.arena.buffers import Rows, address_of, rows_of
+from raykv.arena.buffers import Rows, address_of
 from raykv.arena.files import SHM, ArenaFile
 from raykv.arena.gpu import host_copy
+from raykv.arena.header import Mask
 from raykv.arena.mapping import Addresses, Bytes, Mapping
+from raykv.arena.slots import Slots
 from raykv.arena.superblock import NO_CLUSTER
-from raykv.protocol.location import ALIGN, EPOCHS, GENERATIONS, KEY_BYTES, LOCATION, Locations, epoch_of, slot_bytes
+from raykv.protocol.location import ALIGN, GENERATIONS, KEY_BYTES, LOCATION, Locations, epoch_of, slot_bytes
 from raykv.protocol.stores import FREED, STILL_WRITTEN
 from raykv.system.file_locks import AGAIN_S
 from raykv.system.jit import compile_all
 
 FORMAT_S = 0.25  # to wait for a process that formats the slab: it locks all slots for microseconds
 
-Mask = NDArray[np.bool_]
 Fill = Callable[[Mask, Addresses], "list[int]"]  # see Arena.fill
 
 
@@ -56,17 +58,6 @@ class Contents(NamedTuple):
     positions: NDArray[np.uint32]  # (n,) in their chains
     stamps: NDArray[np.uint32]  # (n,) last read, seconds since the arena was created
     writing: Locations  # (m,) of slots that are being written, or whose writer died
-
-
-class _Slots(NamedTuple):
-    """n locations, looked up in a mapping. The kernels of `raykv.arena.header` take these arrays."""
-
-    words: header.Words  # the mapping's superblock, slab table and headers
-    data: Bytes  # all of the mapping
-    records: header.Words  # (n, 4) the locations
-    keys: header.Words  # (n, 2)
-    headers: header.Words  # (n,) index of the first word of each slot's header; -1: the arena offers no such slot
-    addresses: Addresses  # (n,) of the slots
 
 
 class Arena(Mapping):
@@ -108,40 +99,6 @@ class Arena(Mapping):
         """The arena that this node's store serves, for a client. ArenaMismatch if it is another arena's file."""
         return cls(files.attach(path, nonce))
 
-    @property
-    def lost(self) -> bool:
-        """Whether its owner is dead and no store can adopt it, as somebody removed the file."""
-        return not self._locks.named and not self._locks.owned_elsewhere(ALIGN)
-
-    @property
-    def incarnation(self) -> int:
-        """How many owners the arena has had."""
-        return header.load(self._memory[0], header.INCARNATION)
-
-    def raise_epoch(self, epoch: int) -> bool:
-        """Owner: refuse grants older than `epoch` from now on. False if the arena knows a newer epoch.
-
-        ValueError for an impossible epoch.
-        """
-        if not 0 <= epoch < EPOCHS:
-            raise ValueError(f"epoch {epoch}: there are less than {EPOCHS}")
-        with self._mutex:
-            if epoch < self.epoch:
-                return False
-            header.store(self._memory[0], header.EPOCH, epoch)
-            return True
-
-    def raise_floor(self, generation: int) -> None:
-        """Owner: leave blocks up to a generation, which were cleared, out of `inventory` from now on.
-
-        ValueError for an impossible generation.
-        """
-        if not 0 <= generation < GENERATIONS:
-            raise ValueError(f"generation {generation}: there are less than {GENERATIONS}")
-        with self._mutex:
-            words, _ = self._memory
-            header.store(words, header.FLOOR, max(generation, header.load(words, header.FLOOR)))
-
     # ------------------------------------------------------------------ blocks
 
     def read(
@@ -161,11 +118,11 @@ class Arena(Mapping):
         DeviceError where a GPU fails, which says nothing about the blocks.
         """
         slots = self._find(locations, keys)
-        rows = _checked_rows(rows, slots.records, writable=True)
-        ok, claims = _check(slots)
+        rows = slots.checked(rows, writable=True)
+        ok, claims = slots.check()
         copied = ok.copy()
         sums = self._copy_out(rows[ok], slots.addresses[ok], verify)
-        _recheck(slots, ok)
+        slots.recheck(ok)
         if sums:
             found = np.zeros(len(ok), np.uint64)
             found[copied] = sums
@@ -192,7 +149,7 @@ class Arena(Mapping):
         DeviceError where a GPU fails: then nothing is written, and the same grants can be tried again.
         """
         slots = self._find(locations, keys)
-        rows = _checked_rows(rows, slots.records, writable=False)
+        rows = slots.checked(rows, writable=False)
 
         def fill(which: Mask, addresses: Addresses) -> list[int]:
             return self._copy_in(rows[which], addresses)
@@ -216,7 +173,7 @@ class Arena(Mapping):
         return self._fill(self._find(locations, keys), fill, positions, expected)
 
     def _fill(
-        self, slots: _Slots, fill: Fill, positions: NDArray[Any] | None, expected: NDArray[np.uint64] | None
+        self, slots: Slots, fill: Fill, positions: NDArray[Any] | None, expected: NDArray[np.uint64] | None
     ) -> Mask:
         words, _, records, keys, headers, addresses = slots
         given = np.zeros(len(records), np.int64) if positions is None else np.ascontiguousarray(positions, np.int64)
@@ -257,8 +214,8 @@ class Arena(Mapping):
         used: stamp the blocks as read: the caller is about to read them for another node.
         """
         slots = self._find(locations, keys)
-        ok, claims = _check(slots)
-        _recheck(slots, ok)
+        ok, claims = slots.check()
+        slots.recheck(ok)
         self._stamp(slots, ok & used)
         return BlockHeaders(claims[:, 0].astype(np.uint64), claims[:, 1].astype(np.uint32), ok)
 
@@ -282,16 +239,13 @@ class Arena(Mapping):
         ValueError if the arena does not offer a slot.
         """
         slots = self._find(locations)
-        headers, data = slots.headers, slots.data
-        if (headers < 0).any():
+        if (slots.headers < 0).any():
             offered = f"{self.offered} slabs of {self.slab_bytes} bytes are offered"
-            raise ValueError(f"{self.path}: no slot at {locations[headers < 0][0]}; {offered}")
-        sizes = locations["bytes"].astype(np.int64)
-        strides = -(-sizes // ALIGN) * ALIGN
-        starts = self._shape[2] + locations["slab"].astype(np.int64) * self.slab_bytes + locations["slot"] * strides
-        stops = starts + sizes
+            raise ValueError(f"{self.path}: no slot at {locations[slots.headers < 0][0]}; {offered}")
+        starts = slots.addresses - address_of(slots.data)
+        stops = starts + locations["bytes"]
         runs = np.split(np.arange(len(locations)), np.flatnonzero(stops[:-1] != starts[1:]) + 1)
-        return [data[starts[run[0]] : stops[run[-1]]] for run in runs if len(run)]
+        return [slots.data[starts[run[0]] : stops[run[-1]]] for run in runs if len(run)]
 
     def addresses(self, locations: Locations) -> Addresses:
         """(n,) addresses of slots in this process's memory; 0 where the arena offers no such slot."""
@@ -348,10 +302,7 @@ class Arena(Mapping):
 
     def identify(self, locations: Locations) -> tuple[Bytes, NDArray[np.uint64]]:
         """(n, 16) keys and (n,) generations in the headers of slots."""
-        slots = self._find(locations)
-        out = np.zeros((len(locations), 3), np.int64)
-        header.identify(slots.words, slots.headers, out)
-        return np.ascontiguousarray(out[:, 1:]).view(np.uint8), out[:, 0].astype(np.uint64)
+        return self._find(locations).identify()
 
     def holds_other_length(self, locations: Locations, keys: Bytes) -> Mask:
         """(n,) which slots hold exactly that block, but with another length than the location's `bytes`.
@@ -361,14 +312,14 @@ class Arena(Mapping):
         smallest = locations.copy()
         smallest["bytes"] = ALIGN  # a slab has such a slot whatever the block's size
         slots = self._find(smallest, keys)
-        found, generations = self.identify(smallest)
+        found, generations = slots.identify()
         same = (slots.headers >= 0) & (found == keys).all(axis=1) & (generations == locations["gen"])
         other: Mask = same & (slots.words[np.maximum(slots.headers, 0) + header.LENGTH] != locations["bytes"])
         return other
 
     # ------------------------------------------------------------------ helpers
 
-    def _find(self, locations: Locations, keys: Bytes | None = None) -> _Slots:
+    def _find(self, locations: Locations, keys: Bytes | None = None) -> Slots:
         """Look slots up. ValueError for arrays of another dtype or shape."""
         keys = np.zeros((len(locations), KEY_BYTES), np.uint8) if keys is None else keys
         if locations.dtype != LOCATION or locations.ndim != 1:
@@ -384,7 +335,7 @@ class Arena(Mapping):
         header.locate(words, self._shape, records, headers, payload)
         self._populate(data, set((records[headers >= 0, 0] >> 32).tolist()))
         addresses = self._base_address(data) + payload
-        return _Slots(words, data, records, np.array(keys, order="C").view(np.int64), headers, addresses)
+        return Slots(words, data, records, np.array(keys, order="C").view(np.int64), headers, addresses)
 
     def _base_address(self, data: Bytes) -> int:
         """Address of the file's first byte, from which slots are addressed. data: the mapping."""
@@ -421,7 +372,7 @@ class Arena(Mapping):
         """Numbers of the slots' locks; negative where there is no such slot."""
         return ((headers - self._shape[1]) // header.HEADER_WORDS).tolist()  # type: ignore[no-any-return]
 
-    def _stamp(self, slots: _Slots, ok: Mask) -> None:
+    def _stamp(self, slots: Slots, ok: Mask) -> None:
         header.stamp(slots.words, slots.headers, self._now(), ok)
 
     def _now(self) -> int:
@@ -478,28 +429,3 @@ def open_own(
         except FileExistsError:
             continue
     raise AssertionError("unreachable")
-
-
-def _check(slots: _Slots) -> tuple[Mask, header.Words]:
-    """Before a copy: (n,) which blocks are there, and (n, 2) the checksum and position in their headers."""
-    ok, claims = np.zeros(len(slots.records), np.bool_), np.zeros((len(slots.records), 2), np.int64)
-    header.check(slots.words, slots.headers, slots.records, slots.keys, claims, ok)
-    return ok, claims
-
-
-def _recheck(slots: _Slots, ok: Mask) -> None:
-    """After a copy: clear `ok` where a header has changed since `_check`."""
-    header.recheck(slots.words, slots.headers, slots.records, slots.keys, ok)
-
-
-def _checked_rows(given: Rows | Bytes, records: header.Words, writable: bool) -> Rows:
-    """The rows as Rows. ValueError unless each location has a row of the right size."""
-    rows = rows_of([given]) if isinstance(given, np.ndarray) else given
-    if len(rows) != len(records):
-        raise ValueError(f"{len(rows)} rows for {len(records)} locations")
-    sizes = records[:, 1] >> 32
-    if (sizes != rows.bytes).any():
-        raise ValueError(f"rows of {rows.bytes} bytes, but a location of {sizes[sizes != rows.bytes][0]}")
-    if writable and not rows.writable:
-        raise ValueError("the rows are read-only: nothing can be read into them")
-    return rows

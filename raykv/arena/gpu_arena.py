@@ -14,11 +14,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raykv.arena import block_copy, files, header
-from raykv.arena.arena import Arena, Mask, PeerBlocks
+from raykv.arena.arena import Arena, PeerBlocks
 from raykv.arena.buffers import Rows, rows_of
 from raykv.arena.checksum import judge
 from raykv.arena.gpu import cuda, host_copy
 from raykv.arena.gpu.device import Device, Region, device
+from raykv.arena.header import Mask
 from raykv.arena.mapping import Addresses, Bytes
 from raykv.arena.superblock import NO_CLUSTER
 from raykv.errors import CapacityError, DeviceError

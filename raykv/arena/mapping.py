@@ -22,7 +22,7 @@ from raykv.arena.files import ArenaFile
 from raykv.arena.gpu import cuda, host_copy
 from raykv.arena.gpu.device import device
 from raykv.errors import CapacityError, DeviceError
-from raykv.protocol.location import ALIGN, GENERATIONS, epoch_of
+from raykv.protocol.location import ALIGN, EPOCHS, GENERATIONS, epoch_of
 from raykv.system.file_locks import SlotLocks
 
 log = logging.getLogger("raykv")
@@ -76,6 +76,16 @@ class Mapping:
         return self._locks.fd < 0 or files.has_name(self.path, self._locks.fd)
 
     @property
+    def lost(self) -> bool:
+        """Whether its owner is dead and no store can adopt it, as somebody removed the file."""
+        return not self._locks.named and not self._locks.owned_elsewhere(ALIGN)
+
+    @property
+    def incarnation(self) -> int:
+        """How many owners the arena has had."""
+        return header.load(self._memory[0], header.INCARNATION)
+
+    @property
     def offered(self) -> int:
         """How many slabs may be used, plus those that were given back since."""
         return max(0, min(header.load(self._memory[0], header.OFFERED), self.slabs))
@@ -96,6 +106,30 @@ class Mapping:
     def epoch(self) -> int:
         """The newest directory epoch that this arena knows. Grants of an older epoch are refused."""
         return header.load(self._memory[0], header.EPOCH)
+
+    def raise_epoch(self, epoch: int) -> bool:
+        """Owner: refuse grants older than `epoch` from now on. False if the arena knows a newer epoch.
+
+        ValueError for an impossible epoch.
+        """
+        if not 0 <= epoch < EPOCHS:
+            raise ValueError(f"epoch {epoch}: there are less than {EPOCHS}")
+        with self._mutex:
+            if epoch < self.epoch:
+                return False
+            header.store(self._memory[0], header.EPOCH, epoch)
+            return True
+
+    def raise_floor(self, generation: int) -> None:
+        """Owner: leave blocks up to a generation, which were cleared, out of `Arena.inventory` from now on.
+
+        ValueError for an impossible generation.
+        """
+        if not 0 <= generation < GENERATIONS:
+            raise ValueError(f"generation {generation}: there are less than {GENERATIONS}")
+        with self._mutex:
+            words, _ = self._memory
+            header.store(words, header.FLOOR, max(generation, header.load(words, header.FLOOR)))
 
     def region(self, slab: int) -> tuple[int, int]:
         """A slab's address in this process's memory, and its bytes. ValueError if there is no such slab."""
