@@ -8,7 +8,7 @@ import ray
 
 from raykv.client import token
 from raykv.config import NAMESPACE
-from raykv.errors import PoolNotFound, RayKVError
+from raykv.errors import PoolNotFound
 
 CONNECT_S = 5.0  # for Ray's head to answer; after that, RAY_ADDRESS counts as wrong
 
@@ -30,15 +30,6 @@ def connect(name: str, namespace: str = NAMESPACE, logging_level: int = logging.
                 f"no Ray cluster runs here: start one with `ray start --head` (or `ray up`), "
                 f"then the pool with `raykv start --name {name}`"
             ) from error
-
-
-def check_connected(name: str) -> None:
-    """RayKVError in a process that has left its Ray cluster. name: of the wanted pool."""
-    if not ray.is_initialized():
-        raise RayKVError(
-            f"this process has left the Ray cluster of pool {name!r} by ray.shutdown(): join it again with "
-            f"raykv.attach({name!r})"
-        )
 
 
 def _check_address(address: str) -> None:

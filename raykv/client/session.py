@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from ray.exceptions import RayError
 
-from raykv.client.connect import check_connected, connect
+from raykv.client.connect import connect
 from raykv.client.directory_client import DirectoryClient
 from raykv.client.stores.local_store import LocalStore
 from raykv.client.stores.store_client import StoreClient
@@ -223,7 +223,6 @@ def settings_of(name: str) -> dict[str, Any]:
 
     Raises RayKVError in a process that has left its Ray cluster.
     """
-    check_connected(name)
     settings = internal_kv.settings(name)
     if settings is None and named_actors.names(name):
         raise PoolNotFound(

@@ -11,7 +11,6 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raykv import cluster
 from raykv.arena.files import arenas_of, remove_left_behind
-from raykv.client.connect import check_connected
 from raykv.cluster import internal_kv, named_actors, ray_calls
 from raykv.cluster.internal_kv import Kept
 from raykv.config import FLUSH_DEADLINE_S
@@ -27,7 +26,7 @@ def stop_pool(name: str) -> bool:
 
     Blocks on their way to an external tier are written first. RayKVError in a process that has left its Ray cluster.
     """
-    check_connected(name)
+    ray_calls.check_connected(name)
     with internal_kv.exclusive(name, START_DEADLINE_S):
         return end_pool(name)
 

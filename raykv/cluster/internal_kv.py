@@ -56,7 +56,7 @@ AWAIT_LOOK_S = 0.02  # between two looks for a pool's settings
 def get(pool: str, kind: Kept, name: str = "") -> bytes | None:
     """A value of the pool. name: for kinds with names, such as a node."""
     refuse_forked()
-    ray_calls.check_connected()
+    ray_calls.check_connected(pool)
     value: bytes | None = _internal_kv_get(_key(pool, kind, name), namespace=NAMESPACE.encode())
     return value
 
@@ -64,14 +64,14 @@ def get(pool: str, kind: Kept, name: str = "") -> bytes | None:
 def put(pool: str, kind: Kept, value: bytes, name: str = "", overwrite: bool = True) -> bool:
     """Set a value. False if a value was there and may not be overwritten."""
     refuse_forked()
-    ray_calls.check_connected()
+    ray_calls.check_connected(pool)
     existed: bool = _internal_kv_put(_key(pool, kind, name), value, overwrite=overwrite, namespace=NAMESPACE.encode())
     return overwrite or not existed
 
 
 def drop(pool: str, kind: Kept, name: str = "") -> None:
     """Remove a value of the pool."""
-    ray_calls.check_connected()
+    ray_calls.check_connected(pool)
     _internal_kv_del(_key(pool, kind, name), namespace=NAMESPACE.encode())
 
 
@@ -89,7 +89,7 @@ def forget(pool: str) -> None:
 
 def names(pool: str, kind: Kept) -> list[str]:
     """Names for which the pool keeps a value of this kind."""
-    ray_calls.check_connected()
+    ray_calls.check_connected(pool)
     prefix = f"{pool}/{kind}/"
     found = _internal_kv_list(prefix, namespace=NAMESPACE.encode())
     return [key.decode().removeprefix(prefix) for key in found]

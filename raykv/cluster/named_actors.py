@@ -45,7 +45,7 @@ def _actors(pool: str) -> str:
 
 def names(pool: str) -> list[str]:
     """Names of all actors of a pool that Ray knows."""
-    ray_calls.check_connected()
+    ray_calls.check_connected(pool)
     named = ray.util.list_named_actors(all_namespaces=True)
     ours = (actor["name"] for actor in named if actor["namespace"] == NAMESPACE)
     return sorted(name for name in ours if name.startswith(_actors(pool)))

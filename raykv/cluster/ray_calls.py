@@ -7,13 +7,22 @@ from collections.abc import Callable
 from typing import Any
 
 import ray
-from ray.exceptions import RaySystemError
+from ray.exceptions import RayError
+
+from raykv.errors import RayKVError
 
 
-def check_connected() -> None:
-    """RaySystemError in a process that is in no cluster."""
+class NotConnected(RayKVError, RayError):
+    """This process is in no Ray cluster. raykv's threads handle it like Ray's errors, and users like raykv's."""
+
+
+def check_connected(pool: str) -> None:
+    """NotConnected in a process that has left its Ray cluster. pool: name of the wanted pool."""
     if not ray.is_initialized():
-        raise RaySystemError("this process is not connected to a Ray cluster: call ray.init()")
+        raise NotConnected(
+            f"this process has left the Ray cluster of pool {pool!r} by ray.shutdown(): join it again with "
+            f"raykv.attach({pool!r})"
+        )
 
 
 def _bare(call: Callable[..., Any]) -> Callable[..., Any]:
