@@ -1,39 +1,36 @@
 """An external tier as a node store uses it: records that verify themselves, deadlines, and back-off after failures.
 
-A record is a block's head (magic, content, key, checksum, length, position) and its body. The content is an 8-byte name
-for everything stored since the tier was last cleared. A marker record has the present name, and tells the tier's pool
-and secret. Records of another content are void.
+A record is a block's Head and its body. The head names the tier's content: all that was stored since the last clear.
+A marker record has the present name, and tells the tier's pool and secret. Records of another content are void.
 """
 
 import hashlib
 import logging
 import mmap
-import struct
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
 from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import NDArray
 
-from raykv.protocol.location import ALIGN, CONTENT_BYTES, KEY_BYTES, SLAB_BYTES_MAX
+from raykv.protocol.location import CONTENT_BYTES, KEY_BYTES, SLAB_BYTES_MAX
 from raykv.protocol.transfers import data_deadline
 from raykv.system import events
 from raykv.system.counts import Counts
-from raykv.tiers import HEAD_BYTES, MARKER, Block, Tier
+from raykv.tiers import MARKER, Block, Tier
 from raykv.tiers.base import ReadsHeads
+from raykv.tiers.head import Head, head_of
+from raykv.tiers.read_buffers import ReadBuffers
 from raykv.tiers.strangers import Strangers
 
 log = logging.getLogger("raykv")
 T = TypeVar("T")
 
-HEAD = struct.Struct("<8s8s16sQII")  # magic and version, content, key, xxh3_64, length, position in its chain
-MAGIC = b"raykv\0t1"
 CALL_S = 2.0  # for a call without blocks
 PIECE_BYTES = 16 << 20  # read at a time, while the caller uses the piece before
 BACK_OFF_S = (0.5, 1.0, 2.0, 4.0, 8.0)  # between probes of a tier that is down
@@ -74,8 +71,8 @@ class GuardedTier:
         self._up, self._failures, self._retry_at = False, 0, 0.0
         self.refusal = ""  # why the last write failed; "" after a success
         self._refusals, self._write_at = 0, 0.0
-        self._lock = threading.Lock()  # guards `_up`, failures and times in `_fail`, and `_buffers`; taken last
-        self._buffers: list[mmap.mmap] = []  # free buffers
+        self._lock = threading.Lock()  # guards `_up`, failures and times in `_fail`; taken last
+        self._buffers = ReadBuffers(READERS)
         self._began: WeakKeyDictionary[Future[Any], list[float]] = WeakKeyDictionary()  # by call: [start]; []: it waits
         self._stores: set[Future[Sequence[bool]]] = set()  # running calls
         self._reads = ThreadPoolExecutor(READERS, thread_name_prefix="raykv-tier-read")
@@ -117,7 +114,8 @@ class GuardedTier:
         """Raise where the tier can't be opened or written. ValueError if another pool, secret or version wrote it."""
         self._read_marker()
         try:
-            _each(1, self._tier.put_many, [Block(TRIAL, self._head(TRIAL, 0, 1, 0), memoryview(b"\0"))])
+            head = Head(self._content, TRIAL, checksum=0, length=1, position=0)
+            _each(self._tier.put_many, [Block(TRIAL, head.packed(), memoryview(b"\0"))])
             self._tier.delete_many([TRIAL])
         except Exception as error:
             raise OSError(f"it can't be written: {error}") from error
@@ -142,11 +140,11 @@ class GuardedTier:
         read after this returns; see `storing`.
         """
         blocks = [
-            Block(key, self._head(key, int(checksum), len(body), int(position)), body)
+            Block(key, Head(self._content, key, int(checksum), len(body), int(position)).packed(), body)
             for key, checksum, position, body in zip(_split(keys), sums, positions, bodies, strict=True)
         ]
         size = sum(map(len, bodies))
-        asked = self._ask_to_write(lambda: _each(len(blocks), self._tier.put_many, blocks))
+        asked = self._ask_to_write(lambda: _each(self._tier.put_many, blocks))
         if asked:
             self._stores.add(asked)
             asked.add_done_callback(self._stores.discard)
@@ -166,21 +164,21 @@ class GuardedTier:
             if following is not None:  # read ahead: the next piece loads while the caller uses this one
                 reading.append(self._begin_load(keys[following], block_bytes))
             asked, buffer = reading.popleft()
-            heads = self._answer(asked, data_deadline((part.stop - part.start) * block_bytes), "load")
-            if heads is None:  # a late call may still write into the buffer, so the buffer is not used again
+            answers = self._answer(asked, data_deadline((part.stop - part.start) * block_bytes), "load")
+            if answers is None:  # a late call may still write into the buffer, so the buffer is not used again
                 for ahead, _ in reading:
                     if ahead:
                         ahead.cancel()
                 return
-            found = [
-                self._read_head(head, key, block_bytes) for head, key in zip(heads, _split(keys[part]), strict=True)
-            ]
-            checksums = np.array([checksum for checksum, _, _ in found], np.uint64)
-            positions = np.array([position for _, position, _ in found], np.uint32)
-            there = np.array([ok for _, _, ok in found], np.bool_)
+            heads = [head_of(answer) for answer in answers]
+            checksums = np.array([head.checksum for head in heads], np.uint64)
+            positions = np.array([head.position for head in heads], np.uint32)
+            pairs = zip(heads, _split(keys[part]), strict=True)
+            wanted = [head[:2] == (self._content, key) and head.length == block_bytes for head, key in pairs]
+            there = np.array(wanted, np.bool_)
             self._miss(int((~there).sum()))
-            yield LoadedPiece(part, _rows(buffer, len(found), block_bytes), checksums, positions, there)
-            self._free_buffer(buffer)
+            yield LoadedPiece(part, _rows(buffer, len(heads), block_bytes), checksums, positions, there)
+            self._buffers.give_back(buffer)
 
     def _miss(self, blocks: int) -> None:
         """Blocks were missing. Perhaps all are, so the next probe, which looks for the marker, is due now."""
@@ -191,15 +189,19 @@ class GuardedTier:
 
     def _begin_load(self, keys: KeyRows, block_bytes: int) -> tuple[Future[Sequence[bytes | None]] | None, mmap.mmap]:
         """Ask for a piece. Returns the call, and the buffer that it reads into."""
-        buffer, block_keys = self._take_buffer(len(keys), block_bytes), _split(keys)
+        buffer, block_keys = self._buffers.take(len(keys) * block_bytes), _split(keys)
         out = [row.data for row in _rows(buffer, len(keys), block_bytes)]
-        return self._ask(self._reads, lambda: _each(len(block_keys), self._tier.get_many, block_keys, out)), buffer
+        return self._ask(self._reads, lambda: _each(self._tier.get_many, block_keys, out)), buffer
 
     def delete(self, keys: Sequence[bytes]) -> bool:
         """Delete blocks. Returns whether none of the keys is there any more."""
         if not keys:
             return True
-        delete = partial(_then_true, self._tier.delete_many, keys)
+
+        def delete() -> bool:
+            self._tier.delete_many(keys)
+            return True
+
         return bool(self._write(delete, CALL_S + len(keys) / 1e3, "delete"))
 
     def scan(self) -> Iterator[list[tuple[bytes, int]]]:
@@ -227,11 +229,12 @@ class GuardedTier:
                 strangers.add(key.hex())
         if not isinstance(self._tier, ReadsHeads):
             return sound
-        ours, heads = [], _each(len(sound), self._tier.get_heads, [key for key, _ in sound])
-        for (key, size), head in zip(sound, heads, strict=True):
-            if head is not None and _is_record(head, key, size):
+        ours, answers = [], _each(self._tier.get_heads, [key for key, _ in sound])
+        for (key, size), answer in zip(sound, answers, strict=True):
+            head = head_of(answer)
+            if (head.key, head.length) == (key, size):
                 ours.append((key, size))
-            elif head is not None:  # else the record was deleted meanwhile
+            elif answer is not None:  # else the record was deleted meanwhile
                 strangers.add(key.hex())
         return ours
 
@@ -353,8 +356,7 @@ class GuardedTier:
 
     def _take_content(self) -> bool:
         """Read the content's name from the tier's marker, or write a marker. Returns whether it is the same content."""
-        head = self._read_marker()
-        found = head[8:16] if head is not None else None
+        found = self._read_marker()
         same = found in (self._marked, self._content)
         if self._content != self._marked:  # the pool was cleared while the tier was down, or refused writes
             self._write_late()
@@ -380,8 +382,7 @@ class GuardedTier:
         if not keys:
             found = next(filter(None, (self._ours(batch, Strangers()) for batch in self._tier.scan())), [])
             keys = [key for key, _ in found]
-        heads = _each(len(keys), self._tier.get_heads, keys)
-        return any(head is not None and head[8:16] == self._content for head in heads)
+        return any(head_of(answer).content == self._content for answer in _each(self._tier.get_heads, keys))
 
     def _write_late(self) -> None:
         """Write the marker that a clear could not write. The tier's present records are void before it and after it."""
@@ -395,8 +396,8 @@ class GuardedTier:
     def _mark(self) -> None:
         """Write the marker."""
         content = self._content
-        head = HEAD.pack(MAGIC, content, self._fingerprint, 0, 0, 0).ljust(HEAD_BYTES, b"\0")
-        if not all(_each(1, self._tier.put_many, [Block(MARKER, head, memoryview(b""))])):
+        head = Head(content, self._fingerprint, checksum=0, length=0, position=0)
+        if not all(_each(self._tier.put_many, [Block(MARKER, head.packed(), memoryview(b""))])):
             raise OSError("the external tier has no room for a marker of 64 bytes")
         self._marked = content
 
@@ -410,61 +411,23 @@ class GuardedTier:
             self._mark()
 
     def _read_marker(self) -> bytes | None:
-        """The marker's head; None without a marker. ValueError if it is another pool's."""
-        (head,) = _each(1, self._tier.get_many, [MARKER], [memoryview(bytearray(0))])
-        if head is not None and (head[:8] != MAGIC or head[16:32] != self._fingerprint):
+        """The content's name in the tier's marker; None without a marker. ValueError if it is another pool's."""
+        (answer,) = _each(self._tier.get_many, [MARKER], [memoryview(bytearray(0))])
+        head = head_of(answer)
+        if answer is not None and head.key != self._fingerprint:
             raise ValueError(
                 "what is there was written by another pool, with another secret or by another version of raykv. It "
                 "was left as it is: give that secret and pool name, or another path or database"
             )
-        return head
-
-    def _head(self, key: bytes, checksum: int, length: int, position: int) -> bytes:
-        return HEAD.pack(MAGIC, self._content, key, checksum, length, position).ljust(HEAD_BYTES, b"\0")
-
-    def _read_head(self, head: bytes | None, key: bytes, length: int) -> tuple[int, int, bool]:
-        """(checksum, position, whether this is the head of that block)."""
-        if not isinstance(head, bytes) or len(head) < HEAD.size:
-            return 0, 0, False
-        magic, content, found_key, checksum, size, position = HEAD.unpack_from(head)
-        return checksum, position, (magic, content, found_key, size) == (MAGIC, self._content, key, length)
-
-    # ------------------------------------------------------------------ buffers
-
-    def _take_buffer(self, blocks: int, block_bytes: int) -> mmap.mmap:
-        """Page-aligned memory for direct I/O. Prefers a used buffer, whose pages are already there."""
-        size = -(-blocks * block_bytes // ALIGN) * ALIGN
-        with self._lock:
-            for i, buffer in enumerate(self._buffers):
-                if len(buffer) >= size:
-                    return self._buffers.pop(i)
-        return mmap.mmap(-1, size)
-
-    def _free_buffer(self, buffer: mmap.mmap) -> None:
-        with self._lock:
-            if len(self._buffers) < READERS:
-                self._buffers.append(buffer)
+        return None if answer is None else head.content
 
 
-def _each(count: int, call: Callable[..., Sequence[T]], *args: object) -> Sequence[T]:
-    """Call a tier, which a user may have written. TypeError unless there is one answer for each block."""
-    answers = call(*args)
-    if len(answers) != count:
-        raise TypeError(f"the tier gave {len(answers)} answers for {count} blocks")
+def _each(call: Callable[..., Sequence[T]], blocks: Sequence[object], *args: object) -> Sequence[T]:
+    """Call a tier, which a user may have written. TypeError unless there is one answer for each of the blocks."""
+    answers = call(blocks, *args)
+    if len(answers) != len(blocks):
+        raise TypeError(f"the tier gave {len(answers)} answers for {len(blocks)} blocks")
     return answers
-
-
-def _is_record(head: bytes, key: bytes, length: int) -> bool:
-    """Whether this is the head of a record of that block, of any content."""
-    if len(head) < HEAD.size:
-        return False
-    magic, _, found_key, _, size, _ = HEAD.unpack_from(head)
-    return bool((magic, found_key, size) == (MAGIC, key, length))
-
-
-def _then_true(call: Callable[..., None], *args: object) -> bool:
-    call(*args)
-    return True
 
 
 def _rows(memory: mmap.mmap, count: int, block_bytes: int) -> NDArray[np.uint8]:

@@ -14,6 +14,7 @@ from helpers.tiers.moody_dictionary import Moody, Timid
 from raykv.protocol.location import CONTENT_BYTES
 from raykv.tiers import MARKER, Block, guarded
 from raykv.tiers.guarded import GuardedTier
+from raykv.tiers.head import MAGIC
 
 
 @pytest.mark.parametrize("other", ["secret", "version"])
@@ -25,7 +26,7 @@ def test_content_of_others_is_refused_and_left_as_it_is(
     tier.close()
     marker = file_of(tmp_path, MARKER)
     if other == "version":
-        marker.write_bytes(marker.read_bytes().replace(guarded.MAGIC, b"raykv\0t0"))
+        marker.write_bytes(marker.read_bytes().replace(MAGIC, b"raykv\0t0"))
     before = contents(tmp_path)
     stranger = GuardedTier(lambda: folder(tmp_path), OTHERS if other == "secret" else OURS)
     with pytest.raises(ValueError, match=r"another secret or by another version.*another path"):

@@ -1,0 +1,33 @@
+"""The head of a record in an external tier. It tells which block the body is, and which content of the tier has it."""
+
+import struct
+from typing import NamedTuple
+
+from raykv.tiers.base import HEAD_BYTES
+
+FORMAT = struct.Struct("<8s8s16sQII")  # MAGIC, and the fields of a Head
+MAGIC = b"raykv\0t1"  # its last character is the format's version
+
+
+class Head(NamedTuple):
+    """The head of a block, or of a tier's marker."""
+
+    content: bytes  # name of the tier's content, CONTENT_BYTES
+    key: bytes  # KEY_BYTES; of a marker: fingerprint of pool and secret
+    checksum: int  # xxh3_64 of the body
+    length: int  # bytes of the body
+    position: int  # of the block in its chain
+
+    def packed(self) -> bytes:
+        """HEAD_BYTES for the tier."""
+        return FORMAT.pack(MAGIC, *self).ljust(HEAD_BYTES, b"\0")
+
+
+NO_HEAD = Head(b"", b"", 0, 0, 0)  # equals no head that raykv writes
+
+
+def head_of(answer: bytes | None) -> Head:
+    """The head in a tier's answer. NO_HEAD if there is none, or if no raykv of this version wrote it."""
+    if not isinstance(answer, bytes) or len(answer) < FORMAT.size or not answer.startswith(MAGIC):
+        return NO_HEAD
+    return Head(*FORMAT.unpack_from(answer)[1:])
