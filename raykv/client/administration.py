@@ -47,11 +47,8 @@ class Administration:
         """
         directory = self._directory()
         floor, count = ray_calls.get(directory.clear.remote(), timeout=ADMIN_DEADLINE_S)
-        stores = []
         names = ray_calls.get(directory.nodes.remote(), timeout=ADMIN_DEADLINE_S).values()
-        for node_id in {host_of(name) for name in names}:
-            with contextlib.suppress(ValueError):  # a node that was lost meanwhile
-                stores.append(named_actors.find(named_actors.node_store_name(self.name, node_id)))
+        stores = named_actors.find_stores(self.name, set(map(host_of, names))).values()
         internal_kv.drop_other_tokens(self.name)
         content = secrets.token_bytes(CONTENT_BYTES)
         internal_kv.put(self.name, Kept.SEED, content)  # a restarted store may find a tier without its marker
@@ -105,7 +102,7 @@ class Administration:
         settings_of(self.name)
         cpu_memory = memory_size("cpu_memory", cpu_memory)
         _check_living(node_id)
-        store = named_actors.find(named_actors.node_store_name(self.name, node_id))
+        store = named_actors.find_store(self.name, node_id)
         with _plainly(CapacityError, ValueError):
             size: int = ray_calls.get(store.resize.remote(cpu_memory, deadline), timeout=deadline + ADMIN_DEADLINE_S)
         return size
@@ -180,12 +177,9 @@ def directory_stats(pool: str, seconds: float = ADMIN_DEADLINE_S) -> dict[str, A
 
 def store_stats(pool: str, node_ids: set[str]) -> dict[str, dict[str, Any]]:
     """Counts of node stores, by Ray node id. Without stores that do not answer in STORES_DEADLINE_S."""
-    asked = {}
-    for node_id in node_ids:
-        with contextlib.suppress(ValueError):
-            asked[node_id] = named_actors.find(named_actors.node_store_name(pool, node_id)).stats.remote()
-    answers = list(asked.values())
-    done = set(ray_calls.wait(answers, num_returns=len(answers), timeout=STORES_DEADLINE_S)[0]) if answers else set()
+    stores = named_actors.find_stores(pool, node_ids)
+    asked = {node_id: store.stats.remote() for node_id, store in stores.items()}
+    done = set(ray_calls.finished(asked.values(), STORES_DEADLINE_S))
     found = {}
     for node_id, answer in asked.items():
         with contextlib.suppress(RayError):

@@ -143,8 +143,8 @@ class Session:
             return self.local
         if memory not in self._others:
             try:
-                name = named_actors.node_store_name(self.name, host_of(memory))
-                self._others[memory] = StoreClient(named_actors.find(name), self.refresh)
+                store = named_actors.find_store(self.name, host_of(memory))
+                self._others[memory] = StoreClient(store, self.refresh)
             except (ValueError, RayError):
                 return None
         return self._others.get(memory)

@@ -37,13 +37,12 @@ def end_pool(name: str) -> bool:
     there = settings is not None or bool(named_actors.names(name))
     _stop_watching(name)
     living = cluster.living()
-    stores = _stores(name, living)
+    stores = named_actors.find_stores(name, living)
     if settings is None or json.loads(settings).get("external"):
         _flush(list(stores.values()))
     internal_kv.drop(name, Kept.SETTINGS)  # so nobody starts an actor of this pool again
     stops = {node_id: store.stop.remote() for node_id, store in stores.items()}
-    if stops:
-        ray_calls.wait(list(stops.values()), num_returns=len(stops), timeout=STOP_DEADLINE_S)
+    ray_calls.finished(stops.values(), STOP_DEADLINE_S)
     stopped = {node_id for node_id, answer in stops.items() if _done(answer)}
     kill_actors(name)
     removed = _clean_up(name, living - stopped, stops.keys() - stopped)
@@ -78,21 +77,11 @@ def _stop_watching(name: str) -> None:
         ray_calls.kill(supervisor)
 
 
-def _stores(name: str, living: set[str]) -> dict[str, Any]:
-    found = {}
-    for node_id in living:
-        with contextlib.suppress(ValueError):
-            found[node_id] = named_actors.find(named_actors.node_store_name(name, node_id))
-    return found
-
-
 def _flush(stores: list[Any]) -> None:
     """Have the stores that answer demote the blocks that their external tier lacks."""
     pings = {store.ping.remote(): store for store in stores}
-    answered = ray_calls.wait(list(pings), num_returns=len(pings), timeout=STOP_DEADLINE_S)[0] if pings else []
-    flushes = [pings[ping].flush.remote(FLUSH_DEADLINE_S) for ping in answered]
-    if flushes:
-        ray_calls.wait(flushes, num_returns=len(flushes), timeout=FLUSH_DEADLINE_S)
+    answered = ray_calls.finished(pings, STOP_DEADLINE_S)
+    ray_calls.finished([pings[ping].flush.remote(FLUSH_DEADLINE_S) for ping in answered], FLUSH_DEADLINE_S)
 
 
 def _clean_up(name: str, unstopped: set[str], silent: set[str]) -> int:

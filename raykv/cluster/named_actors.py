@@ -1,5 +1,7 @@
 """The actors of a pool: detached, and named in Ray's namespace `raykv`."""
 
+import contextlib
+from collections.abc import Iterable
 from typing import Any
 
 import ray
@@ -55,6 +57,20 @@ def find(name: str) -> Any:
     """A handle of a raykv actor. ValueError if there is no such actor."""
     refuse_forked()
     return ray_calls.get_actor(name, namespace=NAMESPACE)
+
+
+def find_store(pool: str, node_id: str) -> Any:
+    """A handle of the node's store. ValueError if the node has none."""
+    return find(node_store_name(pool, node_id))
+
+
+def find_stores(pool: str, node_ids: Iterable[str]) -> dict[str, Any]:
+    """Handles of these nodes' stores, by Ray node id. Leaves out nodes without a store."""
+    found = {}
+    for node_id in node_ids:
+        with contextlib.suppress(ValueError):
+            found[node_id] = find_store(pool, node_id)
+    return found
 
 
 def find_directory(pool: str) -> Any:

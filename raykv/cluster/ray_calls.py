@@ -3,7 +3,7 @@
 Called as `ray.get` and so on, they would start or join a cluster in a process without one.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import ray
@@ -38,3 +38,9 @@ get_actor = _bare(ray.get_actor)
 get_runtime_context = _bare(ray.get_runtime_context)
 kill = _bare(ray.kill)
 wait = _bare(ray.wait)
+
+
+def finished(answers: Collection[Any], seconds: float) -> list[Any]:
+    """The answers that come in so many seconds. Returns once all have come."""
+    done: list[Any] = wait(list(answers), num_returns=len(answers), timeout=seconds)[0] if answers else []
+    return done

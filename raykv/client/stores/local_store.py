@@ -29,7 +29,7 @@ class LocalStore(StoreClient):
         Raises ValueError if the node has no store, RayError if the store does not answer, and ArenaMismatch if this
         process sees other shared memory than the store.
         """
-        super().__init__(named_actors.find(named_actors.node_store_name(pool, node_id)), on_failure)
+        super().__init__(named_actors.find_store(pool, node_id), on_failure)
         described = StoreDescription(*ray_calls.get(self.store.describe_arena.remote(gpu), timeout=DESCRIBE_DEADLINE_S))
         self.name = described.name
         self.index = described.node
