@@ -95,6 +95,12 @@ def names(pool: str, kind: Kept) -> list[str]:
     return [key.decode().removeprefix(prefix) for key in found]
 
 
+def _values(pool: str, kind: Kept) -> dict[str, bytes]:
+    """The pool's values of this kind, by name."""
+    found = {name: get(pool, kind, name) for name in names(pool, kind)}
+    return {name: value for name, value in found.items() if value is not None}  # None: removed meanwhile
+
+
 class InCharge(NamedTuple):
     """The directory in charge. address: where the directory listens; None: it does not listen (yet)."""
 
@@ -163,8 +169,7 @@ def left_nodes(pool: str) -> set[str]:
 
 def failures(pool: str) -> dict[str, str]:
     """Why nodes have no store, by Ray node id."""
-    found = {node_id: get(pool, Kept.FAILED, node_id) for node_id in names(pool, Kept.FAILED)}
-    return {node_id: why.decode() for node_id, why in found.items() if why is not None}
+    return {node_id: why.decode() for node_id, why in _values(pool, Kept.FAILED).items()}
 
 
 def put_other_tokens(pool: str, node_id: str, client: int, chunks: int) -> None:
@@ -175,9 +180,9 @@ def put_other_tokens(pool: str, node_id: str, client: int, chunks: int) -> None:
 def other_tokens(pool: str) -> dict[str, int]:
     """Sums of what `put_other_tokens` reported since the last `clear`, by node."""
     found: dict[str, int] = {}
-    for name in names(pool, Kept.OTHER_TOKENS):
+    for name, chunks in _values(pool, Kept.OTHER_TOKENS).items():
         node_id = name.partition("/")[0]
-        found[node_id] = found.get(node_id, 0) + int(get(pool, Kept.OTHER_TOKENS, name) or 0)
+        found[node_id] = found.get(node_id, 0) + int(chunks)
     return found
 
 
@@ -189,8 +194,7 @@ def drop_other_tokens(pool: str) -> None:
 
 def quotas(pool: str) -> dict[str, Quota]:
     """Quotas by tenant that were set while the pool runs."""
-    found = {tenant: get(pool, Kept.QUOTA, tenant) for tenant in names(pool, Kept.QUOTA)}
-    return {tenant: Quota(*json.loads(value)) for tenant, value in found.items() if value is not None}
+    return {tenant: Quota(*json.loads(value)) for tenant, value in _values(pool, Kept.QUOTA).items()}
 
 
 def put_quota(pool: str, tenant: str, quota: Quota | None) -> None:
