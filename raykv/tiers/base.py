@@ -14,6 +14,7 @@ from raykv.protocol.location import KEY_BYTES
 
 HEAD_BYTES = 64
 MARKER = bytes(KEY_BYTES)  # a key that no block has: put and get take it, `scan` leaves it out
+BATCH = 4096  # blocks of a scan
 FOLDERS = tuple(f"{i:02x}" for i in range(256))  # folders in paths of `path_of`
 _PATH = re.compile(r"(?:.*/)?([0-9a-f]{2})/(\1[0-9a-f]{30})")
 
@@ -97,3 +98,17 @@ def pieces(bodies: Sequence[memoryview], most: int) -> Iterator[slice]:
         size += body.nbytes
     if start < len(bodies):
         yield slice(start, len(bodies))
+
+
+def batches(blocks: list[tuple[bytes, int]]) -> Iterator[list[tuple[bytes, int]]]:
+    """All blocks of a tier, as `scan` gives them."""
+    for at in range(0, len(blocks), BATCH):
+        yield blocks[at : at + BATCH]
+
+
+def unpacked(record: bytes | None, out: memoryview) -> bytes | None:
+    """Copy a record's body into `out`, and return its head. None without a record, or if its length is another."""
+    if record is None or len(record) != HEAD_BYTES + out.nbytes:
+        return None
+    out[:] = memoryview(record)[HEAD_BYTES:]
+    return record[:HEAD_BYTES]

@@ -23,13 +23,12 @@ import numpy as np
 
 from raykv.system.file_locks import lock
 from raykv.system.owners import is_private
-from raykv.tiers.base import FOLDERS, HEAD_BYTES, MARKER, Block, TierUrl, key_of, path_of
+from raykv.tiers.base import FOLDERS, HEAD_BYTES, MARKER, Block, TierUrl, batches, key_of, path_of
 from raykv.tiers.strangers import Strangers
 
 PAGE = 4096  # direct I/O wants addresses, lengths and offsets in multiples of a page
 IN_FLIGHT = 4
 SPARE_BYTES = 128 << 20  # of deleted files to keep: writing over a file costs a file system less than a new file
-BATCH = 4096  # blocks of a scan
 # Errors of `open` for a link, a socket, a pipe with direct I/O, a file where a folder should be, another user's file.
 NO_FILE = (errno.ELOOP, errno.ENXIO, errno.EINVAL, errno.ENOTDIR, errno.EACCES)
 Row = TypeVar("Row")
@@ -124,9 +123,7 @@ class FileTier:
         files = [(key_of(path), info) for path, info in self._files(strangers)]
         strangers.warn("things in its folder are no blocks of raykv")
         found = sorted((info.st_mtime_ns, key, info.st_size) for key, info in files if key)
-        blocks = [(key, max(0, size - PAGE)) for _, key, size in found if key != MARKER]
-        for at in range(0, len(blocks), BATCH):
-            yield blocks[at : at + BATCH]
+        yield from batches([(key, max(0, size - PAGE)) for _, key, size in found if key != MARKER])
 
     def close(self) -> None:
         self._threads.shutdown()

@@ -9,11 +9,10 @@ from typing import Any
 
 import fsspec
 
-from raykv.tiers.base import HEAD_BYTES, MARKER, Block, TierUrl, key_of, path_of, pieces
+from raykv.tiers.base import HEAD_BYTES, MARKER, Block, TierUrl, batches, key_of, path_of, pieces, unpacked
 from raykv.tiers.strangers import Strangers
 
 PIECE_BYTES = 64 << 20  # moved at a time: each object is a request, and many are in flight
-BATCH = 4096  # blocks of a scan
 AGES = ("mtime", "LastModified", "last_modified", "updated", "created")  # names that file systems give an object's time
 
 
@@ -65,7 +64,7 @@ class FsspecTier:
         for part in pieces(out, PIECE_BYTES):
             # one byte more than the body, to notice a longer object
             found = self._read(keys[part], [HEAD_BYTES + body.nbytes + 1 for body in out[part]])
-            heads += [_unpack(data, body) for data, body in zip(found, out[part], strict=True)]
+            heads += [unpacked(data, body) for data, body in zip(found, out[part], strict=True)]
         return heads
 
     def _read(self, keys: Sequence[bytes], lengths: list[int]) -> list[bytes | None]:
@@ -100,9 +99,7 @@ class FsspecTier:
             elif key is not None and key != MARKER:
                 ages.append((_age(info), key, max(0, size - HEAD_BYTES)))
         strangers.warn("objects under its prefix are no blocks of raykv")
-        blocks = [(key, size) for _, key, size in sorted(ages)]
-        for at in range(0, len(blocks), BATCH):
-            yield blocks[at : at + BATCH]
+        yield from batches([(key, size) for _, key, size in sorted(ages)])
 
     def close(self) -> None:
         """fsspec closes its connections when the file system is collected."""
@@ -127,10 +124,3 @@ def _open(where: str) -> tuple[Any, str]:
 def _age(info: dict[str, Any]) -> str:
     """Text that sorts objects of one file system by age: seconds, or a date."""
     return next((str(info[name]) for name in AGES if name in info), "")
-
-
-def _unpack(data: bytes | None, out: memoryview) -> bytes | None:
-    if data is None or len(data) != HEAD_BYTES + out.nbytes:
-        return None
-    out[:] = memoryview(data)[HEAD_BYTES:]
-    return data[:HEAD_BYTES]

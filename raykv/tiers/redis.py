@@ -11,7 +11,7 @@ from redis.backoff import NoBackoff
 from redis.exceptions import AuthenticationError, OutOfMemoryError, RedisError
 from redis.retry import Retry
 
-from raykv.tiers.base import HEAD_BYTES, MARKER, Block, TierUrl, pieces
+from raykv.tiers.base import HEAD_BYTES, MARKER, Block, TierUrl, pieces, unpacked
 from raykv.tiers.strangers import Strangers
 
 TIMEOUT_S = 2.0  # to connect, and for each answer
@@ -78,7 +78,7 @@ class RedisTier:
                     # one byte more than the record, to notice a longer value without reading all of it
                     pipe.getrange(self._name(key), 0, HEAD_BYTES + body.nbytes)
                 answers = _of_strings(pipe.execute(raise_on_error=False))
-            heads += [_unpack(answer, body) for answer, body in zip(answers, out[part], strict=True)]
+            heads += [unpacked(answer, body) for answer, body in zip(answers, out[part], strict=True)]
         return heads
 
     def get_heads(self, keys: Sequence[bytes]) -> list[bytes | None]:
@@ -167,10 +167,3 @@ def _of_strings(answers: list[Any]) -> list[Any]:
         if isinstance(error, Exception) and not str(error).startswith("WRONGTYPE"):
             raise error
     return [None if isinstance(answer, Exception) else answer for answer in answers]
-
-
-def _unpack(answer: bytes | None, out: memoryview) -> bytes | None:
-    if answer is None or len(answer) != HEAD_BYTES + out.nbytes:
-        return None
-    out[:] = memoryview(answer)[HEAD_BYTES:]
-    return answer[:HEAD_BYTES]
