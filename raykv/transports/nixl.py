@@ -26,13 +26,13 @@ from raykv.protocol.location import KEY_BYTES, LOCATION, Locations
 from raykv.protocol.transfers import ALTERED, FAILED, PULLED, seconds_left
 from raykv.system.extras import to_install
 from raykv.transports.base import Peer, PullRequest, Transport, ask, records_of, translated
+from raykv.transports.block_server import CLAIM
 
 RDMA = "/sys/class/infiniband"  # it has a folder for each card, of RoCE too
 POLL_S = 1e-4  # between checks whether a transfer is done
 PROGRESS_US = 100_000  # between looks of NIXL's progress thread; UCX wakes it earlier if there is something to do
 LATE_S = 1.0  # for running requests of a failed transfer: neither its release nor `_forget` stops them
-# A peer's answer about a block: as CLAIM in `raykv.transports.block_server`, and the slot's address.
-BLOCK_INFO = np.dtype([("there", "?"), ("position", "<u4"), ("sum", "<u8"), ("address", "<i8")])
+BLOCK_INFO = np.dtype([*CLAIM.descr, ("address", "<i8")])  # a peer's answer about a block, and its slot's address
 Addresses = NDArray[np.int64]
 
 
