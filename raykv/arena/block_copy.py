@@ -44,7 +44,7 @@ def copy(table: Copies) -> None:
     if _is_small(table):
         checksum.copy(table.reshape(-1, 3))
     else:
-        _run(partial(checksum.copy, stream=True), _segments(table), table)
+        _run(partial(checksum.copy, stream=True), _segments(table))
 
 
 def copy_summed(table: Copies) -> list[int]:
@@ -52,7 +52,7 @@ def copy_summed(table: Copies) -> list[int]:
     if _is_small(table):
         return checksum.copy_summed(table)
     streamed = partial(checksum.copy_summed, stream=True)
-    return [total for (total,) in _run(streamed, [table[i : i + 1] for i in range(len(table))], table)]
+    return [total for (total,) in _run(streamed, [table[i : i + 1] for i in range(len(table))])]
 
 
 def sums(addresses: NDArray[np.int64], size: int) -> list[int]:
@@ -102,9 +102,9 @@ def _segments(table: Copies) -> list[NDArray[np.int64]]:
     ]
 
 
-def _run(function: Callable[..., T], items: list[NDArray[np.int64]], table: Copies) -> list[T]:
-    """The results of `function` for every item, over several threads if the copies are large."""
-    threads = 1 if _is_small(table) else min(THREADS, len(items))
+def _run(function: Callable[..., T], items: list[NDArray[np.int64]]) -> list[T]:
+    """The results of `function` for every item, over several threads."""
+    threads = min(THREADS, len(items))
     if threads <= 1:
         return [function(item) for item in items]
     results: list[T | None] = [None] * len(items)

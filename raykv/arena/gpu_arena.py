@@ -120,7 +120,8 @@ class GpuArena(Arena):
     def _open_region(self, data: Bytes) -> Region:
         """The memory. It is closed when `data` is gone, which is after the last copy."""
         try:
-            let_go = _nothing if self._ours else self._locks.share()  # the owner waits for that before it frees
+            # the owner waits for the end of others' shares before it frees
+            let_go: Callable[[], None] = (lambda: None) if self._ours else self._locks.share()
         except OSError as error:
             raise DeviceError(f"{self.path}: the memory can't be shared: {error}") from error
         try:
@@ -195,9 +196,6 @@ class GpuArena(Arena):
         computed = np.array(block_copy.sums_of(rows_of([blocks])), np.uint64)
         checksums[there] = np.where(checksums[there] == UNKNOWN, computed, checksums[there])
         return PeerBlocks(checksums, positions, there, [blocks.reshape(-1)])
-
-
-def _nothing() -> None: ...
 
 
 def _close(region: Region, let_go: Callable[[], None]) -> None:

@@ -256,7 +256,9 @@ class Mapping:
                 return False  # the mapping was closed, or another thread replaced it
             if header.load(words, header.DISCARDS) != self._discards:
                 # GPUs would go on with pages that the owner discarded: the next copy finds another mapping
-                self._map_again(data)
+                with self._mutex:
+                    if self._memory[1] is data:  # not closed meanwhile
+                        self._map(self._locks.fd)
                 return False
             first = data.ctypes.data + self._shape[2]
             slabs = set(np.unique((addresses - first) // self.slab_bytes).tolist())
@@ -284,11 +286,6 @@ class Mapping:
             )
             return None
         return gpu
-
-    def _map_again(self, data: Bytes) -> None:
-        with self._mutex:
-            if self._memory[1] is data:  # not closed meanwhile
-                self._map(self._locks.fd)
 
     def close(self, unlink: bool = False) -> None:
         """Let the file go. Copies under way finish, and every later call finds nothing. unlink: remove its name too."""

@@ -18,6 +18,7 @@ from raykv.line import tls
 from raykv.line.tls import TlsSocket
 from raykv.protocol.calls import CLIENT
 from raykv.protocol.location import Address
+from raykv.protocol.transfers import seconds_left
 
 Stream = socket.socket | TlsSocket
 LENGTH = struct.Struct("<I")
@@ -114,17 +115,13 @@ def take_frame(inbox: bytearray, longest: int) -> bytes | None:
 
 
 def receive(peer: Stream, count: int, end: float | None = None) -> bytes:
-    """Exactly `count` bytes. Raises like `receive_into`."""
+    """Exactly `count` bytes. TimeoutError at `end` (time.monotonic()); ConnectionError if the peer closes first."""
     data = bytearray(count)
-    receive_into(peer, memoryview(data), end)
-    return bytes(data)
-
-
-def receive_into(peer: Stream, view: memoryview, end: float | None) -> None:
-    """Fill `view`. TimeoutError at `end` (time.monotonic()); ConnectionError if the peer closes first."""
+    view = memoryview(data)
     while len(view):
-        peer.settimeout(None if end is None else max(0.001, end - time.monotonic()))
+        peer.settimeout(None if end is None else seconds_left(end))
         view = view[receive_some(peer, [view]) :]
+    return bytes(data)
 
 
 def set_limits(peer: Stream, seconds: float) -> None:

@@ -74,7 +74,7 @@ def test_a_thread_that_fails_fails_the_copy_after_all_have_ended(monkeypatch: py
     failing = shares[9]
     monkeypatch.setattr(checksum, "copy", fail)
     with pytest.raises(MemoryError):
-        block_copy._run(checksum.copy, shares, table)
+        block_copy._run(checksum.copy, shares)
     after = slots.copy()
     monkeypatch.undo()
     assert np.array_equal(after, slots), "a thread still copied"
