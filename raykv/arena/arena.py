@@ -167,7 +167,7 @@ class Arena(Mapping):
         """Like `write`, with bytes that come by other means than a copy.
 
         fill(which, addresses): put the blocks of an (n,) mask at these addresses, one address for each True, and return
-        their xxh3_64. It may take long: the slots stay locked. It clears the mask where a block did not arrive: that
+        their xxh3_64. It may take long, as the slots stay locked. It clears the mask where a block did not arrive. That
         slot can be written again with the same grant. If `fill` raises, all slots can be written again.
         """
         return self._fill(self._find(locations, keys), fill, positions, expected)
@@ -225,7 +225,7 @@ class Arena(Mapping):
         return PeerBlocks(*headers, self.views(locations[headers.there]))
 
     def with_lengths(self, locations: Locations) -> Locations:
-        """The same locations, with the lengths from the headers as `bytes`. The given `bytes` are the slots' sizes."""
+        """The same locations, with the blocks' lengths as `bytes`. The given `bytes` are the slots' sizes."""
         words, _, _, _, headers, _ = self._find(locations)
         lengths = words[np.maximum(headers, 0) + header.LENGTH]
         found = locations.copy()

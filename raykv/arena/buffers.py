@@ -12,11 +12,12 @@ from raykv.arena.gpu import cuda
 
 @dataclass(frozen=True)
 class Rows:
-    """Memory that n blocks are copied from or to, each in `len(lengths)` parts: addresses instead of n objects.
+    """Memory that n blocks are copied from or to, as addresses: n objects would be slow.
 
-    addresses: (n, parts) int64. lengths: (parts,) int64, bytes. memory: a reference that keeps the addresses valid.
-    device: UUID of the GPU with these addresses; None: host memory. after: CUDA events that end once earlier reads and
-    writes of the memory are done. registered: whether it is host memory that GPUs reach.
+    Each block has one or more parts. addresses: (n, parts) int64. lengths: (parts,) int64, bytes. memory: a reference
+    that keeps the addresses valid. device: UUID of the GPU with these addresses; None: host memory. after: CUDA events
+    that end once earlier reads and writes of the memory are done. registered: whether it is host memory that GPUs
+    reach.
     """
 
     addresses: NDArray[np.int64]

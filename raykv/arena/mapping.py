@@ -67,7 +67,7 @@ class Mapping:
 
     @property
     def door(self) -> str:
-        """Owner: the path by which other processes open the file: its name or, once that is removed, a descriptor."""
+        """Owner: the path by which other processes open the file: its name, or a descriptor if it has no name now."""
         return self.path if self.has_name else f"/proc/{os.getpid()}/fd/{self._locks.fd}"
 
     @property
@@ -87,7 +87,7 @@ class Mapping:
 
     @property
     def offered(self) -> int:
-        """How many slabs may be used, plus those that were given back since."""
+        """How many slabs were offered. Some of them may have been given back since: see `available`."""
         return max(0, min(header.load(self._memory[0], header.OFFERED), self.slabs))
 
     @property

@@ -79,7 +79,7 @@ def _stripes(number: int, mode: int, summed: bool = True) -> Any:
     """A function for kernels that does so many stripes in order. It takes addresses: (accumulators, target, source,
     secret).
 
-    summed: False: it uses neither accumulators nor secret.
+    summed: whether the stripes are summed. If not, the function uses neither accumulators nor secret.
     """
 
     @intrinsic  # type: ignore[untyped-decorator]

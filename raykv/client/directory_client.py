@@ -69,8 +69,8 @@ class DirectoryClient:
     """Calls the directory. Past its deadline a call is a miss. Later calls are misses too, until a probe returns.
 
     The client chooses the ids of leases and reservations, and every call lists the held ids. So the directory releases
-    the grants of a call that timed out. Thread-safe. Whoever makes a client must also make a Tending, its thread:
-    without heartbeats the directory would take the client for gone.
+    the grants of a call that timed out. Thread-safe. A client needs a Tending, its thread: without heartbeats the
+    directory would take the client for gone.
 
     line: the way to the directory. deadline: seconds that a call may take. client: id of this client. faults: number of
     faults by kind. metrics: this process's counts for Ray. requests: lines for people who follow requests. held: what

@@ -87,7 +87,7 @@ def _flush(stores: list[Any]) -> None:
 def _clean_up(name: str, unstopped: set[str], silent: set[str]) -> int:
     """Remove the arenas of stores that did not answer `stop`. Returns how many arenas were removed.
 
-    unstopped: Ray node ids of living nodes without a stopped store. silent: those whose store may still be dying. If a
+    unstopped: Ray node ids of living nodes without a stopped store. silent: nodes whose store may still be dying. If a
     raylet is gone, tasks on its machine's other raylets await its store's death: else the arena could stay for days.
     """
     addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}

@@ -1,4 +1,4 @@
-"""How much shared memory this node can still afford: what /dev/shm, memory and cgroups leave, minus object stores."""
+"""The shared memory that this node can still afford: the rest of /dev/shm, memory and cgroups, minus object stores."""
 
 import os
 from collections.abc import Iterator

@@ -12,9 +12,9 @@ FLAGS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
 
 
 def zeros(length: int, least: int, dtype: DTypeLike) -> NDArray[Any]:
-    """`length` zeros, or fewer where the system refuses so many addresses, in huge pages where it grants them.
+    """`length` zeros, or fewer where the system refuses so many addresses. OSError where it refuses even `least`.
 
-    OSError where it refuses even `least`.
+    They are in huge pages where the system grants these.
     """
     while True:
         try:

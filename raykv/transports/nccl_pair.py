@@ -112,7 +112,7 @@ class Pair:
         return self.do(_nothing)
 
     def drop(self) -> "Future[None]":
-        """Abort the transfer, and end. Done when nothing moves any more. A pair that still connects does that first."""
+        """Abort the transfer, and end. Done when nothing moves any more. A pair that still connects ends after that."""
         self.dropped = True
         return self.idle()
 

@@ -27,7 +27,7 @@ from raykv.transports.object_store import ObjectStore
 from raykv.transports.tcp import Tcp
 
 log = logging.getLogger("raykv")
-OFFERS_S = 1.0  # for a peer to answer what it offers
+OFFERS_S = 1.0  # for a peer to answer which transports it offers
 LARGE_PULLS, LARGE_BYTES = 4, 16 * MIB  # large pulls from a peer at a time, and the size from which a pull is large
 RETRY_S = 60.0  # until a failed transport is tried again, if the peer makes no new offer before
 

@@ -125,7 +125,7 @@ def stream_of(array: Any) -> int | None:
 
 
 class Event:
-    """A CUDA event. CuPy destroys its own in any thread, and so gives a thread without a GPU a context on GPU 0."""
+    """A CUDA event. CuPy destroys its own event in any thread, and a thread without a GPU gets a context on GPU 0."""
 
     def __init__(self, module: Any, ordinal: int) -> None:
         """module: CuPy, whose current device is the GPU of that number."""

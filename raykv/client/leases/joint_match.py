@@ -42,8 +42,8 @@ class JointMatch:
 
     Other processes read the blocks (`leased`), each in its own node's memory. This process need not map that memory.
 
-    pending: how many blocks of the first part, after the ready blocks, others write or are about to compute. While the
-    caller waits for these blocks, nothing is leased. answered: the directory has answered the last question.
+    pending: number of blocks that other clients write or will compute soon, after the ready blocks of the first part.
+    While the caller waits for these blocks, nothing is leased. answered: the directory has answered the last question.
     """
 
     def __init__(self, session: Session, parts: Sequence[Part], tokens_per_s: float, request: str = "") -> None:

@@ -34,8 +34,8 @@ class Match:
         """Leases nothing before `ask`.
 
         tokens_per_s: how fast the engine computes, which limits the wait for an external tier. prefetch: begin to pull
-        blocks of other nodes with the match, not with the first read. counted: metrics and request reports count this
-        look-up, as an engine makes it; False: the client moves blocks.
+        blocks of other nodes with the match, not with the first read. counted: whether metrics and request reports
+        count this look-up. False: the client itself moves the blocks.
         """
         self._leases, self._released = list[Lease](), False
         self._session, self._keys, self._cache = session, keys, keys.cache

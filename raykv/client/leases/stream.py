@@ -27,7 +27,7 @@ WINDOW_POLL_S = 0.005  # between a read's first questions for staging slots
 WINDOW_REST_S = 0.02  # between a read's later questions for staging slots
 
 SILENT = "its node does not answer"  # the next reasons appear in request lines, which also name the node
-LATE = "the pull was late", "the external tier was slower than computing would be"  # for another node, for a tier
+LATE = "the pull was late", "the external tier was slower than computing would be"  # of another node; of a tier
 FAILED_TO = "the pull failed", "the external tier did not give it"
 
 
@@ -69,15 +69,18 @@ class Stream:
             first += len(piece)
 
     def piece(self, away: Blocks, first: int) -> Blocks:
-        """The blocks that are pulled at a time from index `first` of `away` on: as many as were pulled before them."""
+        """The piece of `away` that begins at index `first`. It has as many blocks as all pieces before it together.
+
+        It has at least a quarter of `piece_blocks`, and at most `piece_blocks`.
+        """
         return away[first : first + min(self.piece_blocks, max(1, self.piece_blocks // FIRST, first))]
 
     def arrivals(self, stop: int, passes: bool) -> Iterator[tuple[Blocks, Locations]]:
         """Bring blocks before `stop` to this node, piece by piece. Yields (blocks, where they are now), as they arrive.
 
-        Blocks that are here already come first, while the first pieces are on their way. passes: after each step, reuse
-        the staging slots of the yielded blocks. Blocks that did not come from a copy are pulled from where they were
-        leased. After a pull from there that did not bring all of its blocks, no pull begins.
+        Blocks that are here already come first, while the first pieces are on their way. If a copy does not give a
+        block, the block is pulled from where it was leased. If that pull does not bring all of its blocks either, no
+        further pull begins. passes: after each step, reuse the staging slots of the yielded blocks.
         """
         blocks, store, here = self.blocks, self._store, self.blocks.here()[:stop]
         if store is None:
