@@ -34,7 +34,7 @@ Fill = Callable[[Mask, Addresses], "list[int]"]  # see Arena.fill
 
 
 class BlockHeaders(NamedTuple):
-    """What the headers of n blocks say."""
+    """The headers of n blocks."""
 
     checksums: NDArray[np.uint64]  # (n,) xxh3_64 of each block when it was written
     positions: NDArray[np.uint32]  # (n,) in their chains
@@ -209,7 +209,7 @@ class Arena(Mapping):
                 self.corrupt += int(wrong.sum())
 
     def read_headers(self, locations: Locations, keys: Bytes, used: bool = True) -> BlockHeaders:
-        """What the headers of blocks say, and which blocks are there.
+        """The headers of blocks, and which blocks are there.
 
         used: stamp the blocks as read: the caller is about to read them for another node.
         """
@@ -411,7 +411,7 @@ def open_own(
     limit: int | None = None,
     cluster: bytes = NO_CLUSTER,
 ) -> Arena:
-    """The arena of a node store: what a dead store of this user and pool left behind, else a new arena.
+    """The arena of a node store: an arena that a dead store of this user and pool left behind, else a new arena.
 
     room_check: called with the bytes of a new arena that offers `limit` slabs (default: all); raises where the node
     can't afford them (`raykv.system.free_memory.check`). cluster: see `raylets.cluster_id`.

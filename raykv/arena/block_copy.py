@@ -62,7 +62,7 @@ def sums(addresses: NDArray[np.int64], size: int) -> list[int]:
 
 
 def sums_behind(fetch: Callable[[slice], None], addresses: NDArray[np.int64], size: int) -> list[int]:
-    """Like `sums`, of bytes that `fetch` brings in shares. A share is hashed while `fetch` brings the next ones."""
+    """Like `sums`, but `fetch` brings the bytes, in shares. A share is hashed while `fetch` brings the next shares."""
     step = max(1, SHARE // size)
     table = np.stack([addresses, addresses, np.full_like(addresses, size)], axis=1)[:, None]
     shares = [table[first : first + step] for first in range(0, len(table), step)]

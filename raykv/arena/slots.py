@@ -1,4 +1,4 @@
-"""Slots of an arena that were looked up, and what their headers say."""
+"""Slots of an arena that were looked up: checks of their headers, and of the rows that are copied from or to them."""
 
 from typing import NamedTuple
 

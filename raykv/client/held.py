@@ -1,4 +1,4 @@
-"""What a client holds, and what it has seen of blocks: the client's next call tells the directory both."""
+"""The ids that a client holds, and its reports about blocks. The client's next call tells the directory both."""
 
 import itertools
 from array import array

@@ -1,4 +1,4 @@
-"""Records of requests for `raykv trace`: what each asked for, found and read. Made only while somebody follows."""
+"""Records of requests for `raykv trace`: asked, found and read tokens. Made only while somebody follows requests."""
 
 import os
 import time

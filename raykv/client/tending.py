@@ -54,7 +54,7 @@ class Tending:
             del client
 
     def _look(self, client: DirectoryClient) -> None:
-        """Send a heartbeat when one is due, and news that no call has told yet. Find a lost directory again."""
+        """Send a heartbeat when it is due, and news that no call has told yet. Find a lost directory again."""
         client.look_on()
         client.release_dropped()
         if not client.up:

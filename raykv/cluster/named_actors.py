@@ -41,7 +41,7 @@ def is_ours(name: str) -> bool:
 
 
 def _actors(pool: str) -> str:
-    """The prefix of the pool's actor names. It tells them apart on Ray's dashboard, which shows no namespace."""
+    """The prefix of the pool's actor names. By it Ray's dashboard, which shows no namespace, tells pools apart."""
     return f"{PREFIX}{pool}/"
 
 

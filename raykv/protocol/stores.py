@@ -57,7 +57,7 @@ class Heartbeat(NamedTuple):
 
 
 class SweepResult(NamedTuple):
-    """What a store found in quarantined slots. All arrays have one length."""
+    """A store's findings in quarantined slots. All arrays have one length."""
 
     locations: bytes
     verdicts: bytes  # uint8: STILL_WRITTEN, FREED, or FINISHED with the block in `keys` and `generations`

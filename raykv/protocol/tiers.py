@@ -38,7 +38,7 @@ class DemotionReport(NamedTuple):
 
 
 class Demotions(NamedTuple):
-    """Blocks of a node's memory to copy to its external tier. The first three have one length."""
+    """Blocks of a node's memory to copy to its external tier. `source`, `keys` and `target` have one length."""
 
     source: bytes  # locations in memory; `bytes` is the slot's size, and the header has the block's
     keys: bytes

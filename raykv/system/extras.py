@@ -1,4 +1,4 @@
-"""What to install where a part of raykv lacks a package that raykv itself does not need."""
+"""The advice to install a package that only a part of raykv needs."""
 
 from importlib.metadata import requires
 

@@ -13,7 +13,7 @@ _UNLIMITED = 1 << 60  # cgroup v1 writes "no limit" as a number about this big
 
 @dataclass(frozen=True)
 class FreeMemory:
-    """Free bytes, by what limits them. `free` is what an arena may take."""
+    """Free bytes, by their limits. free: bytes that an arena may take."""
 
     shm_free: int  # of the /dev/shm file system
     memory_free: int  # of the machine, without what object stores in other mounts of /dev/shm may take

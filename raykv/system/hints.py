@@ -1,4 +1,4 @@
-"""Checks that values from another process are what a type hint says."""
+"""Checks that values from another process have the types that hints say."""
 
 from collections.abc import Callable
 from types import NoneType, UnionType

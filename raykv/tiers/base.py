@@ -1,4 +1,4 @@
-"""The interface of an external tier, the URL that opens it, and what tiers share: names of blocks, and batches.
+"""The interface of an external tier, the URL that opens it, and helpers of tiers: names of blocks, records, batches.
 
 A tier stores heads and bodies under keys, and knows nothing of pools. `raykv.tiers.guarded` writes and checks the
 heads, and keeps a slow or broken tier away from its callers. The directory decides what is stored and deleted.

@@ -92,7 +92,7 @@ class Nccl(Transport):
         return claims.tobytes()
 
     def _claims(self, locations: bytes, keys: bytes) -> bytes:
-        """(n,) CLAIM: what the headers of n LOCATIONs say now."""
+        """(n,) CLAIM: the present headers of n LOCATIONs."""
         source, source_keys = np.frombuffer(locations, LOCATION), np.frombuffer(keys, np.uint8).reshape(-1, KEY_BYTES)
         return claims_of(self._arena.read_headers(source, source_keys)).tobytes()
 

@@ -198,7 +198,7 @@ class Pair:
             time.sleep(POLL_S)
 
     def _abort(self) -> None:
-        """Nothing moves when this returns. A thread goes on to free what both ends share, in which NCCL may hang."""
+        """Nothing moves when this returns. A thread goes on to free the communicator, in which NCCL may hang."""
         with self._mutex:
             comm, self._comm = self._comm, None
         if comm is not None:

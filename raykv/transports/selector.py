@@ -45,7 +45,7 @@ class RouteStats:
 
 @dataclass
 class PeerState:
-    """What is known of one peer."""
+    """The state of one peer."""
 
     # Held while the peer is asked for its offers, and during a pull of a transport that does one pull at a time. Taken
     # before the locks of the transport and of the slots.

@@ -81,7 +81,7 @@ class TcpPull:
         return bool(self._pieces)
 
     def _is_last(self) -> bool:
-        """Whether of several streams only one still carries the pull."""
+        """Whether several streams have carried the pull, and only one stream still does."""
         return self._carrying == 1 < self._carried
 
     def _take(self) -> Indices | None:
