@@ -58,20 +58,23 @@ class GuardedTier:
     After a failure or a late answer the tier is down: no call reaches it until a `probe` succeeds. It may be down from
     the beginning; then a `probe` opens it. A tier that refuses writes with an error is still read. For a while nothing
     is stored or deleted there, and `refusal` says why.
+
+    up: whether calls reach the tier. content: name of the stored content, CONTENT_BYTES long. faults: number of faults
+    by kind. refusal: why the last write failed; "" after a success.
     """
 
     def __init__(self, make: Callable[[], Tier], fingerprint: bytes) -> None:
         """make: opens the tier. fingerprint: of pool and secret (16 bytes)."""
-        self.faults = Counts()  # number of faults, by kind
+        self.faults = Counts()
         self._make, self._fingerprint = make, fingerprint
         self._opened: Tier | None = None
-        self._content = self._marked = bytes(CONTENT_BYTES)  # the content's name, and the name in the tier's marker
+        self.content = self._marked = bytes(CONTENT_BYTES)  # the second: the name in the tier's marker
         self._stored: deque[bytes] = deque(maxlen=WITNESSES)  # of each of the last stores, the first key
         self._witnesses: list[bytes] = []  # the keys of `_stored` when the marker was last seen
-        self._up, self._failures, self._retry_at = False, 0, 0.0
-        self.refusal = ""  # why the last write failed; "" after a success
+        self.up, self._failures, self._retry_at = False, 0, 0.0
+        self.refusal = ""
         self._refusals, self._write_at = 0, 0.0
-        self._lock = threading.Lock()  # guards `_up`, failures and times in `_fail`; taken last
+        self._lock = threading.Lock()  # guards `up`, failures and times in `_fail`; taken last
         self._buffers = ReadBuffers(READERS)
         self._began: WeakKeyDictionary[Future[Any], list[float]] = WeakKeyDictionary()  # by call: [start]; []: it waits
         self._stores: set[Future[Sequence[bool]]] = set()  # running calls
@@ -80,19 +83,9 @@ class GuardedTier:
         self._probing: Future[bool] | None = None  # probe of a tier that is down
 
     @property
-    def up(self) -> bool:
-        """Whether calls reach the tier."""
-        return self._up
-
-    @property
     def writable(self) -> bool:
         """Whether calls that write reach the tier. The first call after a refusal is a new try."""
-        return self._up and time.monotonic() >= self._write_at
-
-    @property
-    def content(self) -> bytes:
-        """Name of the stored content (CONTENT_BYTES)."""
-        return self._content
+        return self.up and time.monotonic() >= self._write_at
 
     @property
     def storing(self) -> bool:
@@ -114,7 +107,7 @@ class GuardedTier:
         """Raise where the tier can't be opened or written. ValueError if another pool, secret or version wrote it."""
         self._read_marker()
         try:
-            head = Head(self._content, TRIAL, checksum=0, length=1, position=0)
+            head = Head(self.content, TRIAL, checksum=0, length=1, position=0)
             _each(self._tier.put_many, [Block(TRIAL, head.packed(), memoryview(b"\0"))])
             self._tier.delete_many([TRIAL])
         except Exception as error:
@@ -125,9 +118,9 @@ class GuardedTier:
 
         seed: names the content of an empty tier; all stores of a shared tier give the same.
         """
-        self._content = self._marked = seed
+        self.content = self._marked = seed
         self.probe()
-        return self._up
+        return self.up
 
     # ------------------------------------------------------------------ blocks
 
@@ -140,7 +133,7 @@ class GuardedTier:
         read after this returns; see `storing`.
         """
         blocks = [
-            Block(key, Head(self._content, key, int(checksum), len(body), int(position)).packed(), body)
+            Block(key, Head(self.content, key, int(checksum), len(body), int(position)).packed(), body)
             for key, checksum, position, body in zip(_split(keys), sums, positions, bodies, strict=True)
         ]
         size = sum(map(len, bodies))
@@ -174,7 +167,7 @@ class GuardedTier:
             checksums = np.array([head.checksum for head in heads], np.uint64)
             positions = np.array([head.position for head in heads], np.uint32)
             pairs = zip(heads, _split(keys[part]), strict=True)
-            wanted = [head[:2] == (self._content, key) and head.length == block_bytes for head, key in pairs]
+            wanted = [head[:2] == (self.content, key) and head.length == block_bytes for head, key in pairs]
             there = np.array(wanted, np.bool_)
             self._miss(int((~there).sum()))
             yield LoadedPiece(part, _rows(buffer, len(heads), block_bytes), checksums, positions, there)
@@ -184,7 +177,7 @@ class GuardedTier:
         """Blocks were missing. Perhaps all are, so the next probe, which looks for the marker, is due now."""
         self.faults.add("missing", blocks)
         with self._lock:
-            if blocks and self._up:
+            if blocks and self.up:
                 self._retry_at = 0.0
 
     def _begin_load(self, keys: KeyRows, block_bytes: int) -> tuple[Future[Sequence[bytes | None]] | None, mmap.mmap]:
@@ -212,7 +205,7 @@ class GuardedTier:
         """
         strangers = Strangers()
         try:
-            for batch in self._tier.scan() if self._up else ():
+            for batch in self._tier.scan() if self.up else ():
                 yield self._ours(batch, strangers)
         except Exception as error:
             self._fail("scan", error)
@@ -243,7 +236,7 @@ class GuardedTier:
 
         content: the new name of the tier's content, CONTENT_BYTES long. All stores of a shared tier give the same name.
         """
-        self._content = content
+        self.content = content
         self._write(self._mark_cleared, CALL_S, "clear")  # if the write fails, the next probe writes the marker
 
     def close(self) -> None:
@@ -262,7 +255,7 @@ class GuardedTier:
         """
         if time.monotonic() < self._retry_at:
             return None
-        if self._up:
+        if self.up:
             self._retry_at = time.monotonic() + CHECK_S
             taken = self._answer(self._ask(self._writes, self._take_content), CALL_S, "probe")
             if taken is False:
@@ -282,7 +275,7 @@ class GuardedTier:
         if self.faults:
             events.tell("tier_up", same_content=same)
         self._retry_at = time.monotonic() + CHECK_S
-        self._up, self._failures = True, 0
+        self.up, self._failures = True, 0
         return same
 
     def _write(self, call: Callable[[], T], deadline: float, what: str) -> T | None:
@@ -290,7 +283,7 @@ class GuardedTier:
         return self._answer(self._ask_to_write(call), deadline, what, writes=True)
 
     def _ask_to_write(self, call: Callable[[], T]) -> Future[T] | None:
-        if self._up and not self.writable:
+        if self.up and not self.writable:
             self.faults.add("down")
             return None
 
@@ -302,7 +295,7 @@ class GuardedTier:
         return self._ask(self._writes, write)
 
     def _ask(self, threads: ThreadPoolExecutor, call: Callable[[], T]) -> Future[T] | None:
-        if not self._up:
+        if not self.up:
             self.faults.add("down")
             return None
         began: list[float] = []
@@ -333,10 +326,10 @@ class GuardedTier:
     def _fail(self, what: str, error: BaseException) -> None:
         self.faults.add(what)
         with self._lock:
-            if self._up or not self._failures:
+            if self.up or not self._failures:
                 events.tell("tier_down", call=what, error=type(error).__name__)
                 log.debug("external tier: %r", error)
-            self._up = False
+            self.up = False
             self._retry_at = time.monotonic() + BACK_OFF_S[min(self._failures, len(BACK_OFF_S) - 1)]
             self._failures += 1
 
@@ -357,17 +350,17 @@ class GuardedTier:
     def _take_content(self) -> bool:
         """Read the content's name from the tier's marker, or write a marker. Returns whether it is the same content."""
         found = self._read_marker()
-        same = found in (self._marked, self._content)
-        if self._content != self._marked:  # the pool was cleared while the tier was down, or refused writes
+        same = found in (self._marked, self.content)
+        if self.content != self._marked:  # the pool was cleared while the tier was down, or refused writes
             self._write_late()
         elif found is None and self._holds_content():  # the server evicted the marker alone
             self._mark()
             same = True
         elif found is None:  # all stores of a shared tier derive the same name, whichever is first
-            self._content = hashlib.sha256(b"raykv content\0" + self._content).digest()[:CONTENT_BYTES]
+            self.content = hashlib.sha256(b"raykv content\0" + self.content).digest()[:CONTENT_BYTES]
             self._mark()
         else:
-            self._content = self._marked = found
+            self.content = self._marked = found
         self._witnesses = list(self._stored)
         return same
 
@@ -382,11 +375,11 @@ class GuardedTier:
         if not keys:
             found = next(filter(None, (self._ours(batch, Strangers()) for batch in self._tier.scan())), [])
             keys = [key for key, _ in found]
-        return any(head_of(answer).content == self._content for answer in _each(self._tier.get_heads, keys))
+        return any(head_of(answer).content == self.content for answer in _each(self._tier.get_heads, keys))
 
     def _write_late(self) -> None:
         """Write the marker that a clear could not write. The tier's present records are void before it and after it."""
-        if self._up and not self.writable:
+        if self.up and not self.writable:
             return
         try:
             self._mark_cleared()
@@ -395,7 +388,7 @@ class GuardedTier:
 
     def _mark(self) -> None:
         """Write the marker."""
-        content = self._content
+        content = self.content
         head = Head(content, self._fingerprint, checksum=0, length=0, position=0)
         if not all(_each(self._tier.put_many, [Block(MARKER, head.packed(), memoryview(b""))])):
             raise OSError("the external tier has no room for a marker of 64 bytes")
