@@ -152,7 +152,7 @@ class JointMatch:
     def _lease(self, part: Part, keys: Keys, lease: int, found: MatchedPart) -> Lease:
         block_s = keys.cache.block_tokens / self._tokens_per_s
         made = Lease.granted_part(self._session, part.memory, keys[found.first :], block_s, lease, found)
-        made.record = self._record
+        made.blocks.record = self._record
         return made
 
     @property

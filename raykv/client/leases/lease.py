@@ -9,7 +9,6 @@ from numpy.typing import NDArray
 from raykv.arena.buffers import Rows
 from raykv.client.leases.leased_blocks import LeasedBlocks, LeaseName, leading
 from raykv.client.leases.stream import SILENT, Stream, reachable
-from raykv.client.request_record import RequestRecord
 from raykv.client.session import Session
 from raykv.client.stores.store_client import StoreClient
 from raykv.errors import DeviceError
@@ -127,15 +126,6 @@ class Lease:
     def id(self) -> int:
         return self.blocks.name.lease
 
-    @property
-    def record(self) -> RequestRecord | None:
-        """Record of the lease's request, while somebody follows requests."""
-        return self.blocks.record
-
-    @record.setter
-    def record(self, record: RequestRecord | None) -> None:
-        self.blocks.record = record
-
     def leased(self, first: int, stop: int) -> Leased:
         """Blocks [first, stop), for another process to read."""
         blocks = self.blocks
@@ -213,8 +203,8 @@ class Lease:
             self.blocks.fall_short("the GPU could not copy")
             directory.fault("gpu", error)
             return np.zeros(len(locations), np.bool_)
-        if self.record is not None:
-            self.record.copied(time.monotonic() - begin)
+        if self.blocks.record is not None:
+            self.blocks.record.copied(time.monotonic() - begin)
         if not ok.all():
             self.blocks.fall_short("blocks were evicted while they were read, or are not what was stored")
             directory.corrupt(local.wrong(locations[~ok], keys[~ok]))

@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, NoReturn, Self
 
@@ -39,6 +38,7 @@ class Match:
         """
         self._leases, self._released = list[Lease](), False
         self._session, self._keys, self._cache = session, keys, keys.cache
+        self._asked = len(keys) * self._cache.block_tokens  # tokens
         self._block_s, self._prefetch = self._cache.block_tokens / tokens_per_s, prefetch
         self._stage = PIECES_AHEAD * piece_blocks(self._cache.block_bytes)  # blocks of a read's first pieces
         self._counted = counted
@@ -48,7 +48,8 @@ class Match:
         """Lease the blocks."""
         directory, node, begin = self._session.directory, self._session.memory_name, time.monotonic()
         try:
-            with self._span() as it:
+            pool, model, asked = self._session.name, self._cache.model, self._asked
+            with span("match", pool=pool, model=model, asked_tokens=asked) as it:
                 for part in self._parts():
                     if not self._take(part, *directory.match(node, part, self._stage, self._counted)):
                         break
@@ -60,15 +61,11 @@ class Match:
             raise
         return self
 
-    def _span(self) -> AbstractContextManager[Any]:
-        pool, model = self._session.name, self._cache.model
-        return span("match", pool=pool, model=model, asked_tokens=len(self._keys) * self._cache.block_tokens)
-
     def _count(self, hits: dict[str, int], seconds: float) -> None:
         """Count a look-up. hits: found tokens by source. seconds: that the look-up took."""
         if not self._counted:
             return
-        count_found(self._session, self._cache, len(self._keys) * self._cache.block_tokens, hits)
+        count_found(self._session, self._cache, self._asked, hits)
         if self._record is not None:
             self._record.found, self._record.lookup_s = hits, seconds
 
@@ -81,24 +78,21 @@ class Match:
     def _take(self, part: Keys, lease: int, answer: Matched | None) -> bool:
         """Keep the lease of an answer. Returns whether the lease has all keys of the call."""
         if self._counted and self._session.directory.requests.followed and self._record is None:
-            self._record = self._begin_record(lease)
+            name = lease_name(self._session.directory.client, lease)
+            self._record = RequestRecord("request", self._cache, self._asked, id=name)
         try:
             leased = Lease.granted(self._session, part, self._block_s, self._prefetch, lease, answer)
         except BaseException:
             self._session.directory.release(lease)
             raise
         if self._record is not None:
-            leased.record = self._record
+            leased.blocks.record = self._record
             why = (answer.short or "", -1) if answer else ("no directory answered", -1)
             if len(leased) < len(part):
                 self._record.fall_short(*(leased.cut if leased.cut[0] else why))
         if len(leased):
             self._leases.append(leased)
         return len(leased) == len(part)
-
-    def _begin_record(self, lease: int) -> RequestRecord:
-        name, cache = lease_name(self._session.directory.client, lease), self._cache
-        return RequestRecord("request", cache, len(self._keys) * self._cache.block_tokens, id=name)
 
     @property
     def num_blocks(self) -> int:

@@ -211,7 +211,7 @@ class _Pulls:
         while not self.done and len(self.under_way) < PIECES_AHEAD:
             start = 0 if self._passed is None else leading(self._passed)
             wanted = stream.piece(self._away, self._next)
-            piece = blocks.take_slots(wanted, start, may_wait=blocks.follows and not self._store.any_late)
+            piece = blocks.take_slots(wanted, start, may_wait=blocks.follows and not self._store.silence.any_late)
             self.broken = piece is None
             if self.broken:
                 blocks.fall_short("the directory gave no staging slots, or does not answer")

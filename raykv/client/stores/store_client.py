@@ -25,26 +25,21 @@ def pieces(indices: NDArray[np.intp], blocks: int) -> Iterator[NDArray[np.intp]]
 class StoreClient:
     """The store of this process's node, or of another node.
 
-    store: handle of the actor.
+    store: handle of the actor. silence: which nodes were late, and whether the store is silent.
     """
 
     def __init__(self, store: Any, on_failure: Callable[[], None]) -> None:
         """on_failure: called when blocks are late or do not arrive: another actor may be the store now."""
         self.store, self._on_failure = store, on_failure
-        self._silence = Silence()
+        self.silence = Silence()
 
     def reaches(self, nodes: NDArray[np.integer[Any]]) -> NDArray[np.bool_]:
         """(n,) bool: whether this store can pull from and push to each node or tier, by index in locations.
 
         False for nodes that were late in the last SUSPECT_AFTER_S, and for all while this store does not answer.
         """
-        silent = self._silence.of_store(self.store)
-        return np.zeros(len(nodes), np.bool_) if silent else ~self._silence.of_nodes(nodes)
-
-    @property
-    def any_late(self) -> bool:
-        """Whether any node was late in the last SUSPECT_AFTER_S."""
-        return self._silence.any_late
+        silent = self.silence.of_store(self.store)
+        return np.zeros(len(nodes), np.bool_) if silent else ~self.silence.of_nodes(nodes)
 
     def pull(self, source: Locations, keys: NDArray[np.uint8], target: Locations, external: bool = False) -> Any:
         """Begin to fetch blocks into slots of this store's node. `first` waits for the answer, `verdicts` reads it.
@@ -60,7 +55,7 @@ class StoreClient:
             patience = max(0.0, seconds - PING_S)
             ready, _ = ray_calls.wait(answers, timeout=patience)
             if not ready and patience > 0.0:  # with a shorter wait, a tier is late rather than the store
-                self._silence.ask(self.store)
+                self.silence.ask(self.store)
             if not ready:
                 ready, _ = ray_calls.wait(answers, timeout=seconds - patience)
             return ready[0] if ready else None
@@ -69,8 +64,8 @@ class StoreClient:
     def gave_up(self, nodes: NDArray[np.integer[Any]]) -> None:
         """Transfers from or to these nodes are late. If this store answers, note the nodes as late."""
         self._on_failure()
-        if not self._silence.of_store(self.store):
-            self._silence.note_late(nodes)
+        if not self.silence.of_store(self.store):
+            self.silence.note_late(nodes)
 
     def push(
         self, source: Locations, keys: NDArray[np.uint8], target: Locations, directory: DirectoryClient

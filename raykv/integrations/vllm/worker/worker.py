@@ -312,7 +312,7 @@ class RayKVWorker(OffloadingWorker):  # type: ignore[misc]
         leases = [Lease.borrowed(session, self.rank.part_bytes[part.place], blocks) for blocks in leased]
         record = self._record(part, leases, origin)
         for lease in leases:
-            lease.record = record
+            lease.blocks.record = record
             count = lease.read(rows[done : done + len(lease)], verify=False)
             done += count
             if count < len(lease):
