@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 from raykv.arena import checksum
 from raykv.arena.buffers import Rows
 
-Bytes = NDArray[np.uint8]
 Copies = NDArray[np.int64]  # (blocks, parts, 3): target address, source address, bytes
 T = TypeVar("T")
 

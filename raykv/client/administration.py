@@ -118,9 +118,7 @@ class Administration:
         Raises ValueError for a bad name, for impossible shares, if the minima of all tenants would add up to more than
         1, and for a 16th tenant with a quota. Raises RayError if the directory does not answer.
         """
-        settings_of(self.name)
-        tenant, quota = check_tenant(tenant), Quota(minimum, maximum)
-        directory = named_actors.find_directory(self.name)
+        directory, tenant, quota = self._directory(), check_tenant(tenant), Quota(minimum, maximum)
         with _plainly(ValueError):
             ray_calls.get(directory.set_quota.remote(tenant, quota.minimum, quota.maximum), timeout=ADMIN_DEADLINE_S)
 
