@@ -6,7 +6,7 @@ from raykv.protocol.requests import LINE_BYTES, Followed
 
 FOLLOW_S = 3.0  # clients report for so long after a call of `follow`
 KEPT = 2000  # lines
-LINES_PER_S = 500  # from all clients together; further lines are only counted
+LINES_PER_S = 500  # that are kept, of all clients together; further lines are only counted
 LINES_PER_ANSWER = 500
 
 Cursor = tuple[int, int, int]  # epoch of the directory, and its numbers of lines and left-out requests so far

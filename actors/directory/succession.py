@@ -23,7 +23,7 @@ from raykv.system import events
 
 log = logging.getLogger("raykv")
 SILENT_PINGS = 3  # of HEARTBEAT_S each; after them a directory counts as lost
-ENDING_LOOKS = 50  # at most so many looks whether a process has ended
+ENDING_LOOKS = 50  # at most so often it is checked whether a process has ended
 ENDING_LOOK_S = 0.02  # between two looks whether a process has ended
 SILENT_RAY_PINGS = 10  # like SILENT_PINGS, for pings through Ray, which wait behind all other calls
 

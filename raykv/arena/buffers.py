@@ -135,7 +135,7 @@ def _origin(name: str, arrays: Sequence[Any], views: list[NDArray[Any]]) -> tupl
 def rows_within(arrays: Sequence[NDArray[np.uint8]], row_bytes: int) -> Rows:
     """Cut each array into rows of `row_bytes` bytes. Returns the rows of all arrays, in order.
 
-    ValueError unless the arrays are contiguous uint8 of whole rows: another process may have sent them.
+    ValueError unless the arrays are contiguous uint8, and whole rows long. Another process may have sent the arrays.
     """
     for array in arrays:
         if array.dtype != np.uint8 or not array.flags.c_contiguous or array.size % row_bytes:

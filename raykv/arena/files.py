@@ -1,7 +1,7 @@
 """The files of arenas in shared memory: made, adopted from a dead owner, opened by clients, found and removed.
 
 A node store owns its file by a lock on the first page. The kernel drops the lock when the process ends. A file with a
-free lock was left behind. But if the file is of another Ray cluster that still runs, its store may be restarting.
+free lock was left behind. But a file of another Ray cluster that still runs stays: its store may be restarting.
 `raykv.arena.mapping` maps the files that are opened here.
 """
 

@@ -2,7 +2,7 @@
 
 The owner offers slabs one after the other. It allocates and faults in a slab's pages before anybody may use the slab.
 When the pool shrinks, a slab is given back, and its pages are discarded later. Every process fills its own page tables
-for the slabs that it uses, and registers slabs with CUDA that a GPU must reach. `raykv.arena.arena` reads and writes
+for the slabs that it uses. It registers with CUDA the slabs that a GPU must reach. `raykv.arena.arena` reads and writes
 the blocks.
 """
 

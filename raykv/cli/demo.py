@@ -112,7 +112,7 @@ class Engine:
         return Answer(tokens, plain, start.pool_tokens, start.nodes, ttft * 1e3, plain_ttft * 1e3)
 
     def _go_on(self, token: int, past: Any) -> list[int]:
-        """ANSWER_TOKENS greedy tokens. `token` is the first of them."""
+        """ANSWER_TOKENS greedy tokens. `token` is the first token."""
         tokens = [token]
         while len(tokens) < ANSWER_TOKENS:
             logits, past = self._step(tokens[-1:], past)

@@ -207,7 +207,7 @@ def put_quota(pool: str, tenant: str, quota: Quota | None) -> None:
 
 @contextlib.contextmanager
 def exclusive(pool: str, seconds: float) -> Iterator[None]:
-    """Lets one process at a time start or stop a pool. Waits for another such process while its Ray job lives.
+    """Lets one process at a time start or stop a pool. Waits for another process while that process's Ray job lives.
 
     Raises TimeoutError after so many seconds.
     """

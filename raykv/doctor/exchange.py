@@ -20,7 +20,7 @@ from raykv.errors import reason_of
 BLOCK_BYTES, BLOCKS = 512 << 10, 8  # together half of the smallest arena
 TURNS = 3  # the first makes the connections, and the fastest counts
 DEADLINE_S = 60.0  # for a task on another node
-RATE = 1.0  # tokens a second: so low that a read waits for an external tier as long as it takes
+RATE = 1.0  # tokens a second: a read waits for a tier as long as computing takes, and here that is long
 
 
 class Reading(NamedTuple):

@@ -43,7 +43,7 @@ class Inventory(NamedTuple):
     keys: bytes
     positions: bytes  # uint32: of each block in its chain
     stamps: bytes  # uint32: of its last read, seconds
-    writing: bytes  # locations of slots that somebody still writes; in the last piece
+    writing: bytes  # locations of slots that somebody still writes; only the last piece has them
     left: int = 0  # number of older blocks in the pieces to come; at 0 the directory offers the blocks
     node: int = -1  # index that `join` gave: the directory ignores a piece with an outdated index. -1: fits any index
 

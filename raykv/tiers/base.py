@@ -28,7 +28,7 @@ class Block(NamedTuple):
 
 
 class Tier(Protocol):
-    """Blocks by key, outside nodes' memory. `register_tier` takes a maker of tiers.
+    """Blocks by key, outside nodes' memory. `register_tier` takes a function that makes tiers.
 
     Thread-safe. A key always means the same bytes, so storing it again is harmless. A block that fails is False or None
     at its place in the answer. OSError, or a library's own error, means that the whole tier has failed.
@@ -57,7 +57,7 @@ class Tier(Protocol):
 
 @runtime_checkable
 class ReadsHeads(Tier, Protocol):
-    """A tier that reads heads without bodies. It can tell blocks from strangers with a block's name."""
+    """A tier that reads heads without bodies. By its head, a block differs from a stranger with a block's name."""
 
     def get_heads(self, keys: Sequence[bytes]) -> list[bytes | None]:
         """The first HEAD_BYTES under each key, or fewer if the record is shorter. None: there is no record."""

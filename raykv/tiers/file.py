@@ -299,7 +299,7 @@ def _own_folder(path: str, url: TierUrl) -> tuple[int, int]:
 
 
 def _folder(path: str, name: str, url: TierUrl) -> int:
-    """File descriptor of a subfolder. ValueError where others could put links into a folder that is not shared."""
+    """File descriptor of a subfolder. ValueError if the folder is not shared, and others could put links there."""
     there = os.path.join(path, name)
     os.makedirs(there, 0o700, exist_ok=True)
     folder = os.open(there, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)

@@ -48,7 +48,7 @@ class Nccl(Transport):
             raise ImportError(why)
         self._arena, self._ordinal = arena, gpu.ordinal
         self._name, self._token = f"{gpu.uuid}{arena.path}", secrets.token_hex(8)
-        self._reading: dict[str, tuple[str, Pair]] = {}  # by the peer's name: its token, and the pair
+        self._reading: dict[str, tuple[str, Pair]] = {}  # by the peer's name: the peer's token, and the pair with it
         self._sending: dict[str, Pair] = {}  # by the reader's name
         self._mutex = threading.Lock()  # guards both tables; SlotLocks are not taken meanwhile
 

@@ -24,7 +24,7 @@ from raykv.protocol.stores import ArenaDescription, Inventory
 KeyArray = NDArray[np.uint64]  # (n, 2)
 
 LENGTHS = (64, 512, 8192)  # keys of a match
-SHORT, LONG = 512, 8192  # blocks of a chain; each kind has half of the entries
+SHORT, LONG = 512, 8192  # blocks of a chain: short chains have half of the entries, long chains the other half
 MIN_ENTRIES = 200_000
 FLOOR_ENTRIES = 1_000_000  # at most: the plain model would take minutes and gigabytes for more
 MIN_NODES, NODE_BLOCKS = 8, 1_000_000

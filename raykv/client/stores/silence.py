@@ -25,7 +25,7 @@ class Silence:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()  # guards that there is one ping at a time, and changes of _until
-        self._ping: Any = None  # of a store that was late; None once the store has answered
+        self._ping: Any = None  # ping of a store that was late; None once the store has answered
         self._asked = 0.0  # when the ping was sent
         self._until: dict[int, float] = {}  # by a late node's index: when it may be asked again. Never changed in place
 

@@ -150,9 +150,9 @@ def sweep_result(state: State, result: SweepResult, now: float) -> None:
 def set_slab_target(state: State, name: str, report: SlabReport, now: float) -> SlabTarget:
     """Set a node's number of slabs to `report.limit`. Comes before every `adopt` and `heartbeat`.
 
-    Slabs that the report calls given back are gone, whatever was agreed before. If the node has too many slabs, the
-    answer names slabs to give back, the oldest first, as far as no slot there is held. Later answers name the others,
-    as holds end. ValueError for a bad limit.
+    A slab is gone once the report says that it was given back, whatever was agreed before. If the node has too many
+    slabs, the answer names slabs to give back, the oldest first. It leaves out slabs with a held slot: later answers
+    name them, when the holds have ended. ValueError for a bad limit.
     """
     check(state, now)
     _check_slabs(report.limit)

@@ -280,7 +280,7 @@ def _provide_staging(state: State, hold: Hold, staged: RowArray, stride: int, no
     """Give the reader of a lease slabs for the blocks that it stages next.
 
     The reader waits while it can take no slot of its window, as other leases probably hold the slots. After HELD_UP_S
-    it gets the slots of the oldest primaries, since the holders of those leases may wait for this reader. A leaving
+    it gets the slots of the oldest primaries: the other leases' readers may themselves wait for this reader. A leaving
     node keeps its primaries, which are yet to be copied.
     """
     since, hold.held_up = hold.held_up, None

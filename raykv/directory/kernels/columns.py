@@ -141,7 +141,7 @@ class Reader(NamedTuple):
 class Writer(NamedTuple):
     """The writer to which slots are granted."""
 
-    start: int  # index of the first key that it writes; the keys before are their parents
+    start: int  # index of the first key that it writes; the keys before that key are its parents
     size_class: int  # of its node
     others: NDArray[np.int64]  # (m,) size classes of this slot size, in the order in which they are tried
     heaps: NDArray[np.void]  # (tenants, size classes of this slot size) HEAP: see `eviction.coldest`

@@ -28,8 +28,8 @@ USE = np.dtype([("k0", "<u8"), ("k1", "<u8"), ("bytes", "<i8"), ("call", "<i4"),
 # Both an entry of a hash table, `hashed`, and the place of a use in the order of uses
 PLACE = np.dtype(
     [
-        ("hashed", "<i4"),  # number of a key + 1, or 0
-        ("used", "<i4"),  # number of the key whose last use has this place + 1, or 0
+        ("hashed", "<i4"),  # 0, or 1 more than a key's number
+        ("used", "<i4"),  # 0, or 1 more than the number of the key whose last use has this place
         ("sum", "<i8"),  # of a Fenwick tree of bytes
     ]
 )
@@ -47,7 +47,7 @@ class Sample(NamedTuple):
     keys: NDArray[np.void]  # (n,) KEY
     places: NDArray[np.void]  # (4 n,) PLACE
     counts: NDArray[np.float64]  # (DISTANCES + 1,) estimated uses of all keys by distance; last entry: of unknown keys
-    waiting: NDArray[np.void]  # (n,) USE: of one call, or of several calls with at most n / 4 keys together
+    waiting: NDArray[np.void]  # (n,) USE. Those of several calls, if their keys are n / 4 at most
     # state[NEXT]: the next place. COUNT: number of keys in the sample. BYTES: bytes of these keys. SHIFT: the sample
     # takes one of 2**SHIFT keys. USES: counted uses. WAITING: uses not counted yet. CALL: number of the last call
     state: NDArray[np.int64]

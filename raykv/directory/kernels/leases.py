@@ -123,8 +123,8 @@ def match(c, keys, firsts, reader, blocks, places, found):
 def _hold_prefix(c, keys, firsts, reader, blocks):
     """Hold the longest ready prefix, and charge it to the reader's tenant.
 
-    firsts: the keys' first rows, of `find`. blocks, out: all but `gens`. staged[i] is -1 if block i is on the reader's
-    node already. staged[i] is UNSTAGED if `limit` earlier blocks have a slot, or if the window is used up:
+    firsts: the keys' first rows, of `find`. blocks: out; fills all fields but `gens`. staged[i] is -1 if block i is on
+    the reader's node already. staged[i] is UNSTAGED if `limit` earlier blocks have a slot, or if the window is used up:
     `next_window` gives block i a slot later. Returns (number of blocks, how many of these are on other nodes).
     """
     source, staged = blocks.source, blocks.staged

@@ -423,7 +423,7 @@ def grant(c, row, k0, k1, state, holds):
     c.rows[row].holds = holds
     if state == STAGING:
         c.size_classes[size_class_of(c, row)].staging += 1
-        c.rows[row].last = c.state[CLOCK]  # its reader is awaited: see `chains.give_up`
+        c.rows[row].last = c.state[CLOCK]  # other readers wait for its reader: see `chains.give_up`
 
 
 @kernel

@@ -120,7 +120,7 @@ class Allocator:
         for stride, slots in self.slots(node).items():
             size_class = node.size_classes[stride]
             window = int(self._c.size_classes[size_class]["window"])
-            lacking[size_class] = max(0, min(window, slots - window))  # a size of few slots has no window
+            lacking[size_class] = max(0, min(window, slots - window))  # a size class with few slots has no window
         self.restore_windows(lacking)
 
     def resize_windows(self, node: Node) -> None:
@@ -149,7 +149,7 @@ class Allocator:
             left = int(eviction.restore_window(self._c, size_class, slots))
             if left and self.slots(node)[stride] > self._c.size_classes[size_class]["window"]:
                 self.lacking[size_class] = left
-            else:  # a size of few slots must not evict the block that was just promoted
+            else:  # a size class with few slots must not evict the block that was just promoted
                 del self.lacking[size_class]
 
     def promote_replicas(self, node: Node) -> None:

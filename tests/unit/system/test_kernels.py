@@ -63,7 +63,7 @@ def test_a_kernel_on_the_list_is_not_compiled_for_other_arguments() -> None:
 
 
 def _folder_without_home(tmp_path: Path, home: str = "/dev/null") -> subprocess.CompletedProcess[str]:
-    """Run a process whose HOME is no folder. It prints its folder for machine code, and may warn."""
+    """Run a process whose HOME is not a folder. It prints its folder for machine code, and may warn."""
     unset = {"NUMBA_CACHE_DIR", "XDG_CACHE_HOME"}
     env = {name: value for name, value in os.environ.items() if name not in unset}
     env |= {"HOME": home, "TMPDIR": str(tmp_path)}

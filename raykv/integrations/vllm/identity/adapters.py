@@ -46,7 +46,7 @@ class ToldAdapters:
         self.question = 0  # number of the last question
 
     def ask(self) -> int:
-        """Ask the workers which adapters they have from now on. Returns the number of the question."""
+        """From now on, ask the workers which adapters they have. Returns the number of the question."""
         self.question += 1
         return self.question
 

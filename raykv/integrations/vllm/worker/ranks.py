@@ -85,7 +85,7 @@ def cut(parallel: Any, heads: int, latent: bool) -> Cut:
 
 
 def check_heads(kv_caches: Mapping[str, torch.Tensor], heads: int) -> None:
-    """ValueError if a page does not lie head by head: then its equal pieces are no groups of heads.
+    """ValueError unless pages lie head by head: only such a page can be cut into groups of heads.
 
     kv_caches: by layer, the tensor of its blocks, which have `heads` heads.
     """
