@@ -35,6 +35,7 @@ def test_answers_that_no_prompt_goes_on_after_are_left_out_until_one_does(
         before = stored(pool)
         answers = [said for said, _ in ray.get(engine.answer.remote(*prompts, tokens=tokens))]
         ray.get(engine.answer.remote([3], tokens=1))  # in its steps vLLM stores the last chunks of the others
+        eventually(lambda: ray.get(engine.reset.remote()))  # vLLM resets its cache once all stores have ended
         eventually(lambda: settled(pool))
         return answers, stored(pool) - before
 
