@@ -219,7 +219,7 @@ class NodeStore:
     def _look_up(self, index: int) -> Peer:
         """The store of the node with this index in locations. KeyError or ValueError where there is none."""
         nodes = ray.get(named_actors.find_directory(self._pool).nodes.remote(), timeout=1.0)
-        store = named_actors.find(named_actors.node_store_name(self._pool, nodes[index]))
+        store = named_actors.find_store(self._pool, nodes[index])
         return Peer(nodes[index], store, external=is_tier(index))
 
     def _memory_at(self, index: int) -> NodeMemory | None:

@@ -38,7 +38,7 @@ def drain(pool: str, node_id: str, seconds: float) -> int:
     events.tell("drain", node=node_id[:8], deadline=seconds)
     internal_kv.put(pool, Kept.LEAVING, b"", node_id)  # for a directory that restarts meanwhile
     ray.get(named_actors.find_directory(pool).leave.remote(node_id), timeout=CALL_S)
-    store = named_actors.find(named_actors.node_store_name(pool, node_id))
+    store = named_actors.find_store(pool, node_id)
     ray.get(store.flush_to_shared.remote(seconds), timeout=seconds + CALL_S)
     left = _left(pool, node_id, 1)
     while left and time.monotonic() < end:
@@ -94,7 +94,7 @@ def _take_over(pool: str, leaving: str, here: str, share: slice, seconds: float)
     """Pull a share of a leaving node's sole copies to this node, youngest first, until none is left or none arrives."""
     session, end = Session(pool, here), time.monotonic() + seconds
     try:
-        store = named_actors.find(named_actors.node_store_name(pool, leaving))
+        store = named_actors.find_store(pool, leaving)
         while time.monotonic() < end:
             directory = named_actors.find_directory(pool)
             answer = ray.get(directory.sole_copies.remote(leaving), timeout=CALL_S)

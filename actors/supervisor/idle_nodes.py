@@ -102,7 +102,7 @@ class IdleNodes:
 
     def _end_store(self, node_id: str) -> None:
         with contextlib.suppress(ValueError):
-            store = named_actors.find(named_actors.node_store_name(self._pool, node_id))
+            store = named_actors.find_store(self._pool, node_id)
             with contextlib.suppress(RayError):
                 ray.get(store.stop.remote(), timeout=STOP_S)
             ray.kill(store)

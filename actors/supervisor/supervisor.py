@@ -27,7 +27,7 @@ from raykv.actors.store.node_store import start_store
 from raykv.actors.store.readiness import why_not_usable
 from raykv.actors.supervisor.drain import check_others, drain
 from raykv.actors.supervisor.idle_nodes import IdleNodes
-from raykv.cluster import internal_kv, named_actors
+from raykv.cluster import internal_kv, named_actors, ray_calls
 from raykv.cluster.internal_kv import Kept
 from raykv.config import HEARTBEAT_S
 from raykv.errors import reason_of
@@ -220,14 +220,13 @@ class Supervisor:
 
     def _drop_failed(self) -> None:
         """Forget stores that are dead for good. Others start at once, or after RETRY_S if the constructor raised."""
-        waiting = list(self._pings.values())
-        done = ray.wait(waiting, num_returns=len(waiting), timeout=0)[0] if waiting else []
+        done = ray_calls.finished(self._pings.values(), 0.0)
         for node_id, store in list(self._stores.items()):
             ping = self._pings.get(node_id)
             try:
                 if ping is None or ping in done:
                     self._pings[node_id] = store.ping.remote()
-                if ping in done:
+                if ping is not None and ping in done:
                     ray.get(ping, timeout=HEARTBEAT_S)
                     self._served.add(node_id)
                     self._silent.pop(node_id, None)

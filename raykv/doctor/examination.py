@@ -12,7 +12,7 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raykv.actors.store.readiness import what_to_install
-from raykv.cluster import internal_kv
+from raykv.cluster import internal_kv, ray_calls
 from raykv.cluster.internal_kv import Kept
 from raykv.doctor import examiner, judgement
 from raykv.doctor.facts import Facts
@@ -124,7 +124,7 @@ def _asked(question: Any, nodes: Iterable[str], *args: Any) -> dict[str, Any]:
 
 def _answers(asked: dict[str, Any]) -> dict[str, Any]:
     """The first answer of each node."""
-    ready, _ = ray.wait(list(asked.values()), num_returns=len(asked), timeout=DEADLINE_S) if asked else ([], [])
+    ready = ray_calls.finished(asked.values(), DEADLINE_S)
     return {node: _answer(answer, answer in ready) for node, answer in asked.items()}
 
 

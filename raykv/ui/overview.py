@@ -10,7 +10,7 @@ import ray
 from ray.exceptions import RayError
 
 from raykv.client.administration import ADMIN_DEADLINE_S, directory_stats, store_stats, transports_among
-from raykv.cluster import internal_kv, named_actors
+from raykv.cluster import internal_kv, named_actors, ray_calls
 from raykv.protocol.location import host_of
 from raykv.ui.pool_actors import Actor, look_up
 from raykv.ui.ray_nodes import RayNode, living_nodes, short_ids
@@ -230,8 +230,7 @@ def _upkeep_actors(pool: str) -> dict[str, Actor | None]:
 def _what_is_wrong(upkeep: dict[str, Actor | None]) -> dict[str, str]:
     """Faults by role; "" for none."""
     asked = {role: actor.handle.ping.remote() for role, actor in upkeep.items() if actor and actor.is_alive}
-    answers = list(asked.values())
-    done = set(ray.wait(answers, num_returns=len(answers), timeout=ANSWER_S)[0]) if answers else set()
+    done = set(ray_calls.finished(asked.values(), ANSWER_S))
     return {role: _what(actor, asked.get(role), done) for role, actor in upkeep.items()}
 
 

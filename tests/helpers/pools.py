@@ -247,7 +247,7 @@ def other_node(pool: raykv.KVPool) -> str:
 
 
 def node_store(pool: raykv.KVPool, node_id: str) -> Any:
-    return named_actors.find(named_actors.node_store_name(pool.name, node_id))
+    return named_actors.find_store(pool.name, node_id)
 
 
 def pid(actor: Any) -> int:

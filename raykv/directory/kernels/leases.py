@@ -41,7 +41,6 @@ from raykv.directory.kernels.lists import (
     finish,
     hold,
     is_tier_row,
-    listed,
     node_of,
     quarantine,
     set_role,
@@ -52,6 +51,7 @@ from raykv.directory.kernels.lists import (
     touch,
     unfinished,
     unhold,
+    warm_neighbours,
 )
 from raykv.directory.kernels.lookup import best
 from raykv.directory.kernels.quotas import tenant_of
@@ -59,16 +59,6 @@ from raykv.directory.kernels.slabs import locate
 from raykv.directory.kernels.slots import stage, takeable
 from raykv.directory.kernels.table import find, first_of, first_row
 from raykv.system.jit import kernel
-
-
-@kernel
-def warm_neighbours(c, rows):
-    """Read the rows' neighbours in their lists, so that the cache misses of `touch` overlap."""
-    warm = 0
-    for row in rows:
-        if row >= 0 and listed(c, row):
-            warm += c.rows[max(0, c.rows[row].prev)].state + c.rows[max(0, c.rows[row].next)].state
-    return warm
 
 
 @kernel
