@@ -19,12 +19,12 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 from urllib.request import Request, urlopen
 
 import ray
 import torch
-from fastapi import FastAPI
+from fastapi import FastAPI, Header
 from fastapi.responses import StreamingResponse
 from pydantic import BaseModel, Field, model_validator
 from ray import serve
@@ -96,8 +96,9 @@ class Frontend:
         self.engine = engine.options(stream=True)
 
     @app.post("/")
-    async def answer(self, question: Question) -> StreamingResponse:
-        answer = self.engine.remote(token_ids=list(question.prompt.encode()), max_tokens=question.max_tokens)
+    async def answer(self, question: Question, x_session_id: Annotated[str, Header()] = "") -> StreamingResponse:
+        engine = self.engine.options(session_id=x_session_id)  # the router keeps a session at its replica
+        answer = engine.remote(token_ids=list(question.prompt.encode()), max_tokens=question.max_tokens)
         return StreamingResponse(_lines(answer), media_type="application/x-ndjson")
 
 
@@ -111,10 +112,10 @@ def build(arguments: dict[str, str]) -> serve.Application:
     return Frontend.bind(engine)  # type: ignore[attr-defined]
 
 
-def ask(prompt: str, max_tokens: int = 16, url: str = URL) -> Iterator[dict[str, Any]]:
+def ask(prompt: str, max_tokens: int = 16, url: str = URL, session: str = "") -> Iterator[dict[str, Any]]:
     """The application's answer, line by line as it comes."""
     body = json.dumps({"prompt": prompt, "max_tokens": max_tokens}).encode()
-    with urlopen(Request(url, body, {"Content-Type": "application/json"})) as answer:
+    with urlopen(Request(url, body, {"Content-Type": "application/json", "x-session-id": session})) as answer:
         yield from map(json.loads, answer)
 
 

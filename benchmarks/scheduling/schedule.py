@@ -36,7 +36,7 @@ def run(path: str | PathLike[str], blocks: int, tokens_per_s: float, slower: flo
         engine = SimulatedEngine(jobs, blocks, BLOCK_TOKENS, policy, Speed(token_s=1 / tokens_per_s))
         engine.run()
         p50, p99 = np.quantile(engine.waits, [0.5, 0.99])
-        row = {"mean_s": engine.waits.mean(), "p50_s": p50, "p99_s": p99, "max_s": engine.waits.max()}
+        row = {"mean_s": np.mean(engine.waits), "p50_s": p50, "p99_s": p99, "max_s": max(engine.waits)}
         rounded = {figure: round(float(value), 2) for figure, value in row.items()}
         results.append({"rule": name, "computed_tokens": engine.computed, **rounded})
     return {"requests": len(jobs), "prompt_tokens": sum(job.tokens for job in jobs), "results": results}

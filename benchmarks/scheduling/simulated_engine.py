@@ -1,5 +1,6 @@
 """An engine without a model. It tells how many tokens a scheduler would compute, and how long requests would wait."""
 
+import heapq
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -15,12 +16,18 @@ Policy = Callable[[list[Request], list[Request], Budget, float], list[Scheduled]
 
 
 class Job(NamedTuple):
-    """A prompt. arrival: seconds. keys: (n, k) uint8, of its full blocks. output: number of tokens to generate."""
+    """A prompt. arrival: seconds. keys: (n, k) uint8, of its full blocks. output: number of tokens to generate.
+
+    loaded: how many of its first blocks it brings along from a pool. asked: the time from which its wait counts; None:
+    from its arrival.
+    """
 
     keys: NDArray[np.uint8]
     tokens: int
     arrival: float
     output: int = 1
+    loaded: int = 0
+    asked: float | None = None
 
 
 class Speed(NamedTuple):
@@ -102,29 +109,76 @@ class Running:
 class SimulatedEngine:
     """Continuous batching, step by step, over a prefix cache of some blocks.
 
-    computed: computed tokens of prompts. waits: seconds from arrival to the first token, by the job's index.
+    computed: computed tokens of prompts. waits: seconds until the first token, by the job's number.
     """
 
     def __init__(self, jobs: Sequence[Job], blocks: int, block_tokens: int, policy: Policy, speed: Speed) -> None:
-        """jobs: sorted by arrival. Raises ValueError if a job does not fit."""
-        self._jobs, self._block_tokens, self._policy, self._speed = jobs, block_tokens, policy, speed
-        if any(job.tokens + job.output > blocks * block_tokens for job in jobs):
-            raise ValueError(f"a prompt and its output need more than the {blocks} blocks of the engine")
-        self._names = [[key.tobytes() for key in job.keys] for job in jobs]
-        self._pool, self._now, self._next = BlockPool(blocks), 0.0, 0
+        """jobs: ValueError if a job does not fit."""
+        self._blocks, self._block_tokens, self._policy, self._speed = blocks, block_tokens, policy, speed
+        self._jobs: list[Job] = []
+        self._names: list[list[bytes]] = []
+        self._pool, self._now = BlockPool(blocks), 0.0
+        self._coming: list[tuple[float, int]] = []  # arrivals and numbers of jobs, a heap
         self._waiting: list[int] = []
         self._running: dict[int, Running] = {}
-        self.computed, self.waits, self.preempted = 0, np.full(len(jobs), np.nan), 0
+        self.computed, self.preempted = 0, 0
+        self.waits: list[float] = []  # NaN before the first token
+        self.answering: list[int] = []  # jobs whose prompts were computed, in order
+        self.done: list[int] = []  # jobs that have ended, in order
+        for job in jobs:
+            self.add(job)
 
-    def run(self) -> None:
-        """Run steps until all jobs are done."""
-        while self._next < len(self._jobs) or self._waiting or self._running:
+    def add(self, job: Job) -> int:
+        """Send it a job. Returns the job's number. ValueError if the job does not fit."""
+        if job.tokens + job.output > self._blocks * self._block_tokens:
+            raise ValueError(f"a prompt and its output need more than the {self._blocks} blocks of the engine")
+        number = len(self._jobs)
+        self._jobs.append(job)
+        self._names.append([key.tobytes() for key in job.keys])
+        self.waits.append(np.nan)
+        heapq.heappush(self._coming, (job.arrival, number))
+        return number
+
+    def cached(self, names: list[bytes]) -> int:
+        """How many leading blocks of these names its own cache has."""
+        return self._pool.cached(names)
+
+    def tokens_to_compute(self) -> int:
+        """Of the prompts of all its jobs."""
+        waiting = [*self._waiting, *(number for _, number in self._coming)]
+        tokens = sum(
+            self._jobs[number].tokens - self.cached(self._names[number]) * self._block_tokens for number in waiting
+        )
+        return tokens + sum(max(0, running.job.tokens - running.computed) for running in self._running.values())
+
+    def blocks_in_use(self, names: list[bytes]) -> int:
+        """How many blocks its running jobs hold, together with a job that has blocks of these names."""
+        return self._blocks - self._pool.free + len(names) - self._pool.held(names)
+
+    def run(self, until: float = np.inf) -> None:
+        """Run steps until this time, or until all jobs are done."""
+        while self._coming or self._waiting or self._running:
             if not self._waiting and not self._running:
-                self._now = max(self._now, self._jobs[self._next].arrival)
-            while self._next < len(self._jobs) and self._jobs[self._next].arrival <= self._now:
-                self._waiting.append(self._next)
-                self._next += 1
+                self._now = max(self._now, self._coming[0][0])
+            if self._now >= until:
+                break
+            while self._coming and self._coming[0][0] <= self._now:
+                self._waiting.append(heapq.heappop(self._coming)[1])
+            if not self._waiting and self._generate(min(until, self._coming[0][0] if self._coming else np.inf)):
+                continue
             self._step()
+
+    def _generate(self, until: float) -> bool:
+        """Run all steps up to some time at once, where each running job generates: no policy could choose otherwise."""
+        jobs = self._running.values()
+        step = self._speed.step_s + self._speed.token_s * len(jobs)
+        left = min(running.job.tokens + running.job.output - running.tokens for running in jobs)
+        steps = min(left, int((until - self._now) / step) if until < np.inf else left)
+        needed = sum(-(-(running.computed + steps) // self._block_tokens) - running.blocks for running in jobs)
+        if steps < 2 or any(running.computed < running.job.tokens for running in jobs) or needed > self._pool.free:
+            return False
+        self._advance({place: steps for place in self._running}, steps)
+        return True
 
     def _step(self) -> None:
         waiting = {self._as_request(place): place for place in self._waiting}
@@ -137,25 +191,31 @@ class SimulatedEngine:
         new = {{**waiting, **running}[request]: tokens for request, tokens in scheduled}
         if not new:
             return self._preempt()
+        return self._advance(new)
+
+    def _advance(self, new: dict[int, int], steps: int = 1) -> None:
+        """Compute tokens, by job, in some steps."""
         for place, tokens in new.items():
             self._take_blocks(self._running[place], tokens)
-        self._now += self._speed.step_s + self._speed.token_s * sum(new.values())
+        self._now += self._speed.step_s * steps + self._speed.token_s * sum(new.values())
         for place, tokens in new.items():
             self._compute(place, tokens)
-        return None
 
     def _as_request(self, place: int) -> Request:
         job, names = self._jobs[place], self._names[place]
-        computed = self._pool.cached(names) * self._block_tokens
+        computed = max(self._pool.cached(names), job.loaded) * self._block_tokens
         return Request(job.keys, job.tokens, job.arrival, computed, self._pool.held(names))
 
     def _start(self, place: int) -> None:
         job, names = self._jobs[place], self._names[place]
         cached = self._pool.cached(names)
         self._pool.hold(names[:cached])
+        loaded = max(cached, job.loaded)
+        self._pool.take(loaded - cached)
+        self._pool.name(names[cached:loaded])
         self._waiting.remove(place)
-        computed = min(cached * self._block_tokens, job.tokens - 1)
-        self._running[place] = Running(job, names, job.tokens, computed, cached, cached)
+        computed = min(loaded * self._block_tokens, job.tokens - 1)
+        self._running[place] = Running(job, names, job.tokens, computed, loaded, loaded)
 
     def _take_blocks(self, running: Running, tokens: int) -> None:
         blocks = -(-(running.computed + tokens) // self._block_tokens)
@@ -173,10 +233,12 @@ class SimulatedEngine:
         if running.computed < running.tokens:
             return
         if np.isnan(self.waits[place]):
-            self.waits[place] = self._now - running.job.arrival
-        running.tokens += 1
+            self.waits[place] = self._now - (running.job.arrival if running.job.asked is None else running.job.asked)
+            self.answering.append(place)
+        running.tokens = running.computed + 1
         if running.tokens - running.job.tokens >= running.job.output:
             self._stop(place)
+            self.done.append(place)
 
     def _stop(self, place: int) -> None:
         running = self._running.pop(place)

@@ -13,6 +13,7 @@ from raykv.cluster.internal_kv import Kept
 from raykv.config import HEARTBEAT_S
 from raykv.errors import RayKVError
 from raykv.line.directory_line import ERRORS, DirectoryLine
+from raykv.protocol.clients import Located
 from raykv.system import sha256
 
 log = logging.getLogger("raykv")
@@ -51,20 +52,19 @@ class PrefixLookup:
         if self._search is None or self._search.done():
             self._search = asyncio.get_running_loop().create_task(self._look())
 
-    async def locate_prefix(self, keys: NDArray[np.uint8]) -> dict[str, int]:
-        """How many blocks of the longest ready prefix of `keys` each node has, by Ray node id.
+    async def locate_prefix(self, keys: NDArray[np.uint8]) -> Located | None:
+        """Which nodes have the longest ready prefix of `keys`, by Ray node id.
 
-        keys: (n, 16) uint8, at most KEYS_PER_CALL. Returns {} where the directory does not answer in time.
+        keys: (n, 16) uint8, at most KEYS_PER_CALL. Returns None if the directory does not answer in time.
         """
         if self._answers:
             try:
-                found: dict[str, int] = await self._line.acall("locate_prefix", keys.tobytes(), seconds=self._deadline)
-                return found
+                return Located(*await self._line.acall("locate_prefix", keys.tobytes(), seconds=self._deadline))
             except ERRORS as error:
                 log.info("pool %s: the directory did not answer a router: %r", self._pool, error)
                 self._answers, self.announced = False, None
         self.look()
-        return {}
+        return None
 
     async def _look(self) -> None:
         while True:

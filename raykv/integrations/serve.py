@@ -1,4 +1,4 @@
-"""Ray Serve on a pool: a request goes to the replica whose node holds its prompt's blocks.
+"""Ray Serve on a pool: a request goes to the replica that gives its first token soonest.
 
 @serve.deployment(
     num_replicas=2,
@@ -19,9 +19,10 @@ handle.remote(token_ids=[...])
 from __future__ import annotations
 
 import logging
+import time
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,17 +31,17 @@ from raykv.system.extras import to_install
 
 try:
     from ray.serve._private.request_router import PowerOfTwoChoicesRequestRouter
-    from ray.serve.request_router import PendingRequest, RunningReplica
+    from ray.serve.request_router import PendingRequest, ReplicaID, RunningReplica
 except ImportError as error:
     raise ImportError(f"this needs Ray Serve: {to_install('serve')}") from error
 
 from raykv import keys
 from raykv.client.cache import KVCache
 from raykv.integrations import prefix_lookup
+from raykv.scheduling.routes import Found, Prompt, Replica, Routes
 
 log = logging.getLogger("raykv")
 
-WORTH = 4  # how many more requests may wait at a replica with the whole prompt before others come first
 ASKED = 64  # the directory is asked about at most so many blocks of a prompt, evenly spaced
 NO_KEYS = np.zeros((0, 16), np.uint8)
 
@@ -53,20 +54,34 @@ def announce(cache: KVCache, model: str) -> None:
     prefix_lookup.announce(cache.session.name, model, root=cache.root.hex(), block_tokens=cache.block_tokens)
 
 
+class Asked(NamedTuple):
+    """A request's prompt, and what the pool has of it. found: None if the pool was not asked or did not answer."""
+
+    prompt: Prompt
+    found: Found | None
+
+
 class PrefixRouter(PowerOfTwoChoicesRequestRouter):  # type: ignore[misc]
-    """Prefers replicas on nodes that hold much of a prompt to replicas with shorter queues, within limits.
+    """Sends a request to the replica that has the least to compute until the request's first token.
 
-    The whole prompt on a node makes up for a queue that is longer by WORTH requests, half of the prompt for half as
-    many. Where no node holds enough to matter, or the pool does not answer in time, Serve chooses as always: the better
-    of two random replicas.
+    That is the part of the prompt that the pool does not have, and all that waits at the replica. A token that the
+    replica reads from the pool costs a part of a computed token, and a token in the replica's own cache costs nothing:
+    so a session stays at its replica, until another replica is sooner. Where nothing is known of a request, Serve
+    chooses as always: the better of two random replicas.
 
-    request_router_kwargs: `model`, as announced, and `pool`. The request's keyword argument `token_ids` is the prompt.
-    Its `lora` and `salt` are those of KVCache.keys. Override `keys` for requests of another form.
+    request_router_kwargs: `model`, as announced, `pool`, `load` and `pull`. The request's keyword argument `token_ids`
+    is the prompt. Its `lora` and `salt` are those of KVCache.keys. Override `keys` for requests of another form. The
+    name of its session is the header x-session-id, the handle's option `session_id`, or the keyword argument `session`.
     """
 
-    def initialize_state(self, model: str, pool: str = "default") -> None:
-        """Called by Serve with request_router_kwargs. model: its announced name. pool: its name."""
+    def initialize_state(self, model: str, pool: str = "default", load: float = 0.05, pull: float = 0.2) -> None:
+        """Called by Serve with request_router_kwargs. model: its announced name. pool: its name.
+
+        load, pull: the cost of a token that is read from the pool, in computed tokens: of one that is on the replica's
+        node, and of one on another node.
+        """
         self.lookup = prefix_lookup.PrefixLookup(pool, model)
+        self.routes = Routes(load, pull)
         self._warned = False
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
@@ -88,6 +103,10 @@ class PrefixRouter(PowerOfTwoChoicesRequestRouter):  # type: ignore[misc]
         fields = {name: request.kwargs.get(name) for name in ("lora", "salt")}
         return keys.chain(bytes.fromhex(announced["root"]), token_ids, announced["block_tokens"], **fields)
 
+    def session(self, request: PendingRequest) -> str:
+        """The name of a request's session; "" if it has none."""
+        return str(request.metadata.session_id or request.kwargs.get("session") or "")
+
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
@@ -97,32 +116,54 @@ class PrefixRouter(PowerOfTwoChoicesRequestRouter):  # type: ignore[misc]
             return by_chance
         adapter = pending_request.metadata.multiplexed_model_id  # to load it would take longer than to compute a prefix
         able = [replica for replica in candidate_replicas if not adapter or adapter in replica.multiplexed_model_ids]
-        if len({replica.node_id for replica in able}) < 2:
+        if len(able) < 2:
             return by_chance
-        shares = await self._shares(pending_request)
-        queues = [self.replica_queue_len_cache.get(replica.replica_id) or 0 for replica in able]  # no recent news: idle
-        return ranked(able, shares, queues) or by_chance
+        pending_request.raykv_asked = asked = await self._ask(pending_request, {replica.node_id for replica in able})
+        if not asked.prompt.keys and not asked.prompt.session:
+            return by_chance
+        known = [self._known(replica) for replica in able]
+        return ranked(able, self.routes.costs(asked.prompt, asked.found, known, time.monotonic()))
 
-    async def _shares(self, request: PendingRequest) -> dict[str, float]:
-        """By node id, the share of the prompt that is there, from 0 to 1."""
-        announced = self.announced(request)
-        if announced is None:
-            return {}
+    def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
+        asked = getattr(pending_request, "raykv_asked", Asked(Prompt(0), None))
+        if replica := self.curr_replicas.get(replica_id):
+            request = pending_request.metadata.internal_request_id
+            self.routes.send(request, asked.prompt, asked.found, self._known(replica), time.monotonic())
+
+    def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
+        self.routes.complete(internal_request_id, replica_id)
+
+    def _known(self, replica: RunningReplica) -> Replica:
+        requests = self.replica_queue_len_cache.get(replica.replica_id) or 0  # no recent news: idle
+        return Replica(replica.replica_id, replica.node_id, requests)
+
+    async def _ask(self, request: PendingRequest, nodes: set[str]) -> Asked:
+        """What is known of a request's prompt. nodes: of the replicas that may serve it."""
+        announced, keys = self.announced(request), NO_KEYS
         try:
-            prompt = await self.keys(request, announced)
+            if announced is not None:
+                keys = await self.keys(request, announced)
         except ValueError:  # the replica will say what is wrong with the prompt
-            return {}
+            pass
         except Exception as error:  # if a router raised, the request would wait for good
             if not self._warned:
                 self._warned = True
                 log.warning("requests are routed without a look at the pool, since a request's keys failed: %r", error)
-            return {}
-        if not len(prompt):
-            return {}
-        every = -(-len(prompt) // ASKED)
-        asked = np.ascontiguousarray(prompt[every - 1 :: every])  # parents outlive children: blocks between are there
-        blocks = await self.lookup.locate_prefix(asked)
-        return {node: count / len(asked) for node, count in blocks.items()}
+        size = announced["block_tokens"] if announced else 0
+        prompt = Prompt(len(keys) * size, [key.tobytes() for key in keys], self.session(request))
+        return Asked(prompt, await self._find(keys, size) if len(nodes) > 1 else None)
+
+    async def _find(self, keys: NDArray[np.uint8], block_tokens: int) -> Found | None:
+        """What the pool has of a prompt. None if it does not answer."""
+        if not len(keys):
+            return None
+        every = -(-len(keys) // ASKED)
+        asked = np.ascontiguousarray(keys[every - 1 :: every])  # parents outlive children: blocks between are there
+        located = await self.lookup.locate_prefix(asked)
+        if located is None:
+            return None
+        tokens = every * block_tokens
+        return Found(located.blocks * tokens, {node: count * tokens for node, count in located.nodes.items()})
 
     def _get_pending_request_matching_metadata(self, request_metadata: Any = None) -> PendingRequest | None:
         """The request that a replica was chosen for. Serve would give the replica to the request that waits longest."""
@@ -130,17 +171,9 @@ class PrefixRouter(PowerOfTwoChoicesRequestRouter):  # type: ignore[misc]
         return next((r for r in waiting if r.metadata is request_metadata and not r.future.done()), None)
 
 
-def ranked(
-    replicas: Sequence[RunningReplica], shares: dict[str, float], queues: Sequence[int]
-) -> list[list[RunningReplica]]:
-    """Replicas in groups, best first; [] if no node has enough of the prompt to matter.
-
-    shares: by node id, the share of the prompt that is there. queues: length of each replica's queue.
-    """
-    gains = [int(WORTH * shares.get(replica.node_id, 0.0)) for replica in replicas]
-    if not any(gains):
-        return []
+def ranked(replicas: Sequence[RunningReplica], costs: Sequence[float]) -> list[list[RunningReplica]]:
+    """Replicas in groups of equal costs, best first."""
     groups = defaultdict(list)
-    for replica, gain, queue in zip(replicas, gains, queues, strict=True):
-        groups[gain - queue].append(replica)
-    return [groups[score] for score in sorted(groups, reverse=True)]
+    for replica, cost in zip(replicas, costs, strict=True):
+        groups[round(cost)].append(replica)
+    return [groups[cost] for cost in sorted(groups)]

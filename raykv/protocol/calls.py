@@ -2,14 +2,14 @@
 
 from typing import Any, NamedTuple
 
-from raykv.protocol.clients import Counted, Matched, MatchedPart, MatchedParts, Reserved, Stored, Window
+from raykv.protocol.clients import Counted, Located, Matched, MatchedPart, MatchedParts, Reserved, Stored, Window
 from raykv.protocol.requests import Followed
 from raykv.protocol.stores import Joined, SoleCopies
 from raykv.protocol.tiers import Demotions, GpuDemotions, TierReply
 
 # The version of all messages, headers and superblocks: raise it when any of them changes. A process needs its pool's
 # version to join: `raykv.cluster.internal_kv.settings` checks it.
-VERSION = 20
+VERSION = 21
 
 CLIENT, STORE = b"client", b"store"  # who may make a call
 ADMINISTRATOR = b"administrator"  # through Ray only
@@ -46,7 +46,7 @@ CALLS = {
     "done": Asked(CLIENT, Counted, few=True),
     "forget": Asked(CLIENT, Counted, few=True),
     "preempted": Asked(CLIENT, Counted, few=True),
-    "locate_prefix": Asked(CLIENT),
+    "locate_prefix": Asked(CLIENT, Located),
     "stored": Asked(CLIENT, Stored),
     "client_heartbeat": Asked(CLIENT, Counted, frequent=True),
     "disconnect": Asked(CLIENT),

@@ -146,6 +146,16 @@ class Counted(NamedTuple):
     done: int = 0  # number of keys or blocks that were changed
 
 
+class Located(NamedTuple):
+    """The answer to `locate_prefix`: which nodes have a prefix in memory or on their GPUs.
+
+    The call touches, leases and counts nothing.
+    """
+
+    blocks: int  # of the longest ready prefix, in external tiers too
+    nodes: dict[str, int]  # how many of these blocks each node has, by name. Leaves out nodes without any
+
+
 class Stored(NamedTuple):
     """The answer to `stored`: which keys are in memory or in an external tier.
 

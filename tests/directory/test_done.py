@@ -103,8 +103,10 @@ def test_copies_on_other_nodes_are_taken_first_too(again: bool) -> None:
     pool.replicate("b", KEYS[2:3])
     assert pool.count("replica", "b") == 2
     assert left(pool, KEYS[:2]) == KEYS[:2]
-    assert pool.directory.locate_prefix(KEYS[0]) == {"a": 1}, "the room for copies was that of the block done with"
-    assert pool.directory.locate_prefix(KEYS[1]) == {"a": 1, "b": 1}
+    assert pool.directory.locate_prefix(KEYS[0]).nodes == {"a": 1}, (
+        "the room for copies was that of the block done with"
+    )
+    assert pool.directory.locate_prefix(KEYS[1]).nodes == {"a": 1, "b": 1}
 
 
 def test_an_external_tier_does_not_want_what_is_done_with() -> None:

@@ -312,7 +312,7 @@ def test_a_block_counts_once_where_it_is_on_a_gpu_and_in_its_nodes_memory() -> N
     pool = with_demoted_blocks("a", GPU, "b")
     pool.store("b", KEYS[7:8])
     pool.read(GPU, KEYS[:7])
-    assert pool.directory.locate_prefix(b"".join(KEYS[:8])) == {"a": 7, "b": 1}
+    assert pool.directory.locate_prefix(b"".join(KEYS[:8])) == (8, {"a": 7, "b": 1})
 
 
 def test_hits_are_counted_by_where_the_blocks_are() -> None:

@@ -11,13 +11,13 @@ def test_locate_prefix_counts_every_copy_of_the_ready_prefix() -> None:
     pool.store("a", KEYS[6:7])  # after a gap
     hold, got = pool.reserve("a", KEYS[5:6])  # KEYS[5] is being written
     before = pool.directory.stats(pool.now)
-    assert pool.directory.locate_prefix(b"".join(KEYS[:7])) == {"a": 3, "b": 4}
-    assert pool.directory.locate_prefix(b"".join(KEYS[100:])) == pool.directory.locate_prefix(b"") == {}
+    assert pool.directory.locate_prefix(b"".join(KEYS[:7])) == (5, {"a": 3, "b": 4})
+    assert pool.directory.locate_prefix(b"".join(KEYS[100:])) == pool.directory.locate_prefix(b"") == (0, {})
     assert pool.directory.stats(pool.now) == before
     pool.commit("a", hold, got, KEYS[5:6])
-    assert pool.directory.locate_prefix(b"".join(KEYS[:7])) == {"a": 5, "b": 4}
+    assert pool.directory.locate_prefix(b"".join(KEYS[:7])) == (7, {"a": 5, "b": 4})
     pool.tick(4, alive="b")  # a is suspect: its rows are not offered
-    assert pool.directory.locate_prefix(b"".join(KEYS[:7])) == {"b": 2}
+    assert pool.directory.locate_prefix(b"".join(KEYS[:7])) == (2, {"b": 2})
 
 
 def test_locate_prefix_does_not_touch_blocks() -> None:

@@ -90,7 +90,7 @@ def test_a_tier_that_a_node_does_not_reach_is_not_offered() -> None:
     only_in_tier(pool, KEYS[:1])
     pool.store("a", KEYS[100:101])
     heartbeat(pool, reached=False)
-    assert pool.read("a", KEYS[:1]) == 0 and pool.directory.locate_prefix(KEYS[0]) == {}
+    assert pool.read("a", KEYS[:1]) == 0 and pool.directory.locate_prefix(KEYS[0]) == (0, {})
     assert not pool.demote("a", whole=True).keys and tier(pool)["state"] == "down"
     heartbeat(pool)
     assert pool.read("a", KEYS[:1]) == 1 and tier(pool)["state"] == "up"

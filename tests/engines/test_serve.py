@@ -27,7 +27,8 @@ import raykv
 from examples import serve_transformers
 from raykv import keys
 from raykv.integrations.prefix_lookup import PrefixLookup
-from raykv.integrations.serve import WORTH, PrefixRouter, announce, ranked
+from raykv.integrations.serve import PrefixRouter, announce, ranked
+from raykv.protocol.clients import Located
 
 BLOCK_TOKENS = 4
 ROOT = keys.root(b"secret", model="m")
@@ -54,22 +55,8 @@ def replica(node: str, number: int = 0) -> Any:
 A, B, C = replica("a"), replica("b"), replica("c")
 
 
-@pytest.mark.parametrize(
-    ("shares", "queues", "groups"),
-    [
-        ({}, (0, 0, 0), []),
-        ({"a": 0.9 / WORTH}, (9, 0, 0), []),  # a first block that all prompts share decides nothing
-        ({"b": 1.0}, (0, 0, 0), [[B], [A, C]]),
-        ({"b": 1.0}, (0, WORTH - 1, 0), [[B], [A, C]]),
-        ({"b": 1.0}, (0, WORTH, 0), [[A, B, C]]),  # Serve takes the replica with the shortest queue
-        ({"b": 1.0}, (0, WORTH + 1, 1), [[A], [B, C]]),
-        ({"a": 0.5, "b": 1.0}, (0, 0, 0), [[B], [A], [C]]),
-        ({"a": 1.0, "b": 1.0, "c": 1.0}, (2, 1, 2), [[B], [A, C]]),
-        ({"gone": 1.0}, (0, 0, 0), []),
-    ],
-)
-def test_a_prefix_is_weighed_against_queues(shares: dict[str, float], queues: tuple[int, ...], groups: Any) -> None:
-    assert ranked([A, B, C], shares, queues) == groups
+def test_replicas_of_equal_costs_are_one_group() -> None:
+    assert ranked([A, B, C], [7.0, 3.0, 7.1]) == [[B], [A, C]]
 
 
 # ---------------------------------------------------------------------- a router by itself
@@ -80,13 +67,13 @@ class FakeLookup:
 
     def __init__(self) -> None:
         self.announced: dict[str, Any] | None = {"root": ROOT.hex(), "block_tokens": BLOCK_TOKENS}
-        self.answers: dict[bytes, asyncio.Future[dict[str, int]]] = {}
+        self.answers: dict[bytes, asyncio.Future[Located | None]] = {}
 
     def look(self) -> None:
         pass
 
-    async def locate_prefix(self, asked: NDArray[np.uint8]) -> dict[str, int]:
-        answer: asyncio.Future[dict[str, int]] = asyncio.get_running_loop().create_future()
+    async def locate_prefix(self, asked: NDArray[np.uint8]) -> Located | None:
+        answer: asyncio.Future[Located | None] = asyncio.get_running_loop().create_future()
         self.answers[asked.tobytes()] = answer
         return await answer
 
@@ -119,9 +106,9 @@ def test_a_request_gets_the_replica_that_was_chosen_for_it() -> None:
         )
         while len(lookup.answers) < 2:
             await asyncio.sleep(0)
-        lookup.answers[keys_of(prompts[1])].set_result({"b": 2})
+        lookup.answers[keys_of(prompts[1])].set_result(Located(2, {"b": 2}))
         assert await second is B and not first.done(), "answered first, though it came second"
-        lookup.answers[keys_of(prompts[0])].set_result({"a": 2})
+        lookup.answers[keys_of(prompts[0])].set_result(Located(2, {"a": 2}))
         assert await first is A
 
     asyncio.run(run())
@@ -167,7 +154,7 @@ def test_a_request_that_found_no_room_is_not_asked_for_again() -> None:
         choice = asyncio.create_task(prefix_router._choose_replica_for_request(refused))
         while not lookup.answers:
             await asyncio.sleep(0)
-        lookup.answers.popitem()[1].set_result({"a": 2})
+        lookup.answers.popitem()[1].set_result(Located(2, {"a": 2}))
         assert await choice is A
         assert await prefix_router._choose_replica_for_request(refused, is_retry=True) in (A, B)
         assert not lookup.answers
@@ -186,13 +173,38 @@ def test_an_adapters_request_follows_its_prefix_among_replicas_that_have_loaded_
         choice = asyncio.create_task(prefix_router.choose_replicas(list(replicas), asked))
         await asyncio.sleep(0)
         for answer in lookup.answers.values():
-            answer.set_result(shares)
+            answer.set_result(Located(2, shares))
         return (await choice)[0]
 
     async def run() -> None:
         for node, loaded in (("a", loaded_a), ("b", loaded_b)):
             assert await chosen((A, B, C, loaded_a, loaded_b), {node: 2}) == [loaded]
             assert await chosen((A, B, C, loaded_a), {node: 2}) == [loaded_a], "Serve's own choice"
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("named", ["by the handle", "by the caller", "by no one"])
+def test_a_session_stays_at_its_replica_unless_others_wait_there(named: str) -> None:
+    there = [replica("a", number) for number in range(3)]
+
+    def turn(count: int) -> PendingRequest:
+        asked = request(token_ids=[*range(8 * count)], **({"session": "s"} if named == "by the caller" else {}))
+        asked.metadata.session_id = "s" if named == "by the handle" else ""
+        return asked
+
+    async def run() -> None:
+        prefix_router, lookup = router(*there)
+        stayed = await prefix_router._choose_replica_for_request(first := turn(1))
+        for count in range(2, 12):
+            prefix_router.on_request_routed(first, stayed.replica_id, None)
+            prefix_router.on_request_completed(stayed.replica_id, first.metadata.internal_request_id)
+            first = turn(count)
+            assert await prefix_router._choose_replica_for_request(first) is stayed
+        for _ in range(2):
+            prefix_router.on_request_routed(request(token_ids=[1] * 800), stayed.replica_id, None)
+        assert await prefix_router._choose_replica_for_request(turn(12)) is not stayed
+        assert not lookup.answers, "all replicas are on one node"
 
     asyncio.run(run())
 
@@ -221,22 +233,22 @@ def test_a_lookup_finds_blocks_and_nothing_while_the_directory_is_silent(
     prompt = cache.keys(tokens(0, 6))
     store(cache, prompt[:4])
 
-    async def until(lookup: PrefixLookup, answer: dict[str, int]) -> None:
+    async def until(lookup: PrefixLookup, answer: Located | None) -> None:
         while await lookup.locate_prefix(prompt) != answer:
             await asyncio.sleep(0.05)
 
     async def run() -> None:
         lookup = PrefixLookup(pool.name, "a model")
-        assert await lookup.locate_prefix(prompt) == {} and lookup.announced is None
+        assert await lookup.locate_prefix(prompt) is None and lookup.announced is None
         announce(cache, "a model")
-        await until(lookup, {pool.node_id: 4})
+        await until(lookup, Located(4, {pool.node_id: 4}))
         assert lookup.announced == {"root": cache.root.hex(), "block_tokens": 16}
         with stopped(pid(part(pool, "directory"))):
-            assert await lookup.locate_prefix(prompt) == {}
-        await until(lookup, {pool.node_id: 4})
+            assert await lookup.locate_prefix(prompt) is None
+        await until(lookup, Located(4, {pool.node_id: 4}))
         os.kill(pid(part(pool, "directory")), signal.SIGKILL)
-        await until(lookup, {})
-        await until(lookup, {pool.node_id: 4})
+        await until(lookup, None)
+        await until(lookup, Located(4, {pool.node_id: 4}))
 
     asyncio.run(asyncio.wait_for(run(), 120))
 
@@ -256,8 +268,8 @@ class App(NamedTuple):
     url: str
     gate: Any
 
-    def ask(self, prompt: str, max_tokens: int = 4) -> Answer:
-        found, *rest = serve_transformers.ask(prompt, max_tokens, self.url)
+    def ask(self, prompt: str, max_tokens: int = 4, session: str = "") -> Answer:
+        found, *rest = serve_transformers.ask(prompt, max_tokens, self.url, session)
         return Answer(found["node"], found["pool_tokens"], found["from"], [line["token"] for line in rest])
 
 
@@ -293,12 +305,17 @@ def test_requests_follow_their_prefix(app: App) -> None:
 def test_a_hot_prefix_uses_both_nodes_and_the_pool_between_them(app: App) -> None:
     first = app.ask(text(10))
     ray.get(app.gate.close.remote(enough=2))  # or a slow machine answers before enough requests wait at once
-    with ThreadPoolExecutor(4 * WORTH) as threads:
-        answers = list(threads.map(app.ask, [text(10)] * (8 * WORTH)))
+    with ThreadPoolExecutor(16) as threads:
+        answers = list(threads.map(app.ask, [text(10)] * 32))
     assert {answer.node for answer in answers} == {app.pool.node_id, other_node(app.pool)}
     away = [answer for answer in answers if answer.node != first.node and answer.pool_tokens]
     assert any(answer.sources == [first.node] for answer in away), "read from the other node"
     assert {tuple(answer.tokens) for answer in answers} == {tuple(first.tokens)}
+
+
+def test_a_session_stays_at_its_replica_though_the_pool_has_none_of_it(app: App) -> None:
+    """Its prompts are shorter than a block."""
+    assert len({app.ask(f"turn {turn}", session="s").node for turn in range(8)}) == 1
 
 
 @pytest.mark.parametrize(

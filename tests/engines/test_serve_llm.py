@@ -32,6 +32,7 @@ from examples import serve_vllm
 from raykv.integrations.prefix_lookup import PrefixLookup
 from raykv.integrations.vllm import kv_transfer_config
 from raykv.integrations.vllm.router import prompt_keys
+from raykv.protocol.clients import Located
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.slow]
 WIDE, SCALED = "wide", "scaled"
@@ -147,14 +148,14 @@ def test_a_router_finds_the_prompt_of_an_adapter(app: App) -> None:
     request = CompletionRequest(model="any", prompt=serve_vllm.words(4, LONG))
     (replica,) = replicas(SCALED)
 
-    async def found(adapter: str) -> dict[str, int]:
+    async def found(adapter: str) -> Located | None:
         lookup = PrefixLookup(app.pool.name, SCALED)
         while (announced := lookup.announced_of(adapter)) is None:
             await asyncio.sleep(0.05)
         return await lookup.locate_prefix(prompt_keys(request, announced))
 
     for adapter in app.adapters:
-        eventually(lambda adapter=adapter: asyncio.run(found(adapter)) == {replica.node: CHUNKS})  # type: ignore[misc]
+        eventually(lambda adapter=adapter: asyncio.run(found(adapter)) == (CHUNKS, {replica.node: CHUNKS}))  # type: ignore[misc]
 
 
 def test_autoscaling_loses_nothing_that_the_pool_has(app: App) -> None:

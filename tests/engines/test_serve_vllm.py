@@ -5,6 +5,7 @@ tests/documented checks over HTTP that requests go where their blocks are.
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,10 @@ from helpers.project import pages
 pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'raykv[vllm]'")
 
 from ray._common.utils import import_attr
+from ray.serve._private.common import RequestMetadata
 from ray.serve.config import RequestRouterConfig
 from ray.serve.llm import LLMServingArgs, build_openai_app
+from ray.serve.request_router import PendingRequest
 from ray.serve.schema import ServeDeploySchema
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
@@ -28,6 +31,7 @@ from vllm.v1.request import Request
 
 from examples import serve_vllm
 from raykv import keys
+from raykv.integrations.vllm.chunks.hints import SESSION
 from raykv.integrations.vllm.router import VLLMPrefixRouter, block_hashes, prompt_keys, routed_config
 from raykv.integrations.vllm.worker.loads import digest_of, files_of
 
@@ -74,6 +78,23 @@ def test_serve_takes_the_configuration_of_deploy() -> None:
     router = RequestRouterConfig(**config.deployment_config["request_router_config"])
     assert router.get_request_router_class() is VLLMPrefixRouter
     assert router.request_router_kwargs == {"pool": "default", "model": config.model_id}
+
+
+@pytest.mark.parametrize(
+    ("header", "params", "session"),
+    [("", None, ""), ("", {"other": 1}, ""), ("a", None, "a"), ("", {SESSION: "b"}, "b"), ("a", {SESSION: "b"}, "a")],
+)
+def test_a_router_knows_a_session_by_the_header_or_by_its_hint(
+    header: str, params: dict[str, Any] | None, session: str
+) -> None:
+    """Ray's ingress reads the header x-session-id, and hands it on."""
+
+    async def known() -> str:
+        body = CompletionRequest(model="m", prompt="p", kv_transfer_params=params)
+        asked = PendingRequest([body], {}, RequestMetadata("", "", session_id=header))
+        return VLLMPrefixRouter.__new__(VLLMPrefixRouter).session(asked)
+
+    assert asyncio.run(known()) == session
 
 
 @pytest.mark.parametrize("algorithm", ["sha256", "sha256_cbor"])

@@ -39,6 +39,7 @@ from raykv.cluster import internal_kv
 from raykv.cluster.internal_kv import Kept
 from raykv.integrations.prefix_lookup import PrefixLookup, announce
 from raykv.line import directory_line
+from raykv.protocol.clients import Located
 from raykv.protocol.location import Address
 
 FLOOD = 12_000  # connections
@@ -98,14 +99,14 @@ def test_a_router_is_told_where_a_prompt_is(pool: raykv.KVPool) -> None:
     keep(cache, keys)
     announce(pool.name, "m", root="00")
 
-    async def ask() -> dict[str, int]:
+    async def ask() -> Located:
         lookup = PrefixLookup(pool.name, "m")
         while not (found := await lookup.locate_prefix(np.asarray(keys))):
             await asyncio.sleep(0.01)
         return found
 
     found = asyncio.run(asyncio.wait_for(ask(), 60.0))
-    assert found == {pool.node_id: 10}
+    assert found == (10, {pool.node_id: 10})
 
 
 def test_a_match_that_is_interrupted_leaves_nothing_leased(pool: raykv.KVPool, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -69,7 +69,7 @@ class Pool:
             asked.append(self.ask(node, request.ids))
             start = own.setdefault(request.session, asked[-1][0])
             if waits and waits[number] >= LONG_WAIT_S:
-                keys, again = _keys(request.ids[start:]), waits[number] < math.inf
+                keys, again = keys_of(request.ids[start:]), waits[number] < math.inf
                 self.directory.done(self._call(), keys.tobytes(), 0.0, again)
         read, crossed = (sum(blocks) for blocks in zip(*asked, strict=True))
         hits = served(trace, [blocks for blocks, _ in asked])
@@ -87,9 +87,9 @@ class Pool:
 
         Returns the number of blocks that were read, and how many of them came from other nodes.
         """
-        keys = _keys(ids)
-        read, crossed = self._read(node, keys)
-        self._store(node, keys, read)
+        keys = keys_of(ids)
+        read, crossed = self.read(node, keys)
+        self.store(node, keys, read)
         self._demote()
         if next(self.asked) % PLAN_EVERY == 0:
             plan = self.directory.next_plan()
@@ -97,7 +97,7 @@ class Pool:
                 self.directory.follow(name, plan, 0.0)
         return read, crossed
 
-    def _read(self, node: int, keys: KeyArray) -> tuple[int, int]:
+    def read(self, node: int, keys: KeyArray) -> tuple[int, int]:
         """Match and read. Remote blocks come through staging, a window at a time. Returns the same as `ask`."""
         lease = next(self.calls)
         held = np.uint64(lease).tobytes()
@@ -126,7 +126,7 @@ class Pool:
         self.directory.client_heartbeat(self._call(pulled=pulled), 0.0)  # it does not list the lease, so the lease ends
         return read, int(np.count_nonzero(remote[:read]))
 
-    def _store(self, node: int, keys: KeyArray, start: int) -> None:
+    def store(self, node: int, keys: KeyArray, start: int) -> None:
         """Store the blocks that were not read: in several calls, since staging limits stores on other nodes."""
         index = self.directory.nodes[str(node)].index
         while start < len(keys):
@@ -157,7 +157,7 @@ class Pool:
         return Call(CLIENT, next(self.calls), held, pulled)
 
 
-def _keys(ids: list[int]) -> KeyArray:
+def keys_of(ids: list[int]) -> KeyArray:
     keys = np.empty((len(ids), 2), np.uint64)
     keys[:, 0] = ids
     keys[:, 1] = keys[:, 0] * np.uint64(0x9E3779B97F4A7C15)

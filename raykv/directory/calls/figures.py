@@ -73,7 +73,7 @@ def largest_prefixes(state: State, n: int, now: float) -> list[dict[str, Any]]:
             "bytes": prefix.blocks * prefix.block_bytes,
             "hits": prefix.hits,
             "idle_s": now - prefix.last,
-            "nodes": list(locate_prefix(state, prefix.key)),
+            "nodes": list(locate_prefix(state, prefix.key).nodes),
         }
         for prefix in state.prefixes.largest(n)
     ]

@@ -17,6 +17,7 @@ from raykv.directory.state.state import State
 from raykv.protocol.clients import (
     Call,
     Intent,
+    Located,
     Matched,
     MatchedPart,
     MatchedParts,
@@ -296,19 +297,16 @@ def _provide_staging(state: State, hold: Hold, staged: RowArray, stride: int, no
         eviction.restore_window(state.c, hold.size_class, lack)
 
 
-def locate_prefix(state: State, keys: bytes) -> dict[str, int]:
-    """How many blocks of the longest ready prefix of `keys` each node has in its memory and GPUs, by name.
-
-    Leaves out nodes without any. A router chooses a reader by it. The call touches, leases and counts nothing.
-    """
+def locate_prefix(state: State, keys: bytes) -> Located:
+    """Which nodes have the longest ready prefix of `keys`. A router chooses a reader by it."""
     hosts = np.zeros(len(state.c.grid), np.int64)
     numbers: dict[str, int] = {}
     for node in state.nodes.values():
         if node.slabs:
             hosts[node.index & NODE_MASK] = numbers.setdefault(node.host, len(numbers))
     counts, last = np.zeros((2, len(numbers)), np.int64)
-    lookup.locate_prefix(state.c, state.find(keys), hosts, counts, last)
-    return {name: int(counts[number]) for name, number in numbers.items() if counts[number]}
+    blocks = lookup.locate_prefix(state.c, state.find(keys), hosts, counts, last)
+    return Located(blocks, {name: int(counts[number]) for name, number in numbers.items() if counts[number]})
 
 
 def stored(state: State, keys: bytes) -> Stored:

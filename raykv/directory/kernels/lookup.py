@@ -82,7 +82,9 @@ def _is_written(c, first):
 
 @kernel(C, ROWS, ROWS, ROWS, ROWS)
 def locate_prefix(c, firsts, hosts, counts, last):
-    """counts[h], out: how many blocks of the longest ready prefix host h has, in memory or on a GPU. Touches nothing.
+    """The number of blocks of the longest ready prefix. Touches nothing.
+
+    counts[h], out: how many of these blocks host h has, in memory or on a GPU.
 
     hosts[node & NODE_MASK]: the host of a node. last, in and out: zeros at first, then for each host the number (from
     1) of its last counted block.
@@ -99,4 +101,5 @@ def locate_prefix(c, firsts, hosts, counts, last):
                 ready = True
             row = np.int64(c.rows[row].same)
         if not ready:
-            break
+            return i
+    return len(firsts)

@@ -26,6 +26,7 @@ from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys, hash_blo
 
 from raykv import keys
 from raykv.integrations.serve import NO_KEYS, PrefixRouter
+from raykv.integrations.vllm.chunks.hints import SESSION
 from raykv.integrations.vllm.connector import kv_transfer_config
 from raykv.integrations.vllm.serve_llm import register
 
@@ -45,12 +46,17 @@ class VLLMPrefixRouter(PrefixRouter):
 
     It tokenizes prompts like the engine, with the model's tokenizer and chat template. For requests with images or
     several prompts Ray Serve chooses. Requests for a LoRA adapter go to replicas that have loaded it.
-    request_router_kwargs: `model` is LLMConfig's model_id, and `pool`.
+    request_router_kwargs: `model` is LLMConfig's model_id, `pool`, `load` and `pull`. The name of a request's session
+    is the header x-session-id, or `raykv_session` in its kv_transfer_params.
     """
 
     def announced(self, request: PendingRequest) -> dict[str, Any] | None:
         adapter = request.metadata.multiplexed_model_id
         return self.lookup.announced_of(adapter) if adapter else super().announced(request)
+
+    def session(self, request: PendingRequest) -> str:
+        params = getattr(request.args[0], "kv_transfer_params", None) if request.args else None
+        return super().session(request) or str((params or {}).get(SESSION, ""))
 
     async def keys(self, request: PendingRequest, announced: dict[str, Any]) -> NDArray[np.uint8]:
         body = request.args[0] if request.args else None

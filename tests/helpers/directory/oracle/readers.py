@@ -20,6 +20,7 @@ from helpers.directory.oracle.slots import (
 from raykv.protocol.clients import (
     Call,
     Intent,
+    Located,
     Matched,
     MatchedPart,
     MatchedParts,
@@ -393,15 +394,17 @@ class Readers(Membership):
                 if now - hold.held_up >= HELD_UP_S:
                     self.restore_window(hold.size_class, need)
 
-    def locate_prefix(self, keys: bytes) -> dict[str, int]:
+    def locate_prefix(self, keys: bytes) -> Located:
         counts: Counter[str] = Counter()
         hosts = {node.index: node.host for node in self.nodes.values()}
+        blocks = 0
         for key in split(keys):
             copies = [r for r in self.table.get(key, ()) if r.state in STORED and r.slab.size_class.offered]
             if not copies:
                 break
+            blocks += 1
             counts.update({hosts[row.slab.node] for row in copies if row.state != "external"})
-        return counts
+        return Located(blocks, counts)
 
     def stored(self, keys: bytes) -> Stored:
         if any(node.state == "joining" for node in self.nodes.values()):

@@ -1,0 +1,217 @@
+"""Tokens that engines compute of a trace of sessions, and waits of requests, by the rule of their router.
+
+    python -m benchmarks.scheduling.routes TRACE [--engines 4] [--blocks 1500] [--memory 8000] [--routers 1]
+
+Engines are simulated, and each has a prefix cache and a node of a pool. The pool's directory is the real one, and moves
+no bytes. Rules: `by_chance` is Ray Serve's own, `hash` that of its ConsistentHashRouter (a session has one replica).
+`kv_aware` is the rule of NVIDIA Dynamo's selection service, which Ray's KVAwareRouter asks: least blocks of prompts to
+compute, the new one's too, plus blocks in use. It knows all caches, and not the pool. `share`: a node with the whole
+prompt is worth 4 waiting requests. `routes` is `PrefixRouter`'s.
+"""
+
+import argparse
+import json
+import random
+import zlib
+from collections.abc import Callable
+from functools import partial
+from os import PathLike
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from benchmarks.scheduling.simulated_engine import Job, SimulatedEngine, Speed
+from raykv.bench.trace import formats
+from raykv.bench.trace.formats import MOONCAKE_TOKENS as BLOCK_TOKENS
+from raykv.bench.trace.pool import Pool, keys_of
+from raykv.scheduling import plan
+from raykv.scheduling.routes import Found, Prompt, Replica, Routes
+
+WORTH = 4
+LOCALITY = 0.5
+
+
+class Setup(NamedTuple):
+    """Engines, blocks of each engine's cache, blocks of the pool's memory, and routers that get requests in turn.
+
+    load, pull: the time to read a token from the engine's node and from another node, of the time to compute it.
+    """
+
+    engines: int
+    blocks: int
+    memory: int
+    routers: int
+    tokens_per_s: float
+    load: float
+    pull: float
+
+
+class Asked(NamedTuple):
+    """A request of a trace, its number, and what the pool has of it."""
+
+    number: int
+    request: formats.Request
+    names: list[bytes]
+    found: Found
+
+    @property
+    def prompt(self) -> Prompt:
+        return Prompt(self.request.tokens, self.names, str(self.request.session))
+
+
+class Cluster:
+    """Simulated engines, each on a node of its own, and a pool of these nodes."""
+
+    def __init__(self, setup: Setup) -> None:
+        self.setup, speed = setup, Speed(token_s=1 / setup.tokens_per_s)
+        engines, policy = range(setup.engines), partial(plan, patience=0.0)
+        self.engines = [SimulatedEngine([], setup.blocks, BLOCK_TOKENS, policy, speed) for _ in engines]
+        self.pool = Pool([setup.memory // setup.engines] * setup.engines, LOCALITY) if setup.memory else None
+        self.routers = [Routes(setup.load, setup.pull) for _ in range(setup.routers)]
+        self.requests = [0 for _ in engines]  # that each engine has
+        self.read = self.crossed = 0  # tokens from the pool, and how many of them came from another node
+        self._asked: list[dict[int, Asked]] = [{} for _ in engines]  # by number of the engine's job
+        self._links = [0.0 for _ in engines]  # when each engine has read what it reads
+
+    def run(self, until: float = np.inf) -> None:
+        """Run all engines up to some time. Computed prompts are stored in the pool."""
+        for place, engine in enumerate(self.engines):
+            engine.run(until)
+            for job in engine.answering:
+                if self.pool:
+                    self.pool.store(place, keys_of(self._asked[place][job].request.ids), 0)
+            for job in engine.done:
+                number = self._asked[place].pop(job).number
+                self.requests[place] -= 1
+                for router in self.routers:
+                    router.complete(number, place)
+            engine.answering.clear()
+            engine.done.clear()
+
+    def ask(self, number: int, request: formats.Request) -> Asked:
+        names = [id.to_bytes(8, "little") for id in request.ids[: request.tokens // BLOCK_TOKENS]]
+        if not self.pool:
+            return Asked(number, request, names, Found(0, {}))
+        located = self.pool.directory.locate_prefix(keys_of(request.ids).tobytes())
+        tokens = {node: float(blocks * BLOCK_TOKENS) for node, blocks in located.nodes.items()}
+        return Asked(number, request, names, Found(located.blocks * BLOCK_TOKENS, tokens))
+
+    def send(self, place: int, asked: Asked) -> None:
+        """Send a request to an engine, once the engine's node has read what the pool has and the engine has not."""
+        engine, request, at, read = self.engines[place], asked.request, asked.request.at, 0
+        own = engine.cached(asked.names)
+        if self.pool:
+            read, crossed = self.pool.read(place, keys_of(request.ids))
+            read = min(read, len(asked.names))
+            crossed = min(crossed, max(0, read - own)) * BLOCK_TOKENS
+            tokens = max(0, read - own) * BLOCK_TOKENS
+            self.read, self.crossed = self.read + tokens, self.crossed + crossed
+            cost = crossed * self.setup.pull + (tokens - crossed) * self.setup.load
+            if cost:
+                at = self._links[place] = max(at, self._links[place]) + cost / self.setup.tokens_per_s
+        keys = np.frombuffer(b"".join(asked.names), np.uint8).reshape(-1, 8)
+        job = engine.add(Job(keys, request.tokens, at, max(1, request.output), read, request.at))
+        self._asked[place][job] = asked
+        self.requests[place] += 1
+
+
+Rule = Callable[[Cluster, Asked, random.Random], int]  # returns the number of an engine
+
+
+def by_chance(cluster: Cluster, asked: Asked, rng: random.Random) -> int:
+    return min(rng.sample(range(len(cluster.engines)), 2), key=lambda place: cluster.requests[place])
+
+
+def hashed(cluster: Cluster, asked: Asked, rng: random.Random) -> int:
+    return zlib.crc32(str(asked.request.session).encode()) % len(cluster.engines)
+
+
+def kv_aware(cluster: Cluster, asked: Asked, rng: random.Random) -> int:
+    def cost(place: int) -> float:
+        engine = cluster.engines[place]
+        new = asked.request.tokens - engine.cached(asked.names) * BLOCK_TOKENS
+        return (engine.tokens_to_compute() + new) / BLOCK_TOKENS + engine.blocks_in_use(asked.names)
+
+    return _least([cost(place) for place in range(len(cluster.engines))], cluster, rng)
+
+
+def share(cluster: Cluster, asked: Asked, rng: random.Random) -> int:
+    shares = [asked.found.by_node.get(str(place), 0) / asked.request.tokens for place in range(len(cluster.engines))]
+    gains = [int(WORTH * each) for each in shares]
+    if not any(gains):
+        return by_chance(cluster, asked, rng)
+    return _least([queue - gain for gain, queue in zip(gains, cluster.requests, strict=True)], cluster, rng)
+
+
+def routes(cluster: Cluster, asked: Asked, rng: random.Random) -> int:
+    router, at = rng.choice(cluster.routers), asked.request.at
+    replicas = [Replica(place, str(place), requests) for place, requests in enumerate(cluster.requests)]
+    place = _least(router.costs(asked.prompt, asked.found, replicas, at), cluster, rng)
+    router.send(asked.number, asked.prompt, asked.found, replicas[place], at)
+    return place
+
+
+def _least(costs: list[float], cluster: Cluster, rng: random.Random) -> int:
+    """Of the cheapest engines one with the fewest requests."""
+    cheapest = [place for place, cost in enumerate(costs) if cost == min(costs)]
+    return min(cheapest, key=lambda place: (cluster.requests[place], rng.random()))
+
+
+RULES: dict[str, Rule] = {
+    "by_chance": by_chance,
+    "hash": hashed,
+    "kv_aware": kv_aware,
+    "share": share,
+    "routes": routes,
+}
+
+
+def run(path: str | PathLike[str], setup: Setup, faster: float = 1.0, first: int | None = None) -> dict[str, Any]:
+    """One row for each rule: million tokens, and seconds to the first token (mean, p50, p99, max).
+
+    faster: divides the trace's times. first: only so many requests. ValueError for a malformed line.
+    """
+    trace = formats.read(path)
+    if trace.block_tokens != BLOCK_TOKENS:
+        raise ValueError(f"{path}: blocks of {trace.block_tokens} tokens, and the engine has blocks of {BLOCK_TOKENS}")
+    requests = [request._replace(at=request.at / faster) for request in trace.requests[:first]]
+    results = []
+    for name, rule in RULES.items():
+        cluster, rng = Cluster(setup), random.Random(0)
+        for number, request in enumerate(requests):
+            cluster.run(request.at)
+            asked = cluster.ask(number, request)
+            cluster.send(rule(cluster, asked, rng), asked)
+        cluster.run()
+        waits = np.concatenate([engine.waits for engine in cluster.engines])
+        p50, p99 = np.quantile(waits, [0.5, 0.99])
+        figures = {
+            "computed_m": sum(engine.computed for engine in cluster.engines) / 1e6,
+            "read_m": cluster.read / 1e6,
+            "crossed_m": cluster.crossed / 1e6,
+            **{"mean_s": waits.mean(), "p50_s": p50, "p99_s": p99, "max_s": waits.max()},
+        }
+        results.append({"rule": name, **{what: round(float(figure), 2) for what, figure in figures.items()}})
+    tokens = sum(request.tokens for request in requests)
+    return {"requests": len(requests), "prompt_tokens_m": round(tokens / 1e6, 2), "results": results}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("trace")
+    parser.add_argument("--engines", type=int, default=4)
+    parser.add_argument("--blocks", type=int, default=1500, help="of each engine's cache, of 512 tokens")
+    parser.add_argument("--memory", type=int, default=8000, help="blocks of the pool, of 512 tokens; 0: no pool")
+    parser.add_argument("--routers", type=int, default=1, help="which share the requests, as Serve's proxies do")
+    parser.add_argument("--tokens-per-s", type=float, default=5000.0, help="that an engine computes")
+    parser.add_argument("--load", type=float, default=0.05, help="time to read a token on its node, of computing it")
+    parser.add_argument("--pull", type=float, default=0.2, help="the same from another node")
+    parser.add_argument("--faster", type=float, default=1.0, help="divides the trace's times")
+    parser.add_argument("--first", type=int, help="only so many requests")
+    given = vars(parser.parse_args())
+    path, faster, first = (given.pop(name) for name in ("trace", "faster", "first"))
+    print(json.dumps(run(path, Setup(**given), faster, first), indent=2))
+
+
+if __name__ == "__main__":
+    main()

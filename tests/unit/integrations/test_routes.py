@@ -1,0 +1,129 @@
+"""Which replica a prompt costs least at: its part that is cached nowhere, and all that waits there."""
+
+from collections.abc import Iterable
+
+import pytest
+
+from raykv.scheduling import routes
+from raykv.scheduling.routes import ANSWER, REMEMBERED_S, WAITING_S, Found, Prompt, Replica, Routes
+
+LOAD, PULL = 0.1, 0.3
+IDLE = [Replica("a", "near", 0), Replica("b", "far", 0)]
+
+
+def keys(*path: int) -> list[bytes]:
+    """Keys of a prompt's blocks: each names the blocks up to there."""
+    return [bytes(path[: end + 1]) for end in range(len(path))]
+
+
+def costs(
+    of: Routes, prompt: Prompt, found: Found | None = None, now: float = 0.0, replicas: Iterable[Replica] = IDLE
+) -> list[float]:
+    return of.costs(prompt, found, list(replicas), now)
+
+
+@pytest.mark.parametrize(
+    ("found", "expected"),
+    [
+        (None, [100, 100]),
+        (Found(0, {}), [100, 100]),
+        (Found(60, {"near": 60}), [40 + 6, 40 + 18]),
+        (Found(60, {"near": 20, "far": 40}), [40 + 2 + 12, 40 + 4 + 6]),
+        (Found(60, {"near": 60, "far": 60}), [46, 46]),
+        (Found(60, {}), [58, 58]),  # in an external tier
+        (Found(60, {"gone": 60}), [58, 58]),
+    ],
+)
+def test_a_token_that_is_read_costs_less_on_its_node(found: Found | None, expected: list[float]) -> None:
+    assert costs(Routes(LOAD, PULL), Prompt(100, keys(*range(10))), found) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("found", [None, Found(100, {"near": 100})])
+def test_a_named_session_stays_where_it_is_until_another_replica_is_sooner(found: Found | None) -> None:
+    of = Routes(LOAD, PULL)
+    of.send(1, Prompt(100, keys(1, 2), "s"), None, IDLE[1], 0.0)
+    of.complete(1, "b")
+    a, b = costs(of, Prompt(120, keys(9, 9, 9), "s"), found)
+    assert a > b == 20, "its own cache has the last prompt"
+    of.send(2, Prompt(0, (), "other"), None, IDLE[1], 0.0)
+    a, b = costs(of, Prompt(120, keys(9, 9, 9), "s"), found)
+    assert a < b
+
+
+def test_what_a_pool_lacks_is_no_longer_the_sessions_prompt() -> None:
+    """An engine that rewrites its history shares only a beginning with the prompt before."""
+    of = Routes(LOAD, PULL)
+    of.send(1, Prompt(100, keys(1, 2), "s"), None, IDLE[1], 0.0)
+    of.complete(1, "b")
+    assert costs(of, Prompt(120, keys(9, 9, 9), "s"), Found(30, {"near": 30})) == pytest.approx([93, 90])
+    assert costs(of, Prompt(120, keys(9, 9, 9), "s"), Found(0, {})) == [120, 119], "of equal replicas its own"
+
+
+def test_a_session_without_a_name_is_known_by_its_longest_chain() -> None:
+    of = Routes(LOAD, PULL)
+    for number, (path, replica) in enumerate([((1,), IDLE[0]), ((1, 2, 3), IDLE[1]), ((1, 4, 5, 6), IDLE[0])]):
+        of.send(number, Prompt(10 * len(path), keys(*path)), None, replica, 0.0)
+        of.complete(number, replica.name)
+    assert costs(of, Prompt(50, keys(1, 2, 3, 7, 8))) == [50, 20]
+    assert costs(of, Prompt(50, keys(1, 9, 9, 9, 9))) == [40, 50]
+    assert costs(of, Prompt(50, keys(9, 2, 3, 7, 8))) == [50, 50]
+
+
+def test_each_prompt_of_a_session_prolongs_the_time_that_it_is_remembered() -> None:
+    of = Routes(LOAD, PULL)
+    for now in (0.0, 0.9 * REMEMBERED_S):
+        of.send("r", Prompt(100, keys(1), "s"), None, IDLE[0], now)
+        of.complete("r", "a")
+    for prompt in (Prompt(100, (), "s"), Prompt(100, keys(1))):
+        assert costs(of, prompt, now=1.8 * REMEMBERED_S) == [0, 100]
+        assert costs(of, prompt, now=1.9 * REMEMBERED_S) == [100, 100]
+
+
+def test_the_sessions_of_longest_ago_are_forgotten_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(routes, "REMEMBERED", 2)
+    of = Routes(LOAD, PULL)
+    for session in "xyxz":
+        of.send(session, Prompt(100, (), session), None, IDLE[0], 0.0)
+        of.complete(session, "a")
+    assert [costs(of, Prompt(100, (), session))[0] for session in "xyz"] == [0, 100, 0]
+
+
+def test_all_that_waits_at_a_replica_counts() -> None:
+    of = Routes(LOAD, PULL)
+    of.send(1, Prompt(1000, keys(1)), None, IDLE[0], 0.0)
+    assert costs(of, Prompt(100, keys(2))) == [100 + 1000 + ANSWER, 100]
+    of.send(2, Prompt(200, keys(3)), Found(200, {"far": 200}), IDLE[1], 0.0)
+    assert costs(of, Prompt(100, keys(2)))[1] == 100 + 200 * LOAD + ANSWER, "what is read counts as little"
+    of.complete(1, "a")
+    of.complete(1, "a")
+    of.complete("a rejected request", "b")
+    assert costs(of, Prompt(100, keys(2)))[0] == 100
+    for number in (4, 5):
+        of.send("a call of one that makes several", Prompt(1000, keys(number)), None, IDLE[0], 0.0)
+    of.complete("a call of one that makes several", "a")
+    assert costs(of, Prompt(100, keys(2)))[0] == 100 + 1000 + ANSWER
+
+
+def test_requests_of_other_routers_count_as_usual_ones() -> None:
+    of = Routes(LOAD, PULL)
+    busy = [Replica("a", "near", 3), Replica("b", "far", 0)]
+    assert costs(of, Prompt(100, keys(1)), replicas=busy) == [100 + 3 * ANSWER, 100]
+    for number, tokens in enumerate((100, 300)):
+        of.send(number, Prompt(tokens, keys(number)), None, IDLE[0], 0.0)
+    assert costs(of, Prompt(100, keys(9)), replicas=busy)[0] == 100 + 400 + 2 * ANSWER + (200 + ANSWER)
+
+
+def test_a_prompt_of_unknown_length_costs_as_much_as_a_usual_request() -> None:
+    of = Routes(LOAD, PULL)
+    of.send(1, Prompt(1000, keys(1)), None, IDLE[0], 0.0)
+    of.complete(1, "a")
+    assert costs(of, Prompt(0)) == [1000 + ANSWER] * 2
+
+
+def test_a_request_of_whose_end_nobody_told_stops_to_count() -> None:
+    of = Routes(LOAD, PULL)
+    of.send(1, Prompt(1000, keys(1)), None, IDLE[0], 0.0)
+    of.send(2, Prompt(500, keys(2)), None, IDLE[0], 1.0)
+    assert costs(of, Prompt(100, keys(3)), now=WAITING_S)[0] == 100 + 1500 + 2 * ANSWER
+    assert costs(of, Prompt(100, keys(3)), now=WAITING_S + 0.5)[0] == 100 + 500 + ANSWER
+    assert costs(of, Prompt(100, keys(3)), now=WAITING_S + 2.0)[0] == 100
