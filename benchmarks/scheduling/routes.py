@@ -67,7 +67,7 @@ class Cluster:
         engines, policy = range(setup.engines), partial(plan, patience=0.0)
         self.engines = [SimulatedEngine([], setup.blocks, BLOCK_TOKENS, policy, speed) for _ in engines]
         self.pool = Pool([setup.memory // setup.engines] * setup.engines, LOCALITY) if setup.memory else None
-        self.routers = [Routes(setup.load, setup.pull) for _ in range(setup.routers)]
+        self.routers = [Routes() for _ in range(setup.routers)]
         self.requests = [0 for _ in engines]  # that each engine has
         self.read = self.crossed = 0  # tokens from the pool, and how many of them came from another node
         self._asked: list[dict[int, Asked]] = [{} for _ in engines]  # by number of the engine's job

@@ -64,24 +64,19 @@ class Asked(NamedTuple):
 class PrefixRouter(PowerOfTwoChoicesRequestRouter):  # type: ignore[misc]
     """Sends a request to the replica that has the least to compute until the request's first token.
 
-    That is the part of the prompt that the pool does not have, and all that waits at the replica. A token that the
-    replica reads from the pool costs a part of a computed token, and a token in the replica's own cache costs nothing:
-    so a session stays at its replica, until another replica is sooner. Where nothing is known of a request, Serve
-    chooses as always: the better of two random replicas.
+    That is the part of the prompt that its node does not have, and all that waits at the replica. What is in the
+    replica's own cache costs nothing: so a session stays at its replica, until another replica is sooner. Where nothing
+    is known of a request, Serve chooses as always: the better of two random replicas.
 
-    request_router_kwargs: `model`, as announced, `pool`, `load` and `pull`. The request's keyword argument `token_ids`
-    is the prompt. Its `lora` and `salt` are those of KVCache.keys. Override `keys` for requests of another form. The
-    name of its session is the header x-session-id, the handle's option `session_id`, or the keyword argument `session`.
+    request_router_kwargs: `model`, as announced, and `pool`. The request's keyword argument `token_ids` is the prompt.
+    Its `lora` and `salt` are those of KVCache.keys. Override `keys` for requests of another form. The name of its
+    session is the header x-session-id, the handle's option `session_id`, or the keyword argument `session`.
     """
 
-    def initialize_state(self, model: str, pool: str = "default", load: float = 0.05, pull: float = 0.2) -> None:
-        """Called by Serve with request_router_kwargs. model: its announced name. pool: its name.
-
-        load, pull: the cost of a token that is read from the pool, in computed tokens: of one that is on the replica's
-        node, and of one on another node.
-        """
+    def initialize_state(self, model: str, pool: str = "default") -> None:
+        """Called by Serve with request_router_kwargs. model: its announced name. pool: its name."""
         self.lookup = prefix_lookup.PrefixLookup(pool, model)
-        self.routes = Routes(load, pull)
+        self.routes = Routes()
         self._warned = False
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:

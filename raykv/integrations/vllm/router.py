@@ -46,8 +46,8 @@ class VLLMPrefixRouter(PrefixRouter):
 
     It tokenizes prompts like the engine, with the model's tokenizer and chat template. For requests with images or
     several prompts Ray Serve chooses. Requests for a LoRA adapter go to replicas that have loaded it.
-    request_router_kwargs: `model` is LLMConfig's model_id, `pool`, `load` and `pull`. The name of a request's session
-    is the header x-session-id, or `raykv_session` in its kv_transfer_params.
+    request_router_kwargs: `model` is LLMConfig's model_id, and `pool`. The name of a request's session is the header
+    x-session-id, or `raykv_session` in its kv_transfer_params.
     """
 
     def announced(self, request: PendingRequest) -> dict[str, Any] | None:

@@ -5,10 +5,13 @@ from collections.abc import Iterable
 import pytest
 
 from raykv.scheduling import routes
-from raykv.scheduling.routes import ANSWER, REMEMBERED_S, WAITING_S, Found, Prompt, Replica, Routes
+from raykv.scheduling.routes import ANSWER, LOAD, REMEMBERED_S, WAITING_S, Found, Prompt, Replica, Routes
 
-LOAD, PULL = 0.1, 0.3
 IDLE = [Replica("a", "near", 0), Replica("b", "far", 0)]
+AT_A, AT_B = (  # sessions by their homes
+    next(name for name in "0123456789" if Routes().costs(Prompt(9, (), name), None, IDLE, 0.0) == costs)
+    for costs in ([0, 9], [9, 0])
+)
 
 
 def keys(*path: int) -> list[bytes]:
@@ -27,40 +30,52 @@ def costs(
     [
         (None, [100, 100]),
         (Found(0, {}), [100, 100]),
-        (Found(60, {"near": 60}), [40 + 6, 40 + 18]),
-        (Found(60, {"near": 20, "far": 40}), [40 + 2 + 12, 40 + 4 + 6]),
-        (Found(60, {"near": 60, "far": 60}), [46, 46]),
-        (Found(60, {}), [58, 58]),  # in an external tier
-        (Found(60, {"gone": 60}), [58, 58]),
+        (Found(60, {"near": 60}), [40 + 60 * LOAD, 100]),
+        (Found(60, {"near": 20, "far": 40}), [80 + 20 * LOAD, 60 + 40 * LOAD]),
+        (Found(60, {"near": 60, "far": 60}), [40 + 60 * LOAD] * 2),
+        (Found(60, {}), [100, 100]),  # in an external tier
+        (Found(60, {"gone": 60}), [100, 100]),
     ],
 )
-def test_a_token_that_is_read_costs_less_on_its_node(found: Found | None, expected: list[float]) -> None:
-    assert costs(Routes(LOAD, PULL), Prompt(100, keys(*range(10))), found) == pytest.approx(expected)
+def test_a_token_on_the_replicas_node_costs_less(found: Found | None, expected: list[float]) -> None:
+    assert costs(Routes(), Prompt(100, keys(*range(10))), found) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("found", [None, Found(100, {"near": 100})])
 def test_a_named_session_stays_where_it_is_until_another_replica_is_sooner(found: Found | None) -> None:
-    of = Routes(LOAD, PULL)
-    of.send(1, Prompt(100, keys(1, 2), "s"), None, IDLE[1], 0.0)
+    of = Routes()
+    of.send(1, Prompt(100, keys(1, 2), AT_B), None, IDLE[1], 0.0)
     of.complete(1, "b")
-    a, b = costs(of, Prompt(120, keys(9, 9, 9), "s"), found)
+    a, b = costs(of, Prompt(120, keys(9, 9, 9), AT_B), found)
     assert a > b == 20, "its own cache has the last prompt"
-    of.send(2, Prompt(0, (), "other"), None, IDLE[1], 0.0)
-    a, b = costs(of, Prompt(120, keys(9, 9, 9), "s"), found)
+    of.send(2, Prompt(200, keys(3)), None, IDLE[1], 0.0)
+    a, b = costs(of, Prompt(120, keys(9, 9, 9), AT_B), found)
     assert a < b
 
 
 def test_what_a_pool_lacks_is_no_longer_the_sessions_prompt() -> None:
     """An engine that rewrites its history shares only a beginning with the prompt before."""
-    of = Routes(LOAD, PULL)
-    of.send(1, Prompt(100, keys(1, 2), "s"), None, IDLE[1], 0.0)
+    of = Routes()
+    of.send(1, Prompt(100, keys(1, 2), AT_B), None, IDLE[1], 0.0)
     of.complete(1, "b")
-    assert costs(of, Prompt(120, keys(9, 9, 9), "s"), Found(30, {"near": 30})) == pytest.approx([93, 90])
-    assert costs(of, Prompt(120, keys(9, 9, 9), "s"), Found(0, {})) == [120, 119], "of equal replicas its own"
+    assert costs(of, Prompt(120, keys(9, 9, 9), AT_B), Found(30, {"near": 30})) == [90 + 30 * LOAD, 90]
+    assert costs(of, Prompt(120, keys(9, 9, 9), AT_B), Found(0, {})) == [120, 119], "of equal replicas its own"
+
+
+def test_routers_that_share_a_session_agree_on_its_home() -> None:
+    for session, home in ((AT_A, 0), (AT_B, 1)):
+        assert all(costs(Routes(), Prompt(100, (), session))[home] == 0 for _ in range(3))
+        assert costs(Routes(), Prompt(100, (), session), Found(0, {}))[home] == 99
+        assert costs(Routes(), Prompt(100, (), session), replicas=IDLE[::-1])[1 - home] == 0
+        assert costs(Routes(), Prompt(100, (), session), replicas=[IDLE[1 - home]]) == [0], "its home is gone"
+    of = Routes()
+    of.send(1, Prompt(100, (), AT_A), None, IDLE[1], 0.0)  # its home had much to do
+    of.complete(1, "b")
+    assert costs(of, Prompt(150, (), AT_A)) == [50, 50], "another router may have sent it home"
 
 
 def test_a_session_without_a_name_is_known_by_its_longest_chain() -> None:
-    of = Routes(LOAD, PULL)
+    of = Routes()
     for number, (path, replica) in enumerate([((1,), IDLE[0]), ((1, 2, 3), IDLE[1]), ((1, 4, 5, 6), IDLE[0])]):
         of.send(number, Prompt(10 * len(path), keys(*path)), None, replica, 0.0)
         of.complete(number, replica.name)
@@ -70,30 +85,32 @@ def test_a_session_without_a_name_is_known_by_its_longest_chain() -> None:
 
 
 def test_each_prompt_of_a_session_prolongs_the_time_that_it_is_remembered() -> None:
-    of = Routes(LOAD, PULL)
+    of = Routes()
     for now in (0.0, 0.9 * REMEMBERED_S):
-        of.send("r", Prompt(100, keys(1), "s"), None, IDLE[0], now)
+        of.send("r", Prompt(60, keys(1), AT_B), None, IDLE[0], now)
         of.complete("r", "a")
-    for prompt in (Prompt(100, (), "s"), Prompt(100, keys(1))):
-        assert costs(of, prompt, now=1.8 * REMEMBERED_S) == [0, 100]
-        assert costs(of, prompt, now=1.9 * REMEMBERED_S) == [100, 100]
+    by_name, by_chain = Prompt(100, (), AT_B), Prompt(100, keys(1, 2))
+    assert costs(of, by_name, now=1.8 * REMEMBERED_S) == [40, 40]
+    assert costs(of, by_name, now=1.9 * REMEMBERED_S) == [100, 0]
+    assert costs(of, by_chain, now=1.8 * REMEMBERED_S) == [50, 100]
+    assert costs(of, by_chain, now=1.9 * REMEMBERED_S) == [100, 100]
 
 
 def test_the_sessions_of_longest_ago_are_forgotten_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(routes, "REMEMBERED", 2)
-    of = Routes(LOAD, PULL)
-    for session in "xyxz":
-        of.send(session, Prompt(100, (), session), None, IDLE[0], 0.0)
-        of.complete(session, "a")
-    assert [costs(of, Prompt(100, (), session))[0] for session in "xyz"] == [0, 100, 0]
+    of = Routes()
+    for key in (1, 2, 1, 3):
+        of.send(key, Prompt(100, keys(key)), None, IDLE[0], 0.0)
+        of.complete(key, "a")
+    assert [costs(of, Prompt(100, keys(key)))[0] for key in (1, 2, 3)] == [0, 100, 0]
 
 
 def test_all_that_waits_at_a_replica_counts() -> None:
-    of = Routes(LOAD, PULL)
+    of = Routes()
     of.send(1, Prompt(1000, keys(1)), None, IDLE[0], 0.0)
     assert costs(of, Prompt(100, keys(2))) == [100 + 1000 + ANSWER, 100]
     of.send(2, Prompt(200, keys(3)), Found(200, {"far": 200}), IDLE[1], 0.0)
-    assert costs(of, Prompt(100, keys(2)))[1] == 100 + 200 * LOAD + ANSWER, "what is read counts as little"
+    assert costs(of, Prompt(100, keys(2)))[1] == 100 + ANSWER, "what is read keeps nobody waiting"
     of.complete(1, "a")
     of.complete(1, "a")
     of.complete("a rejected request", "b")
@@ -105,7 +122,7 @@ def test_all_that_waits_at_a_replica_counts() -> None:
 
 
 def test_requests_of_other_routers_count_as_usual_ones() -> None:
-    of = Routes(LOAD, PULL)
+    of = Routes()
     busy = [Replica("a", "near", 3), Replica("b", "far", 0)]
     assert costs(of, Prompt(100, keys(1)), replicas=busy) == [100 + 3 * ANSWER, 100]
     for number, tokens in enumerate((100, 300)):
@@ -114,14 +131,14 @@ def test_requests_of_other_routers_count_as_usual_ones() -> None:
 
 
 def test_a_prompt_of_unknown_length_costs_as_much_as_a_usual_request() -> None:
-    of = Routes(LOAD, PULL)
+    of = Routes()
     of.send(1, Prompt(1000, keys(1)), None, IDLE[0], 0.0)
     of.complete(1, "a")
     assert costs(of, Prompt(0)) == [1000 + ANSWER] * 2
 
 
 def test_a_request_of_whose_end_nobody_told_stops_to_count() -> None:
-    of = Routes(LOAD, PULL)
+    of = Routes()
     of.send(1, Prompt(1000, keys(1)), None, IDLE[0], 0.0)
     of.send(2, Prompt(500, keys(2)), None, IDLE[0], 1.0)
     assert costs(of, Prompt(100, keys(3)), now=WAITING_S)[0] == 100 + 1500 + 2 * ANSWER

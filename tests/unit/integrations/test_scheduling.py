@@ -4,6 +4,7 @@ import json
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -109,6 +110,23 @@ def test_no_block_is_computed_twice_while_the_cache_keeps_it(asked: list[Job]) -
     whole = sum(job.tokens == len(job.keys) * BLOCK_TOKENS for job in asked)
     assert least - whole <= engine.computed <= least + whole, "who of equal prompts computes the last token may differ"
     assert engine.computed <= served(asked, 1000, first_come).computed
+
+
+@given(jobs())
+def test_steps_that_only_generate_are_the_same_one_by_one_and_at_once(asked: list[Job]) -> None:
+    at_once = served(asked, 40, partial(plan, patience=PATIENCE_S))
+    with patch.object(SimulatedEngine, "_generate", lambda *_: False):
+        one_by_one = served(asked, 40, partial(plan, patience=PATIENCE_S))
+    assert at_once.waits == pytest.approx(one_by_one.waits)
+    assert (at_once.computed, at_once.done) == (one_by_one.computed, one_by_one.done)
+
+
+@given(jobs(), st.data())
+def test_blocks_from_a_pool_are_not_computed(asked: list[Job], data: st.DataObject) -> None:
+    loaded = [job._replace(loaded=data.draw(st.integers(0, len(job.keys)))) for job in asked]
+    engine = served(loaded, 1000, partial(plan, patience=PATIENCE_S))
+    assert not np.isnan(engine.waits).any()
+    assert engine.computed <= sum(max(1, job.tokens - BLOCK_TOKENS * job.loaded) for job in loaded)
 
 
 def test_a_prompt_that_is_cached_costs_one_token_and_no_block_that_another_holds() -> None:
