@@ -56,7 +56,11 @@ class Asked(NamedTuple):
 
     @property
     def prompt(self) -> Prompt:
-        return Prompt(self.request.tokens, self.names, str(self.request.session))
+        return Prompt(self.request.tokens, self.names, self.session)
+
+    @property
+    def session(self) -> str:
+        return "" if self.request.session is None else str(self.request.session)
 
 
 class Cluster:
@@ -89,7 +93,8 @@ class Cluster:
             engine.done.clear()
 
     def ask(self, number: int, request: formats.Request) -> Asked:
-        names = [id.to_bytes(8, "little") for id in request.ids[: request.tokens // BLOCK_TOKENS]]
+        request = request._replace(ids=request.ids[: request.tokens // BLOCK_TOKENS])  # full blocks
+        names = [id.to_bytes(8, "little") for id in request.ids]
         if not self.pool:
             return Asked(number, request, names, Found(0, {}))
         located = self.pool.directory.locate_prefix(keys_of(request.ids).tobytes())
@@ -102,7 +107,6 @@ class Cluster:
         own = engine.cached(asked.names)
         if self.pool:
             read, crossed = self.pool.read(place, keys_of(request.ids))
-            read = min(read, len(asked.names))
             crossed = min(crossed, max(0, read - own)) * BLOCK_TOKENS
             tokens = max(0, read - own) * BLOCK_TOKENS
             self.read, self.crossed = self.read + tokens, self.crossed + crossed
@@ -123,7 +127,7 @@ def by_chance(cluster: Cluster, asked: Asked, rng: random.Random) -> int:
 
 
 def hashed(cluster: Cluster, asked: Asked, rng: random.Random) -> int:
-    return zlib.crc32(str(asked.request.session).encode()) % len(cluster.engines)
+    return zlib.crc32((asked.session or str(asked.number)).encode()) % len(cluster.engines)
 
 
 def kv_aware(cluster: Cluster, asked: Asked, rng: random.Random) -> int:
@@ -147,7 +151,7 @@ def routes(cluster: Cluster, asked: Asked, rng: random.Random) -> int:
     router, at = rng.choice(cluster.routers), asked.request.at
     replicas = [Replica(place, str(place), requests) for place, requests in enumerate(cluster.requests)]
     place = _least(router.costs(asked.prompt, asked.found, replicas, at), cluster, rng)
-    router.send(asked.number, asked.prompt, asked.found, replicas[place], at)
+    router.send(asked.number, asked.prompt, asked.found, place, at)
     return place
 
 

@@ -159,7 +159,7 @@ class SimulatedEngine:
         """Run steps until this time, or until all jobs are done."""
         while self._coming or self._waiting or self._running:
             if not self._waiting and not self._running:
-                self._now = max(self._now, self._coming[0][0])
+                self._now = max(self._now, min(until, self._coming[0][0]))
             if self._now >= until:
                 break
             while self._coming and self._coming[0][0] <= self._now:

@@ -18,7 +18,9 @@ handle.remote(token_ids=[...])
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import random
 import time
 from collections import defaultdict
 from collections.abc import Sequence
@@ -38,11 +40,13 @@ except ImportError as error:
 from raykv import keys
 from raykv.client.cache import KVCache
 from raykv.integrations import prefix_lookup
+from raykv.protocol.location import KEY_BYTES
 from raykv.scheduling.routes import Found, Prompt, Replica, Routes
 
 log = logging.getLogger("raykv")
 
 ASKED = 64  # the directory is asked about at most so many blocks of a prompt, evenly spaced
+NAME_CHARS = 256  # of a session's name count
 NO_KEYS = np.zeros((0, 16), np.uint8)
 
 
@@ -58,15 +62,14 @@ class Asked(NamedTuple):
     """A request's prompt, and what the pool has of it. found: None if the pool was not asked or did not answer."""
 
     prompt: Prompt
-    found: Found | None
+    found: Found | None = None
 
 
 class PrefixRouter(PowerOfTwoChoicesRequestRouter):  # type: ignore[misc]
     """Sends a request to the replica that has the least to compute until the request's first token.
 
-    That is the part of the prompt that its node does not have, and all that waits at the replica. What is in the
-    replica's own cache costs nothing: so a session stays at its replica, until another replica is sooner. Where nothing
-    is known of a request, Serve chooses as always: the better of two random replicas.
+    `raykv.scheduling.routes.Routes` counts it. A session stays at its replica until another replica is sooner. Of a
+    request without a session's name and without keys nothing is known: Serve chooses the better of two random replicas.
 
     request_router_kwargs: `model`, as announced, and `pool`. The request's keyword argument `token_ids` is the prompt.
     Its `lora` and `salt` are those of KVCache.keys. Override `keys` for requests of another form. The name of its
@@ -81,6 +84,7 @@ class PrefixRouter(PowerOfTwoChoicesRequestRouter):  # type: ignore[misc]
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         super().update_replicas(replicas)
+        self.routes.keep({replica.replica_id for replica in replicas})
         self.lookup.look()  # new replicas may announce another cache
 
     def announced(self, request: PendingRequest) -> dict[str, Any] | None:
@@ -96,7 +100,8 @@ class PrefixRouter(PowerOfTwoChoicesRequestRouter):  # type: ignore[misc]
         if token_ids is None or len(token_ids) < announced["block_tokens"]:
             return NO_KEYS
         fields = {name: request.kwargs.get(name) for name in ("lora", "salt")}
-        return keys.chain(bytes.fromhex(announced["root"]), token_ids, announced["block_tokens"], **fields)
+        root, size = bytes.fromhex(announced["root"]), announced["block_tokens"]
+        return await asyncio.to_thread(keys.chain, root, token_ids, size, **fields)
 
     def session(self, request: PendingRequest) -> str:
         """The name of a request's session; "" if it has none."""
@@ -105,47 +110,56 @@ class PrefixRouter(PowerOfTwoChoicesRequestRouter):  # type: ignore[misc]
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        refused = pending_request is not None and pending_request.routing_context.should_backoff  # before Serve sets it
         by_chance: list[list[RunningReplica]] = await super().choose_replicas(candidate_replicas, pending_request)
-        if pending_request is None or refused:
+        if pending_request is None:
             return by_chance
-        adapter = pending_request.metadata.multiplexed_model_id  # to load it would take longer than to compute a prefix
-        able = [replica for replica in candidate_replicas if not adapter or adapter in replica.multiplexed_model_ids]
-        if len(able) < 2:
+        try:
+            return await self._ranked(candidate_replicas, pending_request) or by_chance
+        except Exception as error:  # if a router raised, the request would wait for good
+            self._warn(error)
             return by_chance
-        pending_request.raykv_asked = asked = await self._ask(pending_request, {replica.node_id for replica in able})
-        if not asked.prompt.keys and not asked.prompt.session:
-            return by_chance
-        known = [self._known(replica) for replica in able]
-        return ranked(able, self.routes.costs(asked.prompt, asked.found, known, time.monotonic()))
 
-    def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
-        asked = getattr(pending_request, "raykv_asked", Asked(Prompt(0), None))
-        if replica := self.curr_replicas.get(replica_id):
-            request = pending_request.metadata.internal_request_id
-            self.routes.send(request, asked.prompt, asked.found, self._known(replica), time.monotonic())
+    async def _ranked(self, candidates: list[RunningReplica], request: PendingRequest) -> list[list[RunningReplica]]:
+        """[] if nothing is known of the request."""
+        adapter = request.metadata.multiplexed_model_id  # to load it would take longer than to compute a prefix
+        able = [replica for replica in candidates if not adapter or adapter in replica.multiplexed_model_ids]
+        if not hasattr(request, "raykv_asked"):  # a request that found no room is not asked for again
+            request.raykv_asked = await self._ask(request, {replica.node_id for replica in able}, len(able))
+        prompt, found = request.raykv_asked
+        if len(able) < 2 or not (prompt.keys or prompt.session):
+            return []
+        queues = [self.replica_queue_len_cache.get(replica.replica_id) or 0 for replica in able]  # no recent news: idle
+        known = [Replica(one.replica_id, one.node_id, queue) for one, queue in zip(able, queues, strict=True)]
+        return ranked(able, self.routes.costs(prompt, found, known, time.monotonic()))
+
+    async def _choose_replica_for_request(self, pending_request: PendingRequest, **how: Any) -> RunningReplica:
+        """Books the request before Serve sends it: the next requests of a burst know of it."""
+        replica = await super()._choose_replica_for_request(pending_request, **how)
+        prompt, found = getattr(pending_request, "raykv_asked", Asked(Prompt(None)))
+        request = pending_request.metadata.internal_request_id
+        self.routes.send(request, prompt, found, replica.replica_id, time.monotonic())
+        return replica
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
+        """Serve calls it once for each request that it sent, whether a replica took it or not."""
         self.routes.complete(internal_request_id, replica_id)
 
-    def _known(self, replica: RunningReplica) -> Replica:
-        requests = self.replica_queue_len_cache.get(replica.replica_id) or 0  # no recent news: idle
-        return Replica(replica.replica_id, replica.node_id, requests)
-
-    async def _ask(self, request: PendingRequest, nodes: set[str]) -> Asked:
-        """What is known of a request's prompt. nodes: of the replicas that may serve it."""
-        announced, keys = self.announced(request), NO_KEYS
+    async def _ask(self, request: PendingRequest, nodes: set[str], replicas: int) -> Asked:
+        """What is known of a request's prompt. nodes: of the replicas that may serve it, and the number of these."""
+        session = self.session(request)[:NAME_CHARS]
+        announced = self.announced(request)
+        if announced is None or replicas < 2:
+            return Asked(Prompt(None, (), session))
         try:
-            if announced is not None:
-                keys = await self.keys(request, announced)
+            keys = await self.keys(request, announced)
         except ValueError:  # the replica will say what is wrong with the prompt
-            pass
-        except Exception as error:  # if a router raised, the request would wait for good
-            if not self._warned:
-                self._warned = True
-                log.warning("requests are routed without a look at the pool, since a request's keys failed: %r", error)
-        size = announced["block_tokens"] if announced else 0
-        prompt = Prompt(len(keys) * size, [key.tobytes() for key in keys], self.session(request))
+            return Asked(Prompt(None, (), session))
+        except Exception as error:
+            self._warn(error)
+            return Asked(Prompt(None, (), session))
+        size, packed = announced["block_tokens"], keys.tobytes()
+        names = [packed[at : at + KEY_BYTES] for at in range(0, len(packed), KEY_BYTES)]
+        prompt = Prompt(len(keys) * size or size // 2, names, session)
         return Asked(prompt, await self._find(keys, size) if len(nodes) > 1 else None)
 
     async def _find(self, keys: NDArray[np.uint8], block_tokens: int) -> Found | None:
@@ -160,6 +174,12 @@ class PrefixRouter(PowerOfTwoChoicesRequestRouter):  # type: ignore[misc]
         tokens = every * block_tokens
         return Found(located.blocks * tokens, {node: count * tokens for node, count in located.nodes.items()})
 
+    def _warn(self, error: Exception) -> None:
+        """Once."""
+        if not self._warned:
+            self._warned = True
+            log.warning("requests are routed without a look at the pool, since a request's keys failed: %r", error)
+
     def _get_pending_request_matching_metadata(self, request_metadata: Any = None) -> PendingRequest | None:
         """The request that a replica was chosen for. Serve would give the replica to the request that waits longest."""
         waiting = self._pending_requests_to_fulfill
@@ -167,8 +187,8 @@ class PrefixRouter(PowerOfTwoChoicesRequestRouter):  # type: ignore[misc]
 
 
 def ranked(replicas: Sequence[RunningReplica], costs: Sequence[float]) -> list[list[RunningReplica]]:
-    """Replicas in groups of equal costs, best first."""
+    """Replicas in groups of equal costs, best first. The order in a group is random."""
     groups = defaultdict(list)
     for replica, cost in zip(replicas, costs, strict=True):
         groups[round(cost)].append(replica)
-    return [groups[cost] for cost in sorted(groups)]
+    return [random.sample(groups[cost], len(groups[cost])) for cost in sorted(groups)]

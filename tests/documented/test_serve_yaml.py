@@ -30,8 +30,8 @@ BLOCK, WORDS = 128, 1500  # tokens of a block, of vLLM on CPUs and of the pool; 
 class App(NamedTuple):
     pool: raykv.KVPool
 
-    def ask(self, document: int, question: int) -> serve_vllm.Answer:
-        return serve_vllm.ask(f"{serve_vllm.words(document, WORDS)} {serve_vllm.words(question, 20)}")
+    def ask(self, document: int, question: int, max_tokens: int = 8) -> serve_vllm.Answer:
+        return serve_vllm.ask(f"{serve_vllm.words(document, WORDS)} {serve_vllm.words(question, 20)}", max_tokens)
 
 
 @pytest.fixture
@@ -59,7 +59,7 @@ def test_requests_follow_their_prefix_and_the_second_replica_reads_it_from_the_p
         assert all(app.ask(document, question).cached >= WORDS // BLOCK * BLOCK for question in (1, 2))
     assert app.pool.stats()["remote_hits"] == 0, "one by one, each was answered where its document is"
     with ThreadPoolExecutor(24) as threads:
-        answers = list(threads.map(lambda question: app.ask(100, question), range(3, 27)))
+        answers = list(threads.map(lambda question: app.ask(100, question, max_tokens=100), range(3, 27)))
     assert all(answer.cached >= WORDS // BLOCK * BLOCK and answer.text for answer in answers)
     assert app.pool.stats()["remote_hits"] >= WORDS // BLOCK, (
         "the other replica helped, and read the document from the pool"

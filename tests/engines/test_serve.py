@@ -171,7 +171,8 @@ def test_an_adapters_request_follows_its_prefix_among_replicas_that_have_loaded_
         asked = request(token_ids=[1] * 8)
         asked.metadata.multiplexed_model_id = "m:x"
         choice = asyncio.create_task(prefix_router.choose_replicas(list(replicas), asked))
-        await asyncio.sleep(0)
+        while len(replicas) > 4 and not lookup.answers:  # of fewer replicas one has loaded it, and nobody is asked
+            await asyncio.sleep(0)
         for answer in lookup.answers.values():
             answer.set_result(Located(2, shares))
         return (await choice)[0]
@@ -195,14 +196,15 @@ def test_a_session_stays_at_its_replica_unless_others_wait_there(named: str) -> 
 
     async def run() -> None:
         prefix_router, lookup = router(*there)
-        stayed = await prefix_router._choose_replica_for_request(first := turn(1))
+        stayed = await prefix_router._choose_replica_for_request(turn(1))
         for count in range(2, 12):
-            prefix_router.on_request_routed(first, stayed.replica_id, None)
-            prefix_router.on_request_completed(stayed.replica_id, first.metadata.internal_request_id)
-            first = turn(count)
-            assert await prefix_router._choose_replica_for_request(first) is stayed
-        for _ in range(2):
-            prefix_router.on_request_routed(request(token_ids=[1] * 800), stayed.replica_id, None)
+            prefix_router.on_request_completed(stayed.replica_id, turn(1).metadata.internal_request_id)
+            assert await prefix_router._choose_replica_for_request(turn(count)) is stayed
+        others = [await prefix_router._choose_replica_for_request(request(token_ids=[n] * 800)) for n in range(3)]
+        assert {other.replica_id for other in others} == {other.replica_id for other in there}, "they see each other"
+        for other in others:
+            if other is not stayed:
+                prefix_router.on_request_completed(other.replica_id, turn(1).metadata.internal_request_id)
         assert await prefix_router._choose_replica_for_request(turn(12)) is not stayed
         assert not lookup.answers, "all replicas are on one node"
 

@@ -26,7 +26,7 @@ from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys, hash_blo
 
 from raykv import keys
 from raykv.integrations.serve import NO_KEYS, PrefixRouter
-from raykv.integrations.vllm.chunks.hints import SESSION
+from raykv.integrations.vllm.chunks.hints import hint_of
 from raykv.integrations.vllm.connector import kv_transfer_config
 from raykv.integrations.vllm.serve_llm import register
 
@@ -56,7 +56,7 @@ class VLLMPrefixRouter(PrefixRouter):
 
     def session(self, request: PendingRequest) -> str:
         params = getattr(request.args[0], "kv_transfer_params", None) if request.args else None
-        return super().session(request) or str((params or {}).get(SESSION, ""))
+        return super().session(request) or hint_of(params).session or ""
 
     async def keys(self, request: PendingRequest, announced: dict[str, Any]) -> NDArray[np.uint8]:
         body = request.args[0] if request.args else None

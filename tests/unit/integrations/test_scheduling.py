@@ -121,6 +121,17 @@ def test_steps_that_only_generate_are_the_same_one_by_one_and_at_once(asked: lis
     assert (at_once.computed, at_once.done) == (one_by_one.computed, one_by_one.done)
 
 
+@given(jobs(), st.lists(st.floats(0, 30), max_size=10).map(sorted))
+def test_an_engine_that_is_run_bit_by_bit_while_jobs_come_runs_as_ever(asked: list[Job], times: list[float]) -> None:
+    engine, coming = SimulatedEngine([], 40, BLOCK_TOKENS, partial(plan, patience=PATIENCE_S), SPEED), list(asked)
+    for until in [*times, np.inf]:
+        while coming and coming[0].arrival <= until:
+            engine.run(coming[0].arrival)
+            engine.add(coming.pop(0))
+        engine.run(until)
+    assert engine.waits == pytest.approx(served(asked, 40, partial(plan, patience=PATIENCE_S)).waits)
+
+
 @given(jobs(), st.data())
 def test_blocks_from_a_pool_are_not_computed(asked: list[Job], data: st.DataObject) -> None:
     loaded = [job._replace(loaded=data.draw(st.integers(0, len(job.keys)))) for job in asked]
