@@ -124,7 +124,7 @@ class PrefixRouter(PowerOfTwoChoicesRequestRouter):  # type: ignore[misc]
         adapter = request.metadata.multiplexed_model_id  # to load it would take longer than to compute a prefix
         able = [replica for replica in candidates if not adapter or adapter in replica.multiplexed_model_ids]
         if not hasattr(request, "raykv_asked"):  # a request that found no room is not asked for again
-            request.raykv_asked = await self._ask(request, {replica.node_id for replica in able}, len(able))
+            request.raykv_asked = await self._ask(request, able)
         prompt, found = request.raykv_asked
         if len(able) < 2 or not (prompt.keys or prompt.session):
             return []
@@ -144,23 +144,23 @@ class PrefixRouter(PowerOfTwoChoicesRequestRouter):  # type: ignore[misc]
         """Serve calls it once for each request that it sent, whether a replica took it or not."""
         self.routes.complete(internal_request_id, replica_id)
 
-    async def _ask(self, request: PendingRequest, nodes: set[str], replicas: int) -> Asked:
-        """What is known of a request's prompt. nodes: of the replicas that may serve it, and the number of these."""
-        session = self.session(request)[:NAME_CHARS]
+    async def _ask(self, request: PendingRequest, able: list[RunningReplica]) -> Asked:
+        """What is known of a request's prompt. able: the replicas that may serve it."""
+        unknown = Asked(Prompt(None, (), self.session(request)[:NAME_CHARS]))
         announced = self.announced(request)
-        if announced is None or replicas < 2:
-            return Asked(Prompt(None, (), session))
+        if announced is None or len(able) < 2:
+            return unknown
         try:
             keys = await self.keys(request, announced)
-        except ValueError:  # the replica will say what is wrong with the prompt
-            return Asked(Prompt(None, (), session))
         except Exception as error:
-            self._warn(error)
-            return Asked(Prompt(None, (), session))
+            if not isinstance(error, ValueError):  # for which the replica says what is wrong with the prompt
+                self._warn(error)
+            return unknown
         size, packed = announced["block_tokens"], keys.tobytes()
         names = [packed[at : at + KEY_BYTES] for at in range(0, len(packed), KEY_BYTES)]
-        prompt = Prompt(len(keys) * size or size // 2, names, session)
-        return Asked(prompt, await self._find(keys, size) if len(nodes) > 1 else None)
+        prompt = Prompt(len(keys) * size or size // 2, names, unknown.prompt.session)
+        on_one_node = len({replica.node_id for replica in able}) == 1
+        return Asked(prompt, None if on_one_node else await self._find(keys, size))
 
     async def _find(self, keys: NDArray[np.uint8], block_tokens: int) -> Found | None:
         """What the pool has of a prompt. None if it does not answer."""
@@ -178,7 +178,7 @@ class PrefixRouter(PowerOfTwoChoicesRequestRouter):  # type: ignore[misc]
         """Once."""
         if not self._warned:
             self._warned = True
-            log.warning("requests are routed without a look at the pool, since a request's keys failed: %r", error)
+            log.warning("requests are routed without a look at the pool, since this failed for one: %r", error)
 
     def _get_pending_request_matching_metadata(self, request_metadata: Any = None) -> PendingRequest | None:
         """The request that a replica was chosen for. Serve would give the replica to the request that waits longest."""

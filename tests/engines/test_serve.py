@@ -56,7 +56,8 @@ A, B, C = replica("a"), replica("b"), replica("c")
 
 
 def test_replicas_of_equal_costs_are_one_group() -> None:
-    assert ranked([A, B, C], [7.0, 3.0, 7.1]) == [[B], [A, C]]
+    best, others = ranked([A, B, C], [7.0, 3.0, 7.1])
+    assert best == [B] and {other.node_id for other in others} == {"a", "c"}
 
 
 # ---------------------------------------------------------------------- a router by itself
@@ -133,16 +134,38 @@ def test_the_directory_is_not_asked_about_a_request_that_it_cannot_help(replicas
     asyncio.run(run())
 
 
-def test_a_router_whose_keys_fail_still_routes() -> None:
-    class Broken(PrefixRouter):
-        async def keys(self, request: PendingRequest, announced: dict[str, Any]) -> NDArray[np.uint8]:
-            raise OSError("no such tokenizer")
+class WithoutTokenizer(PrefixRouter):
+    async def keys(self, request: PendingRequest, announced: dict[str, Any]) -> NDArray[np.uint8]:
+        raise OSError("no such tokenizer")
 
+
+class WithoutSessions(PrefixRouter):
+    def session(self, request: PendingRequest) -> str:
+        raise KeyError("session")
+
+
+@pytest.mark.parametrize("kind", [WithoutTokenizer, WithoutSessions])
+def test_a_router_that_is_broken_still_routes(kind: type[PrefixRouter]) -> None:
     async def run() -> None:
-        prefix_router, lookup = router(A, B, kind=Broken)
+        prefix_router, lookup = router(A, B, kind=kind)
         for _ in range(3):
             assert await prefix_router._choose_replica_for_request(request(token_ids=[1] * 8)) in (A, B)
         assert not lookup.answers
+
+    asyncio.run(run())
+
+
+def test_a_session_of_any_name_is_routed() -> None:
+    async def run() -> None:
+        prefix_router, _ = router(A, replica("a", 1))
+        for name in ("\ud800", "x" * 100_000, 7, np.zeros(3)):
+            chosen = set()
+            for _ in range(9):
+                asked = request(session=name)
+                there = (await prefix_router._choose_replica_for_request(asked)).replica_id
+                prefix_router.on_request_completed(there, asked.metadata.internal_request_id)
+                chosen.add(there)
+            assert len(chosen) == 1 or isinstance(name, np.ndarray), "which is no name"
 
     asyncio.run(run())
 

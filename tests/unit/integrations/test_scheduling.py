@@ -13,6 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from benchmarks.scheduling.routes import Setup
+from benchmarks.scheduling.routes import run as run_routes
 from benchmarks.scheduling.schedule import first_come, read
 from benchmarks.scheduling.simulated_engine import Job, Policy, SimulatedEngine, Speed
 from raykv.scheduling import Budget, Request, order, plan, split
@@ -218,6 +220,23 @@ def test_a_cut_lies_where_neighbours_share_least() -> None:
     assert sorted(map(sorted, split(found, 2))) == [list(range(20)), list(range(20, 41))]
     with pytest.raises(ValueError, match="engines=0"):
         split(found, 0)
+
+
+def test_routers_are_compared_on_a_trace_of_sessions(tmp_path: Path) -> None:
+    """Four sessions whose prompts grow by 10 blocks of 512 tokens, and share 20. The pool keeps all of them."""
+    lines: list[str] = []
+    for turn in range(4):
+        for session in range(4):
+            own = range(1000 * (session + 1), 1000 * (session + 1) + 100 + 10 * turn)
+            asked = {"timestamp": 60_000 * len(lines), "input_length": 512 * (20 + len(own)), "output_length": 10}
+            lines.append(json.dumps({**asked, "hash_ids": [*range(20), *own], "session": session, "turn": turn}))
+    (trace := tmp_path / "trace.jsonl").write_text("\n".join(lines))
+    setup = Setup(engines=2, blocks=1000, memory=2000, routers=1, tokens_per_s=5000.0, load=0.05, pull=0.2)
+    rows = {row["rule"]: row for row in run_routes(trace, setup)["results"]}
+    least = 512 * (20 + 4 * (100 + 3 * 10)) / 1e6
+    for name, row in rows.items():
+        assert row["computed_m"] == pytest.approx(least, abs=0.01), f"{name}: the pool has all that was computed"
+    assert rows["by_chance"]["crossed_m"] > 0.05 > rows["routes"]["crossed_m"], "sessions stay at their engines"
 
 
 def test_the_page_is_true(tmp_path: Path) -> None:
