@@ -9,6 +9,7 @@ from raykv.integrations.vllm.compat import kv_replicas
 from raykv.integrations.vllm.identity.drafters import draft_layers, drafter_name, has_drafter, target_layers
 from raykv.integrations.vllm.identity.groups import blocks_within, in_strides, is_latent
 from raykv.integrations.vllm.identity.identity import identity
+from raykv.integrations.vllm.scheduler.threshold import threshold_of
 from raykv.integrations.vllm.scheduler.waiting import patience_of
 from raykv.integrations.vllm.spec import RayKVOffloadingSpec
 from raykv.integrations.vllm.worker.ranks import Cut, cut
@@ -26,6 +27,8 @@ def configure(vllm_config: Any) -> None:
     extra.setdefault("kv_events", extra.get("self_describing_kv_events", True))
     extra["self_describing_kv_events"] = False  # vLLM's tracker; raykv has KVEvents
     extra["patience"] = patience_of(extra)
+    if threshold_of(extra) and vllm_config.kv_transfer_config.kv_role == "kv_producer":
+        raise ValueError("store_threshold for a kv_producer, whose chunks a consumer waits for: leave it out")
     extra.setdefault("verify_tokens", False)
     for name in ("offload_prompt_only", "verify_tokens"):
         if not isinstance(extra[name], bool):

@@ -10,6 +10,7 @@ from raykv.integrations.vllm.identity.groups import first_parts
 from raykv.integrations.vllm.scheduler.answers import Answers
 from raykv.integrations.vllm.scheduler.counters import COUNTERS
 from raykv.integrations.vllm.scheduler.manager import RayKVManager
+from raykv.integrations.vllm.scheduler.threshold import threshold_of
 from raykv.integrations.vllm.worker.pages import pages_of
 from raykv.integrations.vllm.worker.worker import RayKVWorker
 
@@ -36,8 +37,9 @@ class RayKVOffloadingSpec(OffloadingSpec):  # type: ignore[misc]
         if self._manager is None:
             stores, patience = any(self.extra_config["stores"]), self.extra_config["patience"]
             answers = Answers() if self.extra_config.get("answers") == "auto" else None
+            threshold = threshold_of(self.extra_config)
             pool = attach(self._pool)
-            self._manager = RayKVManager(pool, self._arguments, stores, patience, self._drafter, answers)
+            self._manager = RayKVManager(pool, self._arguments, stores, patience, self._drafter, answers, threshold)
         return self._manager
 
     def get_worker(self, kv_caches: Any) -> RayKVWorker:

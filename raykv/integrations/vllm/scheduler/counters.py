@@ -9,5 +9,5 @@ COUNTERS = {
     HITS: OffloadingCounterMetadata("Of them, chunks that were leased in the memory of any node."),
     FAILED: OffloadingCounterMetadata("Requests that were computed because a load from the raykv pool failed."),
     WAITED: OffloadingCounterMetadata("Requests that waited for chunks which another engine computed or stored."),
-    LEFT_OUT: OffloadingCounterMetadata("Chunks of answers that were not stored, as no prompt goes on after answers."),
+    LEFT_OUT: OffloadingCounterMetadata("Chunks that were not stored: answers left out, or below store_threshold."),
 }

@@ -36,6 +36,7 @@ from raykv.integrations.vllm.scheduler.computing import Computing
 from raykv.integrations.vllm.scheduler.counters import ASKED, FAILED, HITS, LEFT_OUT, WAITED
 from raykv.integrations.vllm.scheduler.done import Done
 from raykv.integrations.vllm.scheduler.pool_keys import by_group, pool_keys
+from raykv.integrations.vllm.scheduler.threshold import Threshold
 from raykv.integrations.vllm.scheduler.waiting import PATIENCE, UNMEASURED, Wait
 from raykv.integrations.vllm.worker.ranks import Rank
 from raykv.metrics.span import under
@@ -60,13 +61,16 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
         patience: float = PATIENCE,
         drafter: dict[str, Any] | None = None,
         answers: Answers | None = None,
+        threshold: Threshold | None = None,
     ) -> None:
         """arguments: of `KVPool.cache`, without part, block_tokens and block_bytes, which groups and ranks give.
 
         stores: the workers store what they compute, so other engines may wait for it. patience: see Wait. drafter:
-        arguments for a drafter's layers. answers: learns when to leave answers out; None: all are stored.
+        arguments for a drafter's layers. answers: learns when to leave answers out; None: all are stored. threshold:
+        counts offers of chunks; None: all are stored at the first.
         """
         self._pool, self._stores, self._patience, self._answers = pool, stores, patience, answers
+        self._threshold = threshold
         self._arguments, self._drafter = arguments, drafter or arguments
         self._ranks: list[Rank] = []
         self._groups: list[Group] = []
@@ -154,7 +158,9 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
         wanted = self.caches and chain.resets == self.resets and chain.is_named
         keys = [key for key in keys if chain.number(key) is not None] if wanted else []
         if self._answers is not None and self._answers.are_dropped:
-            keys = self._of_prompt(keys, req_context)
+            keys = self._kept(keys, self._of_prompt(keys, req_context))
+        if self._threshold is not None:
+            keys = self._kept(keys, self._threshold.passed(keys))
         if computing := self._computing.get(req_context.req_id):
             computing.offer(keys)
         offered, places = by_group(keys), {}
@@ -169,7 +175,9 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
         """The chunks that a request's prompt fills, and its tail. keys: of chunks that have numbers."""
         chain, prompt = req_context.get_state(Chain), req_context.get_state(Prompt).request.num_prompt_tokens
         filled = {group: prompt // tokens for group, tokens in self._chunk_tokens.items()}
-        kept = [key for key in keys if chain.is_tail(key) or chain.number(key) < filled[get_offload_group_idx(key)]]
+        return [key for key in keys if chain.is_tail(key) or chain.number(key) < filled[get_offload_group_idx(key)]]
+
+    def _kept(self, keys: list[bytes], kept: list[bytes]) -> list[bytes]:
         self._counts[LEFT_OUT] += len(keys) - len(kept)
         return kept
 
@@ -352,7 +360,7 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
         self._counts[ASKED] += len(keys[self._groups[0].group_idx])
         if computing := self._computing.pop(request, None):  # preempted: a waiting request must have no intent
             computing.ask.end_intent()
-        computes = self._stores and chain.resets == self.resets and not chain.limited
+        computes = self._stores and self._threshold is None and chain.resets == self.resets and not chain.limited
         ask = Ask(keys, begin, chain.origin, computes)
         self._submit(ask, wait=self._patience > 0)
         return ask
