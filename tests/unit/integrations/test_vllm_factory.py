@@ -103,6 +103,16 @@ def test_a_connector_refuses_answers_that_it_does_not_know(answers: Any) -> None
         configure(SimpleNamespace(kv_transfer_config=KVTransferConfig(**config)))
 
 
+def test_a_connector_refuses_a_threshold_that_is_none_or_keeps_a_consumer_waiting() -> None:
+    for role, threshold in (("kv_both", "two"), ("kv_producer", 2)):
+        config = kv_transfer_config("default", role)
+        config["kv_connector_extra_config"]["store_threshold"] = threshold
+        with pytest.raises(ValueError, match="store_threshold"):
+            configure(SimpleNamespace(kv_transfer_config=KVTransferConfig(**config)))
+    config["kv_connector_extra_config"]["store_threshold"] = 1
+    configure(SimpleNamespace(kv_transfer_config=KVTransferConfig(**config)))
+
+
 @pytest.mark.parametrize("name", ["offload_prompt_only", "verify_tokens"])
 def test_an_option_that_is_on_or_off_is_kept_and_another_value_refused(name: str) -> None:
     for given, found in ((None, False), (True, True), (False, False)):
