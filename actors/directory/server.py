@@ -228,7 +228,7 @@ class DirectoryServer:
     def _follow_plan(self, name: str, now: float) -> None:
         """Plan anew how a node uses its memory, once in PLAN_EVERY_S."""
         if now - self._planned.get(name, -PLAN_EVERY_S) >= PLAN_EVERY_S:
-            self._planned[name] = now
+            self._planned = {node: at for node, at in self._planned.items() if now - at < PLAN_EVERY_S} | {name: now}
             self._directory.follow(name, self._directory.next_plan(), now)
 
     @one_at_a_time
