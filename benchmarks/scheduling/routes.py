@@ -20,15 +20,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from benchmarks.scheduling.schedule import read_trace, summary
 from benchmarks.scheduling.simulated_engine import Job, SimulatedEngine, Speed
 from raykv.bench.trace import formats
 from raykv.bench.trace.formats import MOONCAKE_TOKENS as BLOCK_TOKENS
 from raykv.bench.trace.pool import Pool, keys_of
+from raykv.config import PoolConfig
 from raykv.scheduling import plan
 from raykv.scheduling.routes import Found, Prompt, Replica, Routes
 
 WORTH = 4
-LOCALITY = 0.5
 
 
 class Setup(NamedTuple):
@@ -70,7 +71,9 @@ class Cluster:
         self.setup, speed = setup, Speed(token_s=1 / setup.tokens_per_s)
         engines, policy = range(setup.engines), partial(plan, patience=0.0)
         self.engines = [SimulatedEngine([], setup.blocks, BLOCK_TOKENS, policy, speed) for _ in engines]
-        self.pool = Pool([setup.memory // setup.engines] * setup.engines, LOCALITY) if setup.memory else None
+        self.pool = (
+            Pool([setup.memory // setup.engines] * setup.engines, PoolConfig().locality) if setup.memory else None
+        )
         self.routers = [Routes() for _ in range(setup.routers)]
         self.requests = [0 for _ in engines]  # that each engine has
         self.read = self.crossed = 0  # tokens from the pool, and how many of them came from another node
@@ -175,10 +178,7 @@ def run(path: str | PathLike[str], setup: Setup, faster: float = 1.0, first: int
 
     faster: divides the trace's times. first: only so many requests. ValueError for a malformed line.
     """
-    trace = formats.read(path)
-    if trace.block_tokens != BLOCK_TOKENS:
-        raise ValueError(f"{path}: blocks of {trace.block_tokens} tokens, and the engine has blocks of {BLOCK_TOKENS}")
-    requests = [request._replace(at=request.at / faster) for request in trace.requests[:first]]
+    requests = [request._replace(at=request.at / faster) for request in read_trace(path).requests[:first]]
     results = []
     for name, rule in RULES.items():
         cluster, rng = Cluster(setup), random.Random(0)
@@ -187,17 +187,13 @@ def run(path: str | PathLike[str], setup: Setup, faster: float = 1.0, first: int
             asked = cluster.ask(number, request)
             cluster.send(rule(cluster, asked, rng), asked)
         cluster.run()
-        waits = np.concatenate([engine.waits for engine in cluster.engines])
-        p50, p99 = np.quantile(waits, [0.5, 0.99])
-        figures = {
-            "computed_m": sum(engine.computed for engine in cluster.engines) / 1e6,
-            "read_m": cluster.read / 1e6,
-            "crossed_m": cluster.crossed / 1e6,
-            **{"mean_s": waits.mean(), "p50_s": p50, "p99_s": p99, "max_s": waits.max()},
-        }
-        results.append({"rule": name, **{what: round(float(figure), 2) for what, figure in figures.items()}})
-    tokens = sum(request.tokens for request in requests)
-    return {"requests": len(requests), "prompt_tokens_m": round(tokens / 1e6, 2), "results": results}
+        computed = sum(engine.computed for engine in cluster.engines)
+        tokens = {"computed_m": computed, "read_m": cluster.read, "crossed_m": cluster.crossed}
+        in_millions = {what: round(count / 1e6, 2) for what, count in tokens.items()}
+        waits = [wait for engine in cluster.engines for wait in engine.waits]
+        results.append({"rule": name, **in_millions, **summary(waits)})
+    prompts = sum(request.tokens for request in requests)
+    return {"requests": len(requests), "prompt_tokens_m": round(prompts / 1e6, 2), "results": results}
 
 
 def main() -> None:

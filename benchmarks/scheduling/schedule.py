@@ -9,6 +9,7 @@ order, and takes only the tokens that it has to compute. `plan` is `raykv.schedu
 
 import argparse
 import json
+from collections.abc import Sequence
 from functools import partial
 from os import PathLike
 from typing import Any
@@ -35,11 +36,15 @@ def run(path: str | PathLike[str], blocks: int, tokens_per_s: float, slower: flo
     for name, policy in policies().items():
         engine = SimulatedEngine(jobs, blocks, BLOCK_TOKENS, policy, Speed(token_s=1 / tokens_per_s))
         engine.run()
-        p50, p99 = np.quantile(engine.waits, [0.5, 0.99])
-        row = {"mean_s": np.mean(engine.waits), "p50_s": p50, "p99_s": p99, "max_s": max(engine.waits)}
-        rounded = {figure: round(float(value), 2) for figure, value in row.items()}
-        results.append({"rule": name, "computed_tokens": engine.computed, **rounded})
+        results.append({"rule": name, "computed_tokens": engine.computed, **summary(engine.waits)})
     return {"requests": len(jobs), "prompt_tokens": sum(job.tokens for job in jobs), "results": results}
+
+
+def summary(waits: Sequence[float]) -> dict[str, float]:
+    """Mean, p50, p99 and the longest of waits, in seconds."""
+    p50, p99 = np.quantile(waits, [0.5, 0.99])
+    row = {"mean_s": np.mean(waits), "p50_s": p50, "p99_s": p99, "max_s": max(waits)}
+    return {figure: round(float(value), 2) for figure, value in row.items()}
 
 
 def policies() -> dict[str, Policy]:
@@ -69,9 +74,7 @@ def first_come(waiting: list[Request], running: list[Request], budget: Budget, n
 
 def read(path: str | PathLike[str], slower: float = 1.0) -> list[Job]:
     """The requests of a trace. ValueError for a malformed line, and for a trace without times or answers' lengths."""
-    trace = formats.read(path)
-    if trace.block_tokens != BLOCK_TOKENS:
-        raise ValueError(f"{path}: blocks of {trace.block_tokens} tokens, and the engine has blocks of {BLOCK_TOKENS}")
+    trace = read_trace(path)
     if len(trace.requests) > 1 and not any(request.at for request in trace.requests):
         raise ValueError(f"{path}: no request has a `timestamp`, so all would come at once: give a trace with times")
     if not any(request.output for request in trace.requests):
@@ -82,6 +85,14 @@ def read(path: str | PathLike[str], slower: float = 1.0) -> list[Job]:
         keys = np.array(request.ids[:blocks], np.uint64).view(np.uint8).reshape(blocks, 8)
         jobs.append(Job(keys, request.tokens, request.at * slower, max(1, request.output)))
     return jobs
+
+
+def read_trace(path: str | PathLike[str]) -> formats.Trace:
+    """A trace in blocks of BLOCK_TOKENS. ValueError for other blocks, and for a malformed line."""
+    trace = formats.read(path)
+    if trace.block_tokens != BLOCK_TOKENS:
+        raise ValueError(f"{path}: blocks of {trace.block_tokens} tokens, and the engine has blocks of {BLOCK_TOKENS}")
+    return trace
 
 
 def _blocks(tokens: int, budget: Budget) -> int:

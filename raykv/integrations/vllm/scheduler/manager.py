@@ -156,16 +156,18 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
         """Give all keys to the workers, which skip stored chunks. To ask the pool here would hold up the scheduler."""
         chain: Chain = req_context.get_state(Chain)
         wanted = self.caches and chain.resets == self.resets and chain.is_named
-        keys = [key for key in keys if chain.number(key) is not None] if wanted else []
+        keys = offered = [key for key in keys if chain.number(key) is not None] if wanted else []
         if self._answers is not None and self._answers.are_dropped:
-            keys = self._kept(keys, self._of_prompt(keys, req_context))
+            keys = self._of_prompt(keys, req_context)
         if self._threshold is not None:
-            keys = self._kept(keys, self._threshold.passed(keys))
+            keys = self._threshold.passed(keys)
+        if left_out := len(offered) - len(keys):
+            self._counts[LEFT_OUT] += left_out
         if computing := self._computing.get(req_context.req_id):
             computing.offer(keys)
-        offered, places = by_group(keys), {}
+        groups, places = by_group(keys), {}
         for group in self._groups:
-            if of_group := offered.get(group.group_idx):
+            if of_group := groups.get(group.group_idx):
                 rows = pool_keys(self.caches[group.place], of_group, chain.origin)
                 parts = {part: of_part.tobytes() for part, of_part in rows.items()}
                 places[group.place] = ChunksOfLayers(parts, chain.run(of_group).start)
@@ -176,10 +178,6 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
         chain, prompt = req_context.get_state(Chain), req_context.get_state(Prompt).request.num_prompt_tokens
         filled = {group: prompt // tokens for group, tokens in self._chunk_tokens.items()}
         return [key for key in keys if chain.is_tail(key) or chain.number(key) < filled[get_offload_group_idx(key)]]
-
-    def _kept(self, keys: list[bytes], kept: list[bytes]) -> list[bytes]:
-        self._counts[LEFT_OUT] += len(keys) - len(kept)
-        return kept
 
     def complete_store(self, keys: Collection[bytes], req_context: Any, success: bool = True) -> None:
         """Measure this engine's speed, which limits how long requests wait for other engines and an external tier."""
