@@ -1,61 +1,26 @@
 """The vLLM worker with KV tensors on a GPU, tested without a GPU on a stand-in for CuPy."""
 
-import ctypes
-import importlib
-import sys
 import threading
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
+from helpers.arena.kv_tensor import Tensor
 from helpers.pools import eventually, tokens
 from numpy.typing import NDArray
 from vllm.v1.kv_offload.base import GPULoadStoreSpec
 
 import raykv
-from raykv.arena.gpu import cuda
 from raykv.arena.gpu import device as devices
 from raykv.client.leases.joint_match import JointMatch, Part
 from raykv.integrations.vllm.chunks.chunks import ChunksOfLayers, ChunksToLoad, ChunksToStore, Origin, PartToLoad
 from raykv.integrations.vllm.worker.pages import pages_of
 from raykv.integrations.vllm.worker.worker import RayKVWorker
 
-ON_HOST = str(Path(__file__).parents[1] / "helpers" / "arena" / "cupy_on_host")
 LAYERS, PAGES, PAGE, PER_CHUNK = 3, 32, 8 << 10, 4
 CHUNK = LAYERS * PAGE * PER_CHUNK
-
-
-class Tensor:
-    """A KV tensor on a GPU, with the attributes that the worker uses."""
-
-    device = torch.device("cpu")  # where the worker makes memory for unwanted pages, of which there are none here
-
-    def __init__(self, pages: NDArray[np.uint8]) -> None:
-        self.array = cuda.cupy().asarray(pages)
-        self.__cuda_array_interface__ = self.array.__cuda_array_interface__
-
-    def view(self, dtype: torch.dtype) -> "Tensor":
-        return self
-
-    def __getitem__(self, which: tuple[slice, slice]) -> "Tensor":
-        assert which == (slice(None), slice(PAGE)), "the whole page"
-        return self
-
-
-@pytest.fixture
-def on_host(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    monkeypatch.syspath_prepend(ON_HOST)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    monkeypatch.setattr(ctypes, "CDLL", ctypes.CDLL)  # restores the CDLL that the stand-in replaces
-    for cached in (cuda.uuid, cuda._context, cuda._libcuda, devices.device):
-        cached.cache_clear()
-    yield importlib.import_module("cupy")
-    for name in [name for name in sys.modules if name.split(".")[0] == "cupy"]:
-        del sys.modules[name]
 
 
 @pytest.fixture

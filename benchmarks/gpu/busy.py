@@ -1,7 +1,7 @@
 """How much an engine on a GPU slows down while raykv copies across PCIe: matrix products, with a copy and without.
 
     pip install -e '.[gpu]' torch
-    python benchmarks/gpu_busy.py
+    python benchmarks/gpu/busy.py
 
 It needs one GPU with 2 GiB free, and takes 20 s. "64 thread blocks" is a kernel as wide as copies within GPU memory.
 "DMA" is one cudaMemcpyAsync of all bytes. Products in bf16: a prefill's is 8192 x 8192 x 8192, a decode step's is 32 x

@@ -1,0 +1,50 @@
+"""All that has to be asked of a GPU, in under 12 minutes: each stage in a process of its own, with its own limit.
+
+    pip install -e '.[gpu,test]' torch
+    python benchmarks/gpu/first.py [arena] [pool] [copies] [capture] [worker] [busy]
+
+Without arguments all stages run. A stage that fails does not stop the next. The stages need one GPU with 8 GiB free. A
+machine without a network needs the wheels of ray, hypothesis, sortedcontainers, pytest-timeout and psutil beside CuPy,
+NCCL and pytest. vLLM need not be installed. Returns 1 if a stage failed.
+"""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+HERE = ROOT / "benchmarks/gpu"
+PYTEST = ["-m", "pytest", "-m", "gpu", "-p", "no:cacheprovider"]
+STAGES: dict[str, tuple[list[str], int]] = {  # arguments of Python, and seconds
+    "arena": ([*PYTEST, *sorted(map(str, ROOT.glob("tests/unit/arena/test_gpu_*.py")))], 120),
+    "pool": ([*PYTEST, str(ROOT / "tests/cluster/test_gpu_pool.py")], 210),
+    "copies": ([str(HERE / "copies.py")], 100),
+    "capture": ([str(HERE / "capture.py")], 60),
+    "worker": ([str(HERE / "worker.py")], 120),
+    "busy": ([str(HERE / "busy.py")], 90),
+}
+
+
+def main(asked: list[str]) -> int:
+    if unknown := set(asked) - set(STAGES):
+        sys.exit(f"no stage {', '.join(sorted(unknown))}: give some of {', '.join(STAGES)}")
+    failed = [stage for stage in asked or STAGES if not _passes(stage)]
+    print(f"failed: {', '.join(failed) or 'none'}")
+    return 1 if failed else 0
+
+
+def _passes(stage: str) -> bool:
+    arguments, seconds = STAGES[stage]
+    print(f"== {stage}, at most {seconds} s", flush=True)
+    begin = time.monotonic()
+    try:
+        status = subprocess.run([sys.executable, *arguments], cwd=ROOT, timeout=seconds).returncode
+    except subprocess.TimeoutExpired:
+        status = None
+    print(f"== {stage}: {'out of time' if status is None else status}, {time.monotonic() - begin:.0f} s", flush=True)
+    return status == 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
