@@ -80,10 +80,10 @@ class Answer(NamedTuple):
     ttft: float
 
 
-def ask(prompt: str, max_tokens: int = 8, url: str = URL) -> Answer:
-    """Ask one question, streamed."""
+def ask(prompt: str, max_tokens: int = 8, url: str = URL, **more: Any) -> Answer:
+    """Ask one question, streamed. more: of the request's body, such as kv_transfer_params."""
     begin, ttft, text, usage = time.perf_counter(), 0.0, "", dict[str, Any]()
-    for event in _stream(prompt, max_tokens, url):
+    for event in _stream(prompt, max_tokens, url, more):
         for choice in event["choices"]:
             ttft = ttft or time.perf_counter() - begin
             text += choice["delta"].get("content") or ""
@@ -91,7 +91,7 @@ def ask(prompt: str, max_tokens: int = 8, url: str = URL) -> Answer:
     return Answer(text, (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0), ttft)
 
 
-def _stream(prompt: str, max_tokens: int, url: str) -> Iterator[dict[str, Any]]:
+def _stream(prompt: str, max_tokens: int, url: str, more: dict[str, Any]) -> Iterator[dict[str, Any]]:
     body = {
         "model": MODEL,
         "messages": [{"role": "user", "content": prompt}],
@@ -100,6 +100,7 @@ def _stream(prompt: str, max_tokens: int, url: str) -> Iterator[dict[str, Any]]:
         "ignore_eos": True,
         "stream": True,
         "stream_options": {"include_usage": True},
+        **more,
     }
     headers = {"Content-Type": "application/json"}
     try:

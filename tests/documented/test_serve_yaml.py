@@ -30,8 +30,10 @@ BLOCK, WORDS = 128, 1500  # tokens of a block, of vLLM on CPUs and of the pool; 
 class App(NamedTuple):
     pool: raykv.KVPool
 
-    def ask(self, document: int, question: int, max_tokens: int = 8) -> serve_vllm.Answer:
-        return serve_vllm.ask(f"{serve_vllm.words(document, WORDS)} {serve_vllm.words(question, 20)}", max_tokens)
+    def ask(self, document: int, question: int, max_tokens: int = 8, **params: Any) -> serve_vllm.Answer:
+        """params: the request's kv_transfer_params."""
+        prompt = f"{serve_vllm.words(document, WORDS)} {serve_vllm.words(question, 20)}"
+        return serve_vllm.ask(prompt, max_tokens, kv_transfer_params=params)
 
 
 @pytest.fixture
@@ -51,7 +53,7 @@ def app(cluster: Any, pool: raykv.KVPool, tmp_path: Path) -> Iterator[App]:
         serve_vllm.shutdown()
 
 
-def test_requests_follow_their_prefix_and_the_second_replica_reads_it_from_the_pool(app: App) -> None:
+def test_requests_follow_their_prefix_and_a_session_ends(app: App) -> None:
     for document in range(100, 104):
         before = app.pool.stats()["keys"]
         assert app.ask(document, 0).cached == 0
@@ -64,3 +66,9 @@ def test_requests_follow_their_prefix_and_the_second_replica_reads_it_from_the_p
     assert app.pool.stats()["remote_hits"] >= WORDS // BLOCK, (
         "the other replica helped, and read the document from the pool"
     )
+    keys, name = app.pool.stats()["keys"], dict[str, Any](raykv_session="an agent's")
+    assert app.ask(200, 0, **name).cached == 0
+    eventually(lambda: app.pool.stats()["keys"] >= keys + WORDS // BLOCK)
+    assert app.pool.stats().get("done", 0) == 0
+    app.ask(200, 0, **name, raykv_done=True)
+    eventually(lambda: app.pool.stats().get("done", 0) >= WORDS // BLOCK)  # at the session's replica

@@ -5,8 +5,10 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import msgspec
 import pytest
 import ray
 from helpers.pools import MIB, eventually
@@ -17,7 +19,8 @@ pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'raykv[vl
 
 from helpers.engines.vllm.engine import close_engines, engine_on, prompt, save_model
 
-from raykv.integrations.vllm.chunks.hints import AGAIN, DONE, SESSION, SESSIONS, Hint, Sessions, hint_of
+from raykv.integrations.vllm import compat
+from raykv.integrations.vllm.chunks.hints import AGAIN, DONE, ENVELOPE, SESSION, SESSIONS, Hint, Sessions, hint_of
 
 pytestmark = pytest.mark.timeout(600)
 CHUNK = 128  # tokens
@@ -60,13 +63,23 @@ def session(seed: int) -> list[int]:
     return prompt(500, SHARED) + prompt(seed, CHUNK * OWN + 20)
 
 
-def test_a_session_that_ends_goes_before_others_and_leaves_what_they_share(world: World) -> None:
+def envelope(kind: str, version: str = "1.0", **payload: Any) -> dict[str, Any]:
+    """Hints as Dynamo's and SGLang's routers write them. The first action is for somebody else."""
+    actions: list[Any] = [
+        {"action_id": "0", "action_type": "kv.fetch", "action_version": "1.0", "payload": {"block_hashes": [1]}},
+        {"action_id": "1", "action_type": kind, "action_version": version, "payload": payload},
+    ]
+    return {"protocol_version": "0.1", "message_id": "m", "actions": actions}
+
+
+@pytest.mark.parametrize("end", [{DONE: True}, {ENVELOPE: envelope("kv.deref")}], ids=["done", "envelope"])
+def test_a_session_that_ends_goes_before_others_and_leaves_what_they_share(world: World, end: dict[str, Any]) -> None:
     *older, stays, ends = map(session, range(1, 5))  # `older` ones, as the last answer may evict some of them
     for tokens in (*older, stays):
         world.answer(tokens)
     assert world.answer(ends, **{SESSION: "ends"}) == SHARED
     assert world.done() == 0
-    world.ask(ends, **{SESSION: "ends", DONE: True})  # the engine's own cache has the whole prompt
+    world.ask(ends, **{SESSION: "ends", **end})  # the engine's own cache has the whole prompt
     eventually(lambda: world.done() >= OWN)
     evicted = world.pool.stats()["evicted"]
     for seed in itertools.count(10):
@@ -101,6 +114,52 @@ def test_a_bad_hint_fails_no_request(world: World) -> None:
 )
 def test_what_params_say(params: dict[str, Any] | None, hint: Hint) -> None:
     assert hint_of(params) == hint
+
+
+@pytest.mark.parametrize(
+    ("given", "hint"),
+    [
+        (envelope("kv.deref"), Hint("a", True)),
+        (envelope("kv.demote"), Hint("a", True, True)),
+        (envelope("kv.demote", session_id="a", session_generation=2), Hint("a", True, True)),
+        (envelope("kv.demote", session_id="b"), Hint("a")),
+        (envelope("kv.deref", "2.0"), Hint("a")),
+        (envelope("kv.retain", ttl_seconds=3), Hint("a")),
+        ({"actions": ["kv.deref", {"action_type": ["kv.deref"]}, None]}, Hint("a")),
+        ({"actions": [{"action_type": "kv.deref", "action_version": "1.0", "payload": "all"}]}, Hint("a")),
+        ({"actions": [{"action_type": "kv.deref", "action_version": "1.0"}]}, Hint("a", True)),
+        ({"actions": {}}, Hint("a")),
+        ({}, Hint("a")),
+        ("kv.deref", Hint("a")),
+        (None, Hint("a")),
+    ],
+)
+def test_what_an_envelope_says(given: Any, hint: Hint) -> None:
+    """In vLLM's own field, or in kv_transfer_params. Our own parameter comes first."""
+    assert hint_of(None, "a", given) == hint
+    assert hint_of({ENVELOPE: given}, "a") == hint
+    assert hint_of({SESSION: "b", DONE: AGAIN}, "a", given) == Hint("b", True, True)
+    assert hint_of({DONE: False}, "a", given) == Hint("a")
+
+
+def test_a_session_without_our_name_has_vllms() -> None:
+    assert hint_of({SESSION: "b"}, "a") == Hint("b")
+    assert hint_of({}, "a" * 257) == Hint(), "too long a name is none"
+
+
+def test_hints_of_requests_of_two_versions() -> None:
+    class Action(msgspec.Struct, frozen=True):
+        action_type: str
+        action_version: str = "1.0"
+        payload: dict[str, Any] = {}
+
+    class Envelope(msgspec.Struct, frozen=True):
+        actions: list[Action]
+
+    newest = SimpleNamespace(kv_transfer_params=None, session_id="a", kv_hints=Envelope([Action("kv.deref")]))
+    assert compat.hint_of(newest) == Hint("a", True)
+    assert compat.hint_of(SimpleNamespace(kv_transfer_params=None, session_id=None, kv_hints=None)) == Hint()
+    assert compat.hint_of(SimpleNamespace(kv_transfer_params={SESSION: "b"})) == Hint("b"), "vLLM 0.29 has neither"
 
 
 def test_a_sessions_own_begin_where_its_first_request_found_nothing() -> None:

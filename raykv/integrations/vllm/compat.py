@@ -3,9 +3,11 @@
 | vLLM | difference |
 | --- | --- |
 | before 0.30 | workers name the missing blocks, of one KV cache group only; vLLM stores a last token that has no KV |
+| before 0.30 | a request has no `session_id` |
 | before 0.31 | a KV cache has no `kv_tp_replicas`; extra keys of a block's hash are published unchanged |
 | before 0.31 | a request can't limit how many tokens are loaded |
 | before 0.32 | a continued session keeps hashes of dropped tokens, so raykv stores no more of it |
+| before 0.33 | a request has no `kv_hints` |
 | from 0.33 on | loads may be `expedited`, that is, within a step; `RayKVConnector` turns this off |
 """
 
@@ -15,10 +17,13 @@ import logging
 import re
 from typing import Any
 
+import msgspec
 import vllm
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.v1.core import kv_cache_utils
+
+from raykv.integrations.vllm.chunks import hints
 
 log = logging.getLogger("raykv")
 
@@ -66,6 +71,13 @@ def kv_replicas(kv_cache_config: Any, tensor: int) -> int:
 def load_limit(status: Any) -> int | None:
     """How many tokens a request allows to load; None: any number. status: vLLM's state of the request."""
     return getattr(status, "max_load_tokens", None)
+
+
+def hint_of(request: Any) -> hints.Hint:
+    """What a request says of its session."""
+    envelope = getattr(request, "kv_hints", None)
+    named = getattr(request, "session_id", None)
+    return hints.hint_of(request.kv_transfer_params, named, envelope and msgspec.to_builtins(envelope))
 
 
 # turns results of generate_block_hash_extra_keys, one for each block, into the form of KV events

@@ -39,9 +39,8 @@ except ImportError as error:
 from raykv.integrations.vllm.chunks.chain import Chain
 from raykv.integrations.vllm.chunks.chunks import Origin
 from raykv.integrations.vllm.chunks.contents import Contents
-from raykv.integrations.vllm.chunks.hints import hint_of
 from raykv.integrations.vllm.chunks.tail import OFFLOAD_LIMIT, Tail, as_chunk, store_job, tail_of
-from raykv.integrations.vllm.compat import TRIMS_HASHES, Connector, load_limit
+from raykv.integrations.vllm.compat import TRIMS_HASHES, Connector, hint_of, load_limit
 from raykv.integrations.vllm.configuration import configure, cut_of, identify
 from raykv.integrations.vllm.events.kv_events import KVEvents, Prompt, Sizes
 from raykv.integrations.vllm.identity.adapters import OwnCache, Told, ToldAdapters
@@ -139,7 +138,7 @@ class RayKVConnector(Connector):  # type: ignore[misc]
         groups = zip(scheduler.config.kv_group_configs, status.group_states, strict=True)
         keys = {group.group_idx: state.offload_keys for group, state in groups}
         limited = OFFLOAD_LIMIT in (request.kv_transfer_params or {})
-        hint = hint_of(request.kv_transfer_params)
+        hint = hint_of(request)
         chain = Chain(keys, origin, scheduler.manager.resets, self._tail_of(request), limited, hint)
         if request.lora_request:
             chain.adapter, chain.question = request.lora_request.lora_int_id, self._adapters.ask()

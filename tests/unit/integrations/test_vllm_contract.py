@@ -83,6 +83,12 @@ READ = {
     "vllm.v1.kv_cache_interface.KVCacheConfig": "num_blocks kv_cache_tensors kv_cache_groups",
     "vllm.v1.kv_cache_interface.KVCacheGroupSpec": "layer_names kv_cache_spec",
 }
+LATER = [  # what we read in vLLM from a version on
+    ("0.30.0", "vllm.v1.request.Request", "session_id"),
+    ("0.33.0", "vllm.v1.request.Request", "kv_hints"),
+    ("0.33.0", "vllm.v1.kv_hints.protocol.KvHintsEnvelope", "actions"),
+    ("0.33.0", "vllm.v1.kv_hints.protocol.KvHintAction", "action_type action_version payload"),
+]
 
 
 def sources(wanted: str) -> Package:
@@ -173,6 +179,13 @@ def test_what_we_import_is_there_and_is_made_as_we_make_it(vllm: Package) -> Non
 @pytest.mark.parametrize("theirs", READ, ids=[split(name)[1] for name in READ])
 def test_what_we_read_is_there(vllm: Package, theirs: str) -> None:
     assert not [name for name in READ[theirs].split() if not vllm.has(*split(theirs), name)]
+
+
+@pytest.mark.parametrize(("since", "theirs", "names"), LATER, ids=[split(theirs)[1] for _, theirs, _ in LATER])
+def test_what_we_read_of_later_versions_is_there(since: str, theirs: str, names: str) -> None:
+    for version_of in VERSIONS[VERSIONS.index(since) :]:
+        vllm = sources(version_of)
+        assert not [name for name in names.split() if not vllm.has(*split(theirs), name)]
 
 
 @pytest.mark.parametrize(
