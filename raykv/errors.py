@@ -22,7 +22,12 @@ class ArenaMismatch(RayKVError):
 
 
 class DeviceError(RayKVError):
-    """A GPU failed. Code that copies from or to the GPU takes this as a miss."""
+    """A GPU failed. Code that copies from or to the GPU takes this as a miss.
+
+    status: CUDA's number of the error, or 0.
+    """
+
+    status = 0
 
 
 def reason_of(error: BaseException) -> str:

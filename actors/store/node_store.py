@@ -59,10 +59,9 @@ class NodeStore:
     def __init__(self, pool: str, node_id: str, question: Question | None = None) -> None:
         """CapacityError where the node can't afford `cpu_memory`, or where a GPU can't afford `gpu_memory`.
 
-        DeviceError for an unusable GPU.
-        While the external tier is unusable, the store serves without it. After a restart the store also serves without
-        unusable GPUs. question: a question of `raykv.start`, before the pool has settings. The store puts the answer
-        into Ray's internal KV, and waits for the settings.
+        While the external tier is unusable, the store serves without it. While a GPU fails, the store serves without
+        GPUs; after a restart also while a GPU can't afford `gpu_memory`. question: a question of `raykv.start`, before
+        the pool has settings. The store puts the answer into Ray's internal KV, and waits for the settings.
         """
         self._pool, self._node_id = pool, node_id
         again = named_actors.restarted()
@@ -103,9 +102,10 @@ class NodeStore:
         try:
             self._open_gpus()
         except Exception as error:
-            if not again:
+            if not again and not isinstance(error, DeviceError):
                 raise
             log.warning("%r: no GPU tier until it can be opened, memory serves meanwhile: %s", self, error)
+            events.tell("no_gpus", why=str(error))
             self._lacks_gpus = True
             self._gpus.start()
         self._heartbeats[0].start()

@@ -1,7 +1,8 @@
 """All that has to be asked of a GPU, in under 12 minutes: each stage in a process of its own, with its own limit.
 
     pip install -e '.[gpu,test]' torch
-    python benchmarks/gpu/first.py [arena] [pool] [copies] [capture] [worker] [busy]
+    python benchmarks/gpu/first.py arena pool copies        # at most 430 s
+    python benchmarks/gpu/first.py costs capture worker busy  # at most 330 s
 
 Without arguments all stages run. A stage that fails does not stop the next. The stages need one GPU with 8 GiB free. A
 machine without a network needs the wheels of ray, hypothesis, sortedcontainers, pytest-timeout and psutil beside CuPy,
@@ -20,6 +21,7 @@ STAGES: dict[str, tuple[list[str], int]] = {  # arguments of Python, and seconds
     "arena": ([*PYTEST, *sorted(map(str, ROOT.glob("tests/unit/arena/test_gpu_*.py")))], 120),
     "pool": ([*PYTEST, str(ROOT / "tests/cluster/test_gpu_pool.py")], 210),
     "copies": ([str(HERE / "copies.py")], 100),
+    "costs": ([str(HERE / "costs.py")], 60),
     "capture": ([str(HERE / "capture.py")], 60),
     "worker": ([str(HERE / "worker.py")], 120),
     "busy": ([str(HERE / "busy.py")], 90),

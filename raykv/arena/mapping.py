@@ -248,7 +248,8 @@ class Mapping:
     def register(self, gpu: str, addresses: Addresses) -> bool:
         """Page-lock the slabs of these slots, so that GPUs reach them. Returns whether GPUs reach them all.
 
-        Does not wait for a slab that another thread is page-locking: returns False, as for a slab that CUDA refused.
+        Does not wait for a slab that another thread is page-locking: returns False, as for a slab that CUDA refused. A
+        slab that CUDA refused because of a capture is tried again.
         """
         with self._slab_lock:
             words, data = self._memory
@@ -269,23 +270,26 @@ class Mapping:
             registering |= missing
         try:
             for slab in missing:  # CUDA takes tens of milliseconds a GiB, so no lock is held
-                registered[slab] = self._register(gpu, first + slab * self.slab_bytes)
+                self._register(gpu, slab, first, registered)
         finally:
             with self._slab_lock:
                 registering -= missing
         return all(registered.get(slab) for slab in slabs) and header.load(words, header.DISCARDS) == self._discards
 
-    def _register(self, gpu: str, address: int) -> str | None:
+    def _register(self, gpu: str, slab: int, first: int, registered: dict[int, str | None]) -> None:
+        """Page-lock a slab. first: address of slab 0. A refusal is remembered, unless another call may succeed."""
         try:
-            device(gpu).register(address, self.slab_bytes)
+            device(gpu).register(first + slab * self.slab_bytes, self.slab_bytes)
+            registered[slab] = gpu
         except DeviceError as error:
+            if error.status in cuda.CAPTURED:
+                return
+            registered[slab] = None
             log.warning(
                 "%d bytes of host memory can't be page-locked, copies go through a bounce buffer: %s",
                 self.slab_bytes,
                 error,
             )
-            return None
-        return gpu
 
     def close(self, unlink: bool = False) -> None:
         """Let the file go. Copies under way finish, and every later call finds nothing. unlink: remove its name too."""

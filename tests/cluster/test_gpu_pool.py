@@ -23,13 +23,25 @@ ON_HOST = str(HERE / "helpers" / "arena" / "cupy_on_host")
 def test_engines_memory_and_nodes(ahead: list[str]) -> None:
     if not ahead and not device.visible():
         pytest.skip("no GPU here")
+    run(ahead, "all")
+
+
+def test_a_pool_starts_where_no_gpu_is_usable() -> None:
+    """As after an installation without CUDA's headers."""
+    run([ON_HOST], "without", CUPY_ON_HOST_WITHOUT_HEADERS="1")
+
+
+def run(ahead: list[str], what: str, **more: str) -> None:
+    """Run the program. ahead: folders to import from first."""
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join([*ahead, str(HERE), *sys.path]),
         "CUDA_VISIBLE_DEVICES": "0",
+        "CUPY_ON_HOST_BYTES": str(71 << 20),  # two tiers of 24 MiB and seven contexts fit, three tiers do not
         "CUPY_ON_HOST_WORLD": f"world-{os.getpid()}",  # both nodes share the GPUs, as on a real machine
+        **more,
     }
-    command = [sys.executable, str(HERE / "helpers" / "arena" / "gpu_pool.py"), f"gpu-{os.getpid()}"]
+    command = [sys.executable, str(HERE / "helpers" / "arena" / "gpu_pool.py"), f"gpu-{os.getpid()}", what]
     ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
     assert ran.returncode == 0, ran.stdout[-4000:] + ran.stderr[-4000:]
     print(ran.stdout)

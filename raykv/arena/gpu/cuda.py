@@ -20,6 +20,7 @@ from raykv.system.extras import to_install
 LEGACY = 1  # handle of CUDA's default stream
 P = ParamSpec("P")
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
+CAPTURED = (900, 901)  # cudaErrorStreamCaptureUnsupported, ...Invalidated: somebody captures a CUDA graph just now
 
 
 def cupy() -> Any:
@@ -38,7 +39,9 @@ def translated(who: str) -> Iterator[Any]:
     try:
         yield module
     except (module.cuda.runtime.CUDARuntimeError, module.cuda.driver.CUDADriverError) as error:
-        raise DeviceError(f"{who}: {error}") from error
+        told = DeviceError(f"{who}: {error}")
+        told.status = error.status
+        raise told from error
 
 
 @contextlib.contextmanager

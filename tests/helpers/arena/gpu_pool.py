@@ -198,5 +198,20 @@ def main(name: str) -> None:
         assert not shm_files(name)
 
 
+def without_gpus(name: str) -> None:
+    """No GPU is usable: the pool starts, serves from memory, and has no GPU tier."""
+    with local_cluster(1):
+        pool = raykv.start(raykv.PoolConfig(name=name, cpu_memory=CPU, gpu_memory=GPU, deadline=PATIENCE_S))
+        try:
+            cache = pool.cache(model="m", dtype="uint8", layout="rows", block_tokens=16, block_bytes=BLOCK)
+            keys = cache.keys(tokens(1, 20))
+            eventually(lambda: pool.stats().get("nodes"))
+            assert store(cache, keys) == 20
+            assert whole(do(worker(pool, pool.node_id).read.remote(keys)), keys)
+            assert [node["tier"] for node in pool.stats()["nodes"].values()] == ["cpu"]
+        finally:
+            pool.stop()
+
+
 if __name__ == "__main__":
-    main(sys.argv[1])
+    {"all": main, "without": without_gpus}[sys.argv[2]](sys.argv[1])

@@ -146,6 +146,21 @@ def test_a_refusal_is_remembered(
     assert len(asked) == 1 and [record.levelname for record in caplog.records] == ["WARNING"]
 
 
+def test_a_refusal_for_a_capture_is_tried_again(
+    on_host: Any, host: Arena, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Should a driver refuse to page-lock beside a capture: the slab is page-locked after the capture."""
+    gpu, lock, at = devices.visible()[0], on_host.cuda.runtime.hostRegister, some(3)[0]
+
+    def refuse(*arguments: int) -> None:
+        raise on_host.cuda.runtime.CUDARuntimeError(900)
+
+    monkeypatch.setattr(on_host.cuda.runtime, "hostRegister", refuse)
+    assert not host.register(gpu, host.addresses(at))
+    monkeypatch.setattr(on_host.cuda.runtime, "hostRegister", lock)
+    assert host.register(gpu, host.addresses(at)) and not caplog.records
+
+
 # ---------------------------------------------------------------------- ways of a copy
 
 

@@ -17,24 +17,36 @@ ROOT = Path(__file__).parents[3]
 TWO_GIB = {"CUPY_ON_HOST_BYTES": str(2 << 30), "CUDA_VISIBLE_DEVICES": "0"}
 
 
-def on_host(*command: str) -> "subprocess.CompletedProcess[str]":
+def on_host(*command: str, **more: str) -> "subprocess.CompletedProcess[str]":
     """A program with Python's arguments, with the stand-in for CuPy before all else."""
     path = os.pathsep.join([ON_HOST, str(ROOT), str(ROOT / "tests"), *sys.path])
-    environment = {**os.environ, **TWO_GIB, "PYTHONPATH": path, "CUPY_ON_HOST_WORLD": f"bench-{os.getpid()}"}
+    environment = {**os.environ, **TWO_GIB, "PYTHONPATH": path, "CUPY_ON_HOST_WORLD": f"bench-{os.getpid()}"} | more
     return subprocess.run([sys.executable, *command], env=environment, capture_output=True, text=True, timeout=250)
 
 
 @pytest.mark.full
 def test_a_stage_that_fails_does_not_stop_the_next() -> None:
     """A capture needs torch with CUDA. The tests marked `gpu` take the stand-in for a GPU."""
-    done = on_host("benchmarks/gpu/first.py", "capture", "arena")
-    assert "== capture: 1," in done.stdout and "== arena: 0," in done.stdout, done.stdout[-4000:] + done.stderr[-2000:]
+    done = on_host("benchmarks/gpu/first.py", "capture", "arena", "costs", CUDA_VISIBLE_DEVICES="0,1")
+    stages = ("== capture: 1,", "== arena: 0,", "== costs: 0,")
+    assert all(stage in done.stdout for stage in stages), done.stdout[-4000:] + done.stderr[-2000:]
     assert done.returncode == 1 and done.stdout.endswith("failed: capture\n")
+    costs = done.stdout.partition("== costs")[2]
+    assert all(
+        word in costs for word in ("context: 1 MiB", "huge pages: ", "pages of 4 KiB: ", "pair: ", "[False, True]")
+    ), costs
 
 
 def test_an_unknown_stage_is_refused() -> None:
     done = on_host("benchmarks/gpu/first.py", "captures")
     assert done.returncode == 1 and done.stderr.startswith("no stage captures: give some of arena, pool, copies, ")
+
+
+@pytest.mark.full
+def test_copies_that_are_slower_than_by_hand_fail_the_stage() -> None:
+    done = on_host("benchmarks/gpu/copies.py")
+    slow = done.stdout.rpartition("of by hand: ")[2].strip()
+    assert done.returncode == (slow != "none"), done.stdout + done.stderr[-4000:]
 
 
 @pytest.mark.full

@@ -13,6 +13,7 @@ import queue
 import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -331,11 +332,18 @@ class RayKVWorker(OffloadingWorker):  # type: ignore[misc]
         if not self._verifies:
             return None
         found = torch.frombuffer(bytearray(mixed(digests, weights)), dtype=torch.uint8).reshape(-1, DIGEST_BYTES)
-        return found.to(self._spare.device)
+        with self._beside_captures():
+            return found.to(self._spare.device)
+
+    def _beside_captures(self) -> AbstractContextManager[Any]:
+        """Inside, torch may allocate and copy on the GPU while the engine captures CUDA graphs."""
+        return cuda.on(self._gpu) if self._device else nullcontext()
 
     def _are(self, digests: torch.Tensor, expected: bytes, leases: list[Lease]) -> bool:
         """Whether the chunks read have the expected content. Other chunks are counted, and dropped from the pool."""
-        other = np.frombuffer(digests.cpu().numpy().tobytes(), "V8") != np.frombuffer(expected, "V8")
+        with self._beside_captures():
+            arrived = digests.cpu()
+        other = np.frombuffer(arrived.numpy().tobytes(), "V8") != np.frombuffer(expected, "V8")
         if not other.any():
             return True
         directory, first = self._pool.session.directory, 0

@@ -2,9 +2,11 @@
 
 A stream does its work only when somebody waits for the stream. An access to an address that a GPU could not reach loses
 the GPU. Other processes open a GPU's memory by 64-byte handles. Loading libcuda.so.1 returns `driver`.
+CUPY_ON_HOST_WITHOUT_HEADERS: if set, a kernel is not compiled.
 """
 
 import ctypes
+import os
 
 import numpy as np
 
@@ -59,6 +61,8 @@ class RawKernel:
 
     def compile(self):
         runtime.check()
+        if "CUPY_ON_HOST_WITHOUT_HEADERS" in os.environ:
+            raise RuntimeError("Failed to find CUDA headers")
 
     def __call__(self, grid, block, args):
         table, count = args

@@ -7,7 +7,7 @@ import contextlib
 import ctypes
 import threading
 
-CUDADriverError = type("CUDADriverError", (RuntimeError,), {})
+CUDADriverError = type("CUDADriverError", (RuntimeError,), {"status": 0})
 GLOBAL, RELAXED = 0, 2
 _HANDLES = 1 << 16
 
@@ -32,13 +32,24 @@ def current():
 
 
 def make_current(device):
-    contexts.add(device)
+    if device not in contexts:
+        contexts.add(device)
+        made(device)
     ctxSetCurrent(_HANDLES + device)
+
+
+def made(device):
+    """Called when a GPU gets a context. `runtime` has memory taken."""
 
 
 def cuThreadExchangeStreamCaptureMode(mode):
     before, _local.mode = getattr(_local, "mode", GLOBAL), ctypes.cast(mode, ctypes.POINTER(ctypes.c_int))[0]
     ctypes.cast(mode, ctypes.POINTER(ctypes.c_int))[0] = before
+    return 0
+
+
+def cuDevicePrimaryCtxGetState(device, flags, active):
+    ctypes.cast(active, ctypes.POINTER(ctypes.c_int))[0] = device in contexts
     return 0
 
 

@@ -1,7 +1,8 @@
 """CUDA's runtime on host memory. Device memory is a memfd, which other processes open through /proc.
 
 CUPY_ON_HOST_BYTES: memory of a device. CUPY_ON_HOST_WORLD: a name; processes with the same name share devices, and
-memory stays taken until no such process maps it. Without a name, a process counts only memory that it has taken itself.
+memory stays taken until no such process maps it, and a context takes 1 MiB. Without a name, a process counts only
+memory that it has taken itself.
 CUDA_VISIBLE_DEVICES: numbers, of 0 and 1. After `lose()` every call fails.
 """
 
@@ -36,6 +37,7 @@ _ran = collections.Counter()  # by stream, how many pieces of work it has done
 _events = {}  # (stream, how many pieces of work the stream has done by then)
 new_handle = itertools.count(1 << 20).__next__
 _mutex = threading.RLock()
+CONTEXT, _contexts = 1 << 20, []  # bytes of a context, and their memory
 _lost = None
 
 
@@ -118,6 +120,17 @@ def _mapped(name):
                     (start, end), inode = (int(word, 16) for word in line.split()[0].split("-")), line.split()[4]
                     found[inode] = max(found.get(inode, 0), end - start)
     return found
+
+
+def _made(device):
+    if "CUPY_ON_HOST_WORLD" in os.environ:
+        fd = os.memfd_create(_name(device))
+        os.ftruncate(fd, CONTEXT)
+        _contexts.append(mmap.mmap(fd, CONTEXT))
+        os.close(fd)
+
+
+driver.made = _made
 
 
 def malloc(size):
