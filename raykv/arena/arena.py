@@ -353,7 +353,8 @@ class Arena(Mapping):
                 return block_copy.copy_summed(copies)
             block_copy.copy(copies)
             return None
-        host_copy.copy(rows.device, copies, self.register(rows.device, slots), True, rows.after)
+        with self.reachable(rows.device, slots) as registered:
+            host_copy.copy(rows.device, copies, registered, True, rows.after)
         return block_copy.sums(slots, rows.bytes) if verify else None
 
     def _copy_in(self, rows: Rows, slots: Addresses) -> list[int]:
@@ -361,12 +362,12 @@ class Arena(Mapping):
         copies, gpu = block_copy.copies(rows, slots, out=False), rows.device
         if gpu is None:
             return block_copy.copy_summed(copies)
-        registered = self.register(gpu, slots)
+        with self.reachable(gpu, slots) as registered:
 
-        def fetch(which: slice) -> None:
-            host_copy.copy(gpu, copies[which], registered, False, rows.after)
+            def fetch(which: slice) -> None:
+                host_copy.copy(gpu, copies[which], registered, False, rows.after)
 
-        return block_copy.sums_behind(fetch, slots, rows.bytes)
+            return block_copy.sums_behind(fetch, slots, rows.bytes)
 
     def _lock_numbers(self, headers: header.Words) -> list[int]:
         """Numbers of the slots' locks; negative where there is no such slot."""

@@ -9,10 +9,11 @@ the blocks.
 import contextlib
 import ctypes
 import errno
-import logging
 import mmap
 import os
 import threading
+from collections.abc import Iterator
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,12 +21,11 @@ from numpy.typing import NDArray
 from raykv.arena import files, header, superblock
 from raykv.arena.files import ArenaFile
 from raykv.arena.gpu import cuda, host_copy
-from raykv.arena.gpu.device import device
-from raykv.errors import CapacityError, DeviceError
+from raykv.arena.page_locks import PageLocks
+from raykv.errors import CapacityError
 from raykv.protocol.location import ALIGN, EPOCHS, GENERATIONS, epoch_of
 from raykv.system.file_locks import SlotLocks
 
-log = logging.getLogger("raykv")
 Bytes = NDArray[np.uint8]
 Addresses = NDArray[np.int64]
 _MADV_REMOVE, _MADV_HUGEPAGE, _MADV_POPULATE_WRITE = 9, 14, 23
@@ -59,11 +59,10 @@ class Mapping:
         data = np.frombuffer(_mmap(fd, self._size), np.uint8)
         self._memory = data[: self._shape[2]].view(np.int64), data  # replaced as one: a reader sees one mapping
         self._populated: set[int] = set()
-        self._registered: dict[int, str | None] = {}  # by slab: the GPU that asked first. None: CUDA refused
-        self._registering: set[int] = set()  # slabs that a thread is registering now
         self._discards = header.load(self._memory[0], header.DISCARDS)
         first = data.ctypes.data + self._shape[2]
-        cuda.when_gone(data, host_copy.unregister, first, self.slab_bytes, self._registered)
+        self._page_locks = PageLocks(first, self.slab_bytes)
+        cuda.when_gone(data, host_copy.unregister, first, self.slab_bytes, self._page_locks.gpus)
 
     @property
     def door(self) -> str:
@@ -191,7 +190,7 @@ class Mapping:
     def discard(self, slab: int) -> None:
         """Owner: free the pages of a slab that was given back, unless it was offered again."""
         with self._slab_lock:
-            if slab in self.given_back() and slab not in self._registering:
+            if slab in self.given_back() and not self._page_locks.is_locking(slab):
                 self._discard(slab)
 
     def refilled(self) -> list[int]:
@@ -210,11 +209,10 @@ class Mapping:
 
     def _discard(self, slab: int) -> None:
         self._populated.discard(slab)
-        if slab in self._registered:
-            host_copy.unregister(self.region(0)[0], self.slab_bytes, {slab: self._registered.pop(slab)})
+        self._page_locks.unlock(slab)
         for region in (self._payload(slab), self._headers(slab)):
             _advise(self._memory[1], *region, _MADV_REMOVE)
-        self._discards += 1  # after the pages went: a process that registered the slab before maps the file again
+        self._discards += 1  # after the pages went: a process that page-locked the slab before unlocks it now
         header.store(self._memory[0], header.DISCARDS, self._discards)
 
     def _payload(self, slab: int) -> tuple[int, int]:
@@ -246,50 +244,52 @@ class Mapping:
             self._populated.add(slab)
 
     def register(self, gpu: str, addresses: Addresses) -> bool:
-        """Page-lock the slabs of these slots, so that GPUs reach them. Returns whether GPUs reach them all.
+        """Page-lock the slabs of these slots, so that GPUs reach them. Returns whether GPUs reach them all now."""
+        with self.reachable(gpu, addresses) as reached:
+            return reached
 
-        Does not wait for a slab that another thread is page-locking: returns False, as for a slab that CUDA refused. A
+    @contextlib.contextmanager
+    def reachable(self, gpu: str, addresses: Addresses) -> Iterator[bool]:
+        """Page-lock the slabs of these slots, at least while the block runs. Gives whether GPUs reach them all.
+
+        Does not wait for a slab that another thread is page-locking: gives False, as for a slab that CUDA refused. A
         slab that CUDA refused because of a capture is tried again.
         """
         with self._slab_lock:
-            words, data = self._memory
-            if ((addresses < data.ctypes.data) | (addresses >= data.ctypes.data + len(data))).any():
-                return False  # the mapping was closed, or another thread replaced it
-            if header.load(words, header.DISCARDS) != self._discards:
-                # GPUs would go on with pages that the owner discarded: the next copy finds another mapping
-                with self._mutex:
-                    if self._memory[1] is data:  # not closed meanwhile
-                        self._map(self._locks.fd)
-                return False
-            first = data.ctypes.data + self._shape[2]
-            slabs = set(np.unique((addresses - first) // self.slab_bytes).tolist())
-            registered, registering = self._registered, self._registering
-            missing = slabs - registered.keys()
-            if missing & registering:
-                return False
-            registering |= missing
+            slabs, words, locks = self._slabs_at(addresses), self._memory[0], self._page_locks
+            missing = locks.begin(slabs or set())
         try:
             for slab in missing:  # CUDA takes tens of milliseconds a GiB, so no lock is held
-                self._register(gpu, slab, first, registered)
+                locks.lock(gpu, slab, _version(words, slab))
         finally:
             with self._slab_lock:
-                registering -= missing
-        return all(registered.get(slab) for slab in slabs) and header.load(words, header.DISCARDS) == self._discards
-
-    def _register(self, gpu: str, slab: int, first: int, registered: dict[int, str | None]) -> None:
-        """Page-lock a slab. first: address of slab 0. A refusal is remembered, unless another call may succeed."""
+                locks.end(missing)
+        with self._slab_lock:
+            known = slabs is not None and header.load(words, header.DISCARDS) == self._discards
+            reached = known and locks is self._page_locks and locks.reach(slabs or set())
+            locks.use(reached)
         try:
-            device(gpu).register(first + slab * self.slab_bytes, self.slab_bytes)
-            registered[slab] = gpu
-        except DeviceError as error:
-            if error.status in cuda.CAPTURED:
-                return
-            registered[slab] = None
-            log.warning(
-                "%d bytes of host memory can't be page-locked, copies go through a bounce buffer: %s",
-                self.slab_bytes,
-                error,
-            )
+            yield reached
+        finally:
+            with self._slab_lock:
+                locks.use(-reached)
+
+    def _slabs_at(self, addresses: Addresses) -> set[int] | None:
+        """The slabs of these slots; None if the mapping was closed or replaced. Follows what the owner discarded."""
+        words, data = self._memory
+        if ((addresses < data.ctypes.data) | (addresses >= data.ctypes.data + len(data))).any():
+            return None
+        discards = header.load(words, header.DISCARDS)
+        if discards != self._discards:  # GPUs would go on with pages that the owner discarded
+            if not self._page_locks.unlock_changed(partial(_version, words)):
+                with self._mutex:
+                    if self._memory[1] is data:  # not closed meanwhile
+                        self._map(self._locks.fd)  # the next copy finds another mapping
+                return None
+            self._populated.clear()
+            self._discards = discards
+        offsets = addresses - (data.ctypes.data + self._shape[2])
+        return set(np.unique(offsets // self.slab_bytes).tolist())
 
     def close(self, unlink: bool = False) -> None:
         """Let the file go. Copies under way finish, and every later call finds nothing. unlink: remove its name too."""
@@ -299,6 +299,12 @@ class Mapping:
         with self._mutex:
             self._memory = np.zeros(header.TABLE, np.int64), np.zeros(0, np.uint8)  # unmapped with the last view
         self._locks.close()
+
+
+def _version(words: header.Words, slab: int) -> int:
+    """A slab's version, which is another once its pages were discarded; -1 while they are to be discarded."""
+    generation = header.load(words, header.TABLE + 2 * slab)  # before the stride: the owner writes it after the stride
+    return -1 if header.load(words, header.TABLE + 2 * slab + 1) == header.GIVEN_BACK else generation
 
 
 def _mmap(fd: int, size: int) -> mmap.mmap:

@@ -16,23 +16,80 @@ from raykv.arena.gpu.device import Device
 pytestmark = pytest.mark.usefixtures("nothing_left", "locked")
 
 
-def test_discarded_pages_are_mapped_anew(cupy: Any, gpu: Device, host: Arena, locked: dict[int, int]) -> None:
-    """GPUs would go on using the old pages, which the client has page-locked. So the client maps the file anew."""
+def discarded(host: Arena, slab: int) -> Any:
+    """Discard a slab's pages, and offer the slab again. Returns locations of three new blocks there."""
+    assert host.give_back(slab, GEN + 1000)
+    host.discard(slab)
+    assert host.offer_next()
+    new = granted(some(3)[0], slab=slab, gen=2000)
+    new["slab_gen"] = GEN + 1001
+    return new
+
+
+def test_only_discarded_slabs_are_locked_again(cupy: Any, gpu: Device, host: Arena, locked: dict[int, int]) -> None:
+    """GPUs would go on using the old pages, which the client has page-locked. Other slabs stay as they are."""
     client = Arena.attach(host.path, host.nonce)
     at, keys, blocks = some(3)
-    assert client.write(at, keys, on_gpu(cupy, blocks)).all()
-    old, slots = client._memory[1].ctypes.data, client.addresses(at)
-    assert locked.keys() == {client.region(1)[0]}
-    assert host.give_back(1, GEN + 1000)
-    host.discard(1)
-    assert host.offer_next()
-    new = granted(at, slab=1, gen=2000)
-    new["slab_gen"] = GEN + 1001
+    stays = granted(at, slab=0, gen=10)
+    assert client.write(at, keys, on_gpu(cupy, blocks)).all() and client.write(stays, keys, on_gpu(cupy, blocks)).all()
+    mapped = client._memory[1].ctypes.data
+    both = [client.region(slab)[0] for slab in (0, 1)]
+    assert sorted(locked) == both and list(locked) != both, "slab 1 was locked first"
+    new = discarded(host, 1)
     assert client.write(new, keys, on_gpu(cupy, blocks)).all() and has(host, new, keys, blocks)
-    assert client._memory[1].ctypes.data != old
-    assert not client.register(gpu.uuid, slots) and not locked, "the old mapping is not registered"
+    assert client._memory[1].ctypes.data == mapped
+    assert list(locked) == both, "slab 1 was locked again, after slab 0"
     ok, found = read_to_gpu(cupy, client, new, keys)
-    assert ok.all() and (found == blocks).all() and locked.keys() == {client.region(1)[0]}
+    assert ok.all() and (found == blocks).all()
+    client.close()
+    assert not locked
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["given back", "offered again"])
+def test_a_slab_that_is_locked_before_its_pages_go_is_locked_again(
+    gpu: Device, host: Arena, locked: dict[int, int], monkeypatch: pytest.MonkeyPatch, again: bool
+) -> None:
+    """Between the moment when a slab is given back, and the moment when its pages go, a late reader may lock it."""
+    client = Arena.attach(host.path, host.nonce)
+    slots = client.addresses(some(3)[0])
+    assert host.give_back(1, GEN + 1000)
+    assert client.register(gpu.uuid, slots) and locked
+    host.discard(1)
+    if again:
+        assert host.offer_next()
+    first = next(iter(locked))
+    unlock, gone = Device.unregister, list[int]()
+
+    def unregister(self: Device, address: int) -> None:
+        gone.append(address)
+        unlock(self, address)
+
+    monkeypatch.setattr(Device, "unregister", unregister)
+    assert client.register(gpu.uuid, slots)
+    assert gone == [first] == list(locked)
+    client.close()
+
+
+def test_during_a_copy_nothing_is_unlocked(
+    cupy: Any, gpu: Device, host: Arena, locked: dict[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The copy goes on with the pages that it has. Whoever comes next finds another mapping of the file."""
+    client = Arena.attach(host.path, host.nonce)
+    at, keys, blocks = some(3)
+    stays = granted(at, slab=0, gen=10)
+    assert client.write(at, keys, on_gpu(cupy, blocks)).all() and client.write(stays, keys, on_gpu(cupy, blocks)).all()
+    old, slots = client._memory[1].ctypes.data, client.addresses(at)
+
+    def shrink() -> None:
+        discarded(host, 1)
+        assert len(locked) == 2 and not client.register(gpu.uuid, slots)
+        assert client._memory[1].ctypes.data != old and len(locked) == 2
+
+    meanwhile(monkeypatch, shrink)
+    ok, found = read_to_gpu(cupy, client, stays, keys)
+    assert ok.all() and (found == blocks).all()
+    assert not client.register(gpu.uuid, slots) and not locked, "the old mapping is not registered"
+    assert client.register(gpu.uuid, client.addresses(at)) and list(locked) == [client.region(1)[0]]
     client.close()
     assert not locked
 
