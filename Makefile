@@ -62,7 +62,7 @@ WITHOUT_ENGINES = test $$made/.made -nt pyproject.toml || { $$python -m venv $$m
 		$$made/bin/pip install --quiet --no-compile -e '.[ui,redis,fsspec,test]' $$constraints; touch $$made/.made; }; \
 	$$made/bin/python --version; $$made/bin/pip list | grep -E '^(numpy|numba|ray|raykv|starlette) '; \
 	$$made/bin/pytest -n 2 --dist worksteal tests/unit tests/directory tests/pool/test_blocks.py -m "not full and $(NOT_HERE)"; \
-	$$made/bin/pytest tests/cluster/test_pool.py
+	$$made/bin/pytest tests/cluster/blocks/test_pool.py
 
 # with the newest numpy, numba and Ray that pip picks for an interpreter
 pythons:
@@ -96,7 +96,7 @@ cuda: .venv-cuda/.made  # CuPy, NVRTC and NCCL as `raykv[gpu]` brings them, with
 	.venv-cuda/bin/python -m pytest tests/cuda -m wheels
 
 compat: contract $(ENGINES:%=$(COMPAT)/%/.made)
-	for version in $(ENGINES); do $(COMPAT)/$$version/bin/pytest tests/unit/integrations/test_vllm*.py tests/engines/test_vllm*.py || exit; done
+	for version in $(ENGINES); do $(COMPAT)/$$version/bin/pytest tests/unit/integrations/test_vllm*.py tests/engines/vllm_*/test_*.py || exit; done
 
 dist: .venv/.test  # a source distribution, and a wheel that is made from it
 	rm -f $(DIST)/raykv-*

@@ -22,8 +22,9 @@ os.environ.setdefault("REPORTER_UPDATE_INTERVAL_MS", "60000")  # by default Ray 
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # or numpy starts threads in every process, which spin
 TESTS = os.path.dirname(__file__)
 ROOTS = (TESTS, os.path.dirname(TESTS))  # parents of helpers and of examples
-ACTORS = tuple(os.path.join(TESTS, folder) for folder in ("cluster", "engines"))  # where classes of actors are
-os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (*ROOTS, *ACTORS, os.environ.get("PYTHONPATH"))))
+ACTORS = {str(file.parent) for folder in ("cluster", "engines") for file in Path(TESTS, folder).rglob("test_*.py")}
+# actors of tests import the classes from there
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (*ROOTS, *sorted(ACTORS), os.environ.get("PYTHONPATH"))))
 
 if TYPE_CHECKING:
     import raykv
@@ -48,9 +49,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark the tests that only `make full` runs, and put the longest files first."""
     for item in items:
-        if "cluster" in getattr(item, "fixturenames", ()) and item.path.parent.name != "pool":
+        folder = item.path.relative_to(TESTS).parts[0] if item.path.is_relative_to(TESTS) else ""
+        if "cluster" in getattr(item, "fixturenames", ()) and folder != "pool":
             item.add_marker("cluster")
-        if item.path.parent.name in FULL and not item.get_closest_marker("promise"):
+        if folder in FULL and not item.get_closest_marker("promise"):
             item.add_marker("full")
     full = [item for item in items if item.get_closest_marker("full")]
     which, parts = map(int, config.getoption("--part").split("/"))

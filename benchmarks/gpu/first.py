@@ -18,8 +18,8 @@ ROOT = Path(__file__).parents[2]
 HERE = ROOT / "benchmarks/gpu"
 PYTEST = ["-m", "pytest", "-m", "gpu", "-p", "no:cacheprovider"]
 STAGES: dict[str, tuple[list[str], int]] = {  # arguments of Python, and seconds
-    "arena": ([*PYTEST, *sorted(map(str, ROOT.glob("tests/unit/arena/test_gpu_*.py")))], 120),
-    "pool": ([*PYTEST, str(ROOT / "tests/cluster/test_gpu_pool.py")], 210),
+    "arena": ([*PYTEST, *sorted(map(str, ROOT.glob("tests/unit/arena/gpu/test_*.py")))], 120),
+    "pool": ([*PYTEST, str(ROOT / "tests/cluster/blocks/test_gpu_pool.py")], 210),
     "copies": ([str(HERE / "copies.py")], 100),
     "costs": ([str(HERE / "costs.py")], 60),
     "capture": ([str(HERE / "capture.py")], 60),

@@ -8,7 +8,11 @@ from helpers.project.durations import file_of
 PORT_8000 = {f"tests/documented/test_{what}.py" for what in ("examples", "served_examples", "serve_yaml")}
 
 # These tests of `make test` share a lane, so that engines take over processes that have imported vLLM.
-VLLM = {f"tests/engines/test_vllm_{what}.py" for what in ("models", "pd", "sizes")}
+VLLM = {
+    "tests/engines/vllm_models/test_vllm_models.py",
+    "tests/engines/vllm_models/test_vllm_pd.py",
+    "tests/engines/vllm_requests/test_vllm_sizes.py",
+}
 GROUPS = {**dict.fromkeys(PORT_8000, "port 8000"), **dict.fromkeys(VLLM, "vLLM")}
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from raykv.arena.gpu import device
 
-HERE = Path(__file__).parents[1]
+HERE = Path(__file__).parents[2]
 ON_HOST = str(HERE / "helpers" / "arena" / "cupy_on_host")
 
 

@@ -14,7 +14,7 @@ SECONDS = 60.0
 @pytest.mark.cluster
 def test_everything_is_killed_once_under_load() -> None:
     """The test has a process and a cluster of its own, because it kills a raylet in the end."""
-    script = Path(__file__).parents[1] / "helpers" / "cluster" / "stress.py"
+    script = Path(__file__).parents[2] / "helpers" / "cluster" / "stress.py"
     ran = subprocess.run([sys.executable, script, str(SECONDS)], capture_output=True, text=True, timeout=280)
     assert ran.returncode == 0, ran.stdout[-4000:] + ran.stderr[-4000:]
     found = json.loads(ran.stdout.splitlines()[-1])

@@ -13,7 +13,7 @@ from helpers.cluster.machines import machines as up
 from helpers.pools import eventually
 from ray.autoscaler._private.util import prepare_config, validate_config
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 YAML = (ROOT / "cluster.yaml").read_text()
 
 
