@@ -195,6 +195,7 @@ def on_host(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.setattr(ctypes, "CDLL", ctypes.CDLL)  # restores the CDLL that the stand-in replaces
     forget()
     yield importlib.import_module("cupy")
+    gc.collect()  # finalizers of GPU memory need the stand-in, and an import in the midst of another test may fail it
     forget()
     sys.modules.update(before)
 

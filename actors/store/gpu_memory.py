@@ -29,7 +29,7 @@ def open_gpus(
 ) -> list[NodeMemory]:
     """The memory of each GPU that this process can use.
 
-    gpu_memory, transport: see PoolConfig. cluster: see `raylets.cluster_id`. again: the store restarted, and engines
+    gpu_memory, transport: see PoolConfig. cluster: see `raylets.cluster_id`. again: not the first try, and engines may
     have taken the room for NCCL. CapacityError where a GPU has too little memory, or the node's GPUs can't be used.
     DeviceError where a GPU fails.
     """
@@ -45,10 +45,11 @@ def open_gpus(
     beside = memory_of(2 * _others(node_id)) if counts else 0
     memories: list[NodeMemory] = []
     try:
-        for uuid in found:
-            arena = _open_arena(pool, fingerprint, device.device(uuid), gpu_memory, beside, cluster)
+        gpus = [device.device(uuid) for uuid in found]  # all before the first takes memory
+        for gpu in gpus:
+            arena = _open_arena(pool, fingerprint, gpu, gpu_memory, beside, cluster)
             transports = open_transports(arena, transport, ray.util.get_node_ip_address())
-            memories.append(_fixed_size_memory(f"{node_id}/{uuid}", arena, transports))
+            memories.append(_fixed_size_memory(f"{node_id}/{gpu.uuid}", arena, transports))
     except BaseException:
         for memory in memories:  # open all GPUs or none, as the next try begins with all
             memory.transports.close()

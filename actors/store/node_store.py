@@ -93,14 +93,14 @@ class NodeStore:
         self._memories, self._gpu_demoters = [self._memory], list[GpuDemoter]()
         self._heartbeats = [self._heartbeat_of(self._memory)]  # one for each memory, so that none waits for another
         memory, transport = settings["gpu_memory"], settings["transport"]
-        self._gpu_tier = partial(open_gpus, pool, node_id, pool_fingerprint, memory, transport, self._cluster, again)
+        self._gpu_tier = partial(open_gpus, pool, node_id, pool_fingerprint, memory, transport, self._cluster)
         self._gpus = Periodic("raykv-gpus", self._open_gpus_again, self._without_gpus)
         self._lacks_gpus = False
         self._peers = Peers(self._look_up)
         self._pulls = SingleFlight()
         self._counts = Counts()
         try:
-            self._open_gpus()
+            self._open_gpus(again)
         except Exception as error:
             if not again and not isinstance(error, DeviceError):
                 raise
@@ -111,9 +111,12 @@ class NodeStore:
         self._heartbeats[0].start()
         self._metrics = StoreMetrics(pool, self._memories, self._demoter)
 
-    def _open_gpus(self) -> None:
-        """Open the GPU tier, and have it join. CapacityError or DeviceError where it can't be opened now."""
-        gpus = self._gpu_tier()
+    def _open_gpus(self, again: bool) -> None:
+        """Open the GPU tier, and have it join. CapacityError or DeviceError where it can't be opened now.
+
+        again: see `open_gpus`.
+        """
+        gpus = self._gpu_tier(again)
         self._memories += gpus
         self._gpu_demoters += [GpuDemoter(self._pool, gpu, self._memory) for gpu in gpus]
         heartbeats = [self._heartbeat_of(gpu) for gpu in gpus]
@@ -123,11 +126,11 @@ class NodeStore:
         self._lacks_gpus = False
 
     def _open_gpus_again(self) -> None:
-        """Open the GPU tier after a restart. First tell the directory that the dead store's blocks on GPUs are lost."""
+        """Open the GPU tier late. First tell the directory that the blocks of a dead store on GPUs are lost."""
         directory = named_actors.find_directory(self._pool)
         names = [f"{self._node_id}/{gpu}" for gpu in device.visible()]
         ray.get([directory.remove_node.remote(name) for name in names], timeout=HEARTBEAT_S)
-        self._open_gpus()
+        self._open_gpus(again=True)
 
     def _without_gpus(self, error: Exception) -> float:
         """Memory serves until the GPUs open. A dead store's GPU memory stays taken while engines map it."""

@@ -67,6 +67,7 @@ def _context(gpu: Device) -> int:
     pipe, theirs = spawn.Pipe()
     process = spawn.Process(target=_stay, args=(theirs, gpu.uuid), daemon=True)
     process.start()
+    theirs.close()
     pipe.recv()
     taken = before - _free(gpu)
     process.kill()
@@ -96,12 +97,14 @@ def _page_lock(gpu: Device, huge: bool) -> tuple[float, int]:
 
 def _pair(gpu: Device) -> tuple[float, int]:
     os.environ.update(NCCL_HOSTID="reader", NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1")
-    before, unique = _free(gpu), nccl_pair.new_unique()
+    unique = nccl_pair.new_unique()
     pipe, theirs = spawn.Pipe()
     process = spawn.Process(target=_send, args=(theirs, unique), daemon=True)
     process.start()
+    theirs.close()  # so that `recv` ends if the process does
     pipe.recv()  # its context is there
-    begin = time.perf_counter()
+    before, begin = _free(gpu), time.perf_counter()
+    pipe.send("connect")
     reader = nccl_pair.Pair(gpu.ordinal, unique, nccl_pair.READER)
     try:
         reader.ready.result(CONNECT_S)
@@ -116,6 +119,7 @@ def _send(pipe: Connection, unique: bytes) -> None:
     os.environ["NCCL_HOSTID"] = "sender"
     device(visible()[0])
     pipe.send("ready")
+    pipe.recv()
     sender = nccl_pair.Pair(0, unique, nccl_pair.SENDER)
     sender.ready.result(CONNECT_S)
     pipe.recv()

@@ -3,7 +3,7 @@
     pip install -e '.[gpu]' torch
     python benchmarks/gpu/worker.py
 
-It needs one GPU with 8 GiB free, and 10 GiB of memory. vLLM need not be installed: the worker uses a few plain classes
+It needs one GPU with 10 GiB free, and 10 GiB of memory. vLLM need not be installed: the worker uses a few plain classes
 of it only. Each job is 1 GiB of scattered pages. A first store fills new slots. Loads are repeated, and what they bring
 is compared with what was stored. Returns 1 if bytes differ.
 """

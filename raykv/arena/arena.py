@@ -92,6 +92,7 @@ class Arena(Mapping):
         header.store(arena._memory[0], header.INCARNATION, arena.incarnation + 1)
         if arena.offered < arena.slabs:  # the owner may have died after it allocated this slab, before it offered it
             arena._discard(arena.offered)
+        arena._tell_discard()  # the owner may have died after it discarded a slab, before it told so
         return arena
 
     @classmethod

@@ -255,5 +255,6 @@ def _slots_as_rows(arena: Arena, addresses: Addresses, size: int, other: Arena) 
     if isinstance(arena, GpuArena):
         return replace(rows, device=arena.gpu)
     if isinstance(other, GpuArena):
-        return replace(rows, registered=arena.register(other.gpu, addresses))  # its owner unlocks no slab in use
+        # these slots are write-locked, so their slab is not given back meanwhile
+        return replace(rows, registered=arena.register(other.gpu, addresses))
     return rows  # only a confused caller gets here: nobody has to copy a block within a node's memory

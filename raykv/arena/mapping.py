@@ -190,7 +190,7 @@ class Mapping:
     def discard(self, slab: int) -> None:
         """Owner: free the pages of a slab that was given back, unless it was offered again."""
         with self._slab_lock:
-            if slab in self.given_back() and not self._page_locks.is_locking(slab):
+            if slab in self.given_back() and not self._page_locks.is_busy(slab):
                 self._discard(slab)
 
     def refilled(self) -> list[int]:
@@ -212,7 +212,11 @@ class Mapping:
         self._page_locks.unlock(slab)
         for region in (self._payload(slab), self._headers(slab)):
             _advise(self._memory[1], *region, _MADV_REMOVE)
-        self._discards += 1  # after the pages went: a process that page-locked the slab before unlocks it now
+        self._tell_discard()
+
+    def _tell_discard(self) -> None:
+        """Owner: after pages went, tell processes that have page-locked them."""
+        self._discards += 1
         header.store(self._memory[0], header.DISCARDS, self._discards)
 
     def _payload(self, slab: int) -> tuple[int, int]:
@@ -256,7 +260,8 @@ class Mapping:
         slab that CUDA refused because of a capture is tried again.
         """
         with self._slab_lock:
-            slabs, words, locks = self._slabs_at(addresses), self._memory[0], self._page_locks
+            (words, data), locks = self._memory, self._page_locks  # kept, as `close` may come meanwhile
+            slabs = self._slabs_at(addresses, words, data)
             missing = locks.begin(slabs or set())
         try:
             for slab in missing:  # CUDA takes tens of milliseconds a GiB, so no lock is held
@@ -265,18 +270,20 @@ class Mapping:
             with self._slab_lock:
                 locks.end(missing)
         with self._slab_lock:
-            known = slabs is not None and header.load(words, header.DISCARDS) == self._discards
-            reached = known and locks is self._page_locks and locks.reach(slabs or set())
-            locks.use(reached)
+            known = self._memory[1] is data and header.load(words, header.DISCARDS) == self._discards
+            used = slabs if known and slabs is not None and locks.reach(slabs) else None
+            locks.use(used or set())
         try:
-            yield reached
+            yield used is not None
         finally:
             with self._slab_lock:
-                locks.use(-reached)
+                locks.leave(used or set())
 
-    def _slabs_at(self, addresses: Addresses) -> set[int] | None:
-        """The slabs of these slots; None if the mapping was closed or replaced. Follows what the owner discarded."""
-        words, data = self._memory
+    def _slabs_at(self, addresses: Addresses, words: header.Words, data: Bytes) -> set[int] | None:
+        """The slabs of these slots; None if they are not in this mapping, or if it was replaced just now.
+
+        Follows what the owner discarded.
+        """
         if ((addresses < data.ctypes.data) | (addresses >= data.ctypes.data + len(data))).any():
             return None
         discards = header.load(words, header.DISCARDS)

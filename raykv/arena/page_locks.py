@@ -1,6 +1,7 @@
 """Which slabs of a mapping are page-locked, so that GPUs reach them."""
 
 import logging
+from collections import Counter
 from collections.abc import Callable
 
 from raykv.arena.gpu import cuda, host_copy
@@ -19,7 +20,7 @@ class PageLocks:
         self.gpus: dict[int, str | None] = {}  # by slab: the GPU that asked first. None: CUDA refused
         self._versions: dict[int, int] = {}  # of the slabs when they were page-locked
         self._locking: set[int] = set()  # slabs that a thread is locking now
-        self._users = 0  # copies of GPUs that are under way
+        self._users = Counter[int]()  # by slab, copies of GPUs that are under way
 
     def begin(self, slabs: set[int]) -> set[int]:
         """The slabs that the caller is to lock. None of them if another thread is locking one: nobody waits for it."""
@@ -50,28 +51,32 @@ class PageLocks:
         """The caller of `begin` has locked what it could."""
         self._locking -= missing
 
-    def is_locking(self, slab: int) -> bool:
-        return slab in self._locking
+    def is_busy(self, slab: int) -> bool:
+        """Whether a thread is locking the slab, or a GPU copies from or to it."""
+        return slab in self._locking or self._users[slab] > 0
 
     def reach(self, slabs: set[int]) -> bool:
         """Whether GPUs reach all these slabs."""
         return all(self.gpus.get(slab) for slab in slabs)
 
-    def use(self, change: int) -> None:
-        """A copy begins, or ends with -1. Meanwhile `unlock_changed` unlocks nothing."""
-        self._users += change
+    def use(self, slabs: set[int]) -> None:
+        """A GPU's copy from or to these slabs begins."""
+        self._users.update(slabs)
+
+    def leave(self, slabs: set[int]) -> None:
+        """The copy has ended."""
+        self._users.subtract(slabs)
 
     def unlock_changed(self, version: Callable[[int], int]) -> bool:
-        """Unlock the slabs whose pages may have been discarded. False while a copy or a lock is under way.
+        """Unlock the slabs whose pages may have been discarded. Does nothing and returns False if such a slab is busy.
 
         version: a slab's version now; -1 if its pages are to be discarded.
         """
-        if self._users or self._locking:
+        changed = [slab for slab in self.gpus if not 0 <= self._versions.get(slab, -1) == version(slab)]
+        if self._locking or any(map(self.is_busy, changed)):  # a slab that is being locked may have changed since
             return False
-        for slab in list(self.gpus):
-            before = self._versions.get(slab, -1)
-            if before < 0 or before != version(slab):
-                self.unlock(slab)
+        for slab in changed:
+            self.unlock(slab)
         return True
 
     def unlock(self, slab: int) -> None:

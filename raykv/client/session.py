@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from ray.exceptions import RayError
 
+from raykv.arena.gpu_arena import GpuArena
 from raykv.client.connect import connect
 from raykv.client.directory_client import DirectoryClient
 from raykv.client.stores.local_store import LocalStore
@@ -53,6 +54,8 @@ class Session:
         self.fingerprint = fingerprint(name, self.secret)
         self._gpu = gpu
         self.local = self._find_store()
+        if self.local and not isinstance(self.local.arena, GpuArena):
+            self._gpu = None  # a GPU tier that opens later is another memory than the one that users were told
         if self.local is None and (why := internal_kv.failures(name).get(self.node_id)):
             log.warning("pool %s has no store on this node, so every block that is read here is a miss: %s", name, why)
         self.directory = DirectoryClient(

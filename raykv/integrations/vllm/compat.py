@@ -3,11 +3,9 @@
 | vLLM | difference |
 | --- | --- |
 | before 0.30 | workers name the missing blocks, of one KV cache group only; vLLM stores a last token that has no KV |
-| before 0.30 | a request has no `session_id` |
 | before 0.31 | a KV cache has no `kv_tp_replicas`; extra keys of a block's hash are published unchanged |
-| before 0.31 | a request can't limit how many tokens are loaded |
+| before 0.31 | a request can't limit how many tokens are loaded, and has no `kv_hints` |
 | before 0.32 | a continued session keeps hashes of dropped tokens, so raykv stores no more of it |
-| before 0.33 | a request has no `kv_hints` |
 | from 0.33 on | loads may be `expedited`, that is, within a step; `RayKVConnector` turns this off |
 """
 
@@ -17,7 +15,6 @@ import logging
 import re
 from typing import Any
 
-import msgspec
 import vllm
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
@@ -75,9 +72,7 @@ def load_limit(status: Any) -> int | None:
 
 def hint_of(request: Any) -> hints.Hint:
     """What a request says of its session."""
-    envelope = getattr(request, "kv_hints", None)
-    named = getattr(request, "session_id", None)
-    return hints.hint_of(request.kv_transfer_params, named, envelope and msgspec.to_builtins(envelope))
+    return hints.hint_of(request.kv_transfer_params, request.session_id, getattr(request, "kv_hints", None))
 
 
 # turns results of generate_block_hash_extra_keys, one for each block, into the form of KV events

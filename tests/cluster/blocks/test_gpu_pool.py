@@ -26,9 +26,11 @@ def test_engines_memory_and_nodes(ahead: list[str]) -> None:
     run(ahead, "all")
 
 
-def test_a_pool_starts_where_no_gpu_is_usable() -> None:
+def test_a_pool_starts_where_no_gpu_is_usable(tmp_path: Path) -> None:
     """As after an installation without CUDA's headers."""
-    run([ON_HOST], "without", CUPY_ON_HOST_WITHOUT_HEADERS="1")
+    lacks = tmp_path / "no headers"
+    lacks.touch()
+    run([ON_HOST], "without", CUPY_ON_HOST_WITHOUT_HEADERS=str(lacks))
 
 
 def run(ahead: list[str], what: str, **more: str) -> None:

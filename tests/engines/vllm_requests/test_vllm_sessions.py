@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import msgspec
+import numpy as np
 import pytest
 import ray
 from helpers.pools import MIB, eventually
@@ -128,6 +129,8 @@ def test_what_params_say(params: dict[str, Any] | None, hint: Hint) -> None:
         ({"actions": ["kv.deref", {"action_type": ["kv.deref"]}, None]}, Hint("a")),
         ({"actions": [{"action_type": "kv.deref", "action_version": "1.0", "payload": "all"}]}, Hint("a")),
         ({"actions": [{"action_type": "kv.deref", "action_version": "1.0"}]}, Hint("a", True)),
+        (envelope("kv.deref", session_id=np.zeros(2)), Hint("a")),
+        (envelope("kv.deref", block_hashes=np.zeros(2)), Hint("a", True)),
         ({"actions": {}}, Hint("a")),
         ({}, Hint("a")),
         ("kv.deref", Hint("a")),
@@ -144,7 +147,11 @@ def test_what_an_envelope_says(given: Any, hint: Hint) -> None:
 
 def test_a_session_without_our_name_has_vllms() -> None:
     assert hint_of({SESSION: "b"}, "a") == Hint("b")
-    assert hint_of({}, "a" * 257) == Hint(), "too long a name is none"
+    assert hint_of({}, "a" * 257) == hint_of({}, ["a"]) == Hint(), "too long a name is none"
+
+
+def test_an_action_may_name_the_session_as_vllm_does() -> None:
+    assert hint_of({SESSION: "mine"}, "a", envelope("kv.deref", session_id="a")) == Hint("mine", True)
 
 
 def test_hints_of_requests_of_two_versions() -> None:
@@ -159,7 +166,7 @@ def test_hints_of_requests_of_two_versions() -> None:
     newest = SimpleNamespace(kv_transfer_params=None, session_id="a", kv_hints=Envelope([Action("kv.deref")]))
     assert compat.hint_of(newest) == Hint("a", True)
     assert compat.hint_of(SimpleNamespace(kv_transfer_params=None, session_id=None, kv_hints=None)) == Hint()
-    assert compat.hint_of(SimpleNamespace(kv_transfer_params={SESSION: "b"})) == Hint("b"), "vLLM 0.29 has neither"
+    assert compat.hint_of(SimpleNamespace(kv_transfer_params={SESSION: "b"}, session_id="a")) == Hint("b"), "vLLM 0.29"
 
 
 def test_a_sessions_own_begin_where_its_first_request_found_nothing() -> None:

@@ -1,8 +1,10 @@
 """A pool with a GPU tier in a Ray cluster of its own: the program of test_gpu_pool.py, on CuPy or on the stand-in."""
 
+import os
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -52,6 +54,10 @@ class Engine(Worker):
     def where(self) -> tuple[str, bool]:
         assert self.pool.session.local
         return self.pool.session.memory_name, isinstance(self.pool.session.local.arena, GpuArena)
+
+    def look_again(self) -> None:
+        """Look for the node's store, as after a directory's takeover."""
+        self.pool.session._renew()
 
     def maps(self) -> bool:
         """Whether this process has a store's GPU memory open."""
@@ -199,7 +205,14 @@ def main(name: str) -> None:
 
 
 def without_gpus(name: str) -> None:
-    """No GPU is usable: the pool starts, serves from memory, and has no GPU tier."""
+    """No GPU is usable: the pool starts, serves from memory, and opens its GPU tier later.
+
+    An engine that attached before goes on with the node's memory, which it has told others.
+    """
+
+    def tiers() -> list[str]:
+        return sorted(node["tier"] for node in pool.stats().get("nodes", {}).values())
+
     with local_cluster(1):
         pool = raykv.start(raykv.PoolConfig(name=name, cpu_memory=CPU, gpu_memory=GPU, deadline=PATIENCE_S))
         try:
@@ -208,7 +221,14 @@ def without_gpus(name: str) -> None:
             eventually(lambda: pool.stats().get("nodes"))
             assert store(cache, keys) == 20
             assert whole(do(worker(pool, pool.node_id).read.remote(keys)), keys)
-            assert [node["tier"] for node in pool.stats()["nodes"].values()] == ["cpu"]
+            early = worker(pool, pool.node_id, Engine)
+            assert do(early.where.remote()) == (pool.node_id, False) and tiers() == ["cpu"]
+            Path(os.environ["CUPY_ON_HOST_WITHOUT_HEADERS"]).unlink()
+            eventually(lambda: tiers() == ["cpu", "gpu"])
+            do(early.look_again.remote())
+            assert do(early.where.remote()) == (pool.node_id, False)
+            assert whole(do(early.read.remote(keys)), keys)
+            assert do(worker(pool, pool.node_id, Engine).where.remote())[1]
         finally:
             pool.stop()
 

@@ -77,17 +77,16 @@ READ = {
     "vllm.v1.core.sched.output.SchedulerOutput": "num_scheduled_tokens scheduled_new_reqs",
     "vllm.v1.request.Request": (
         "block_hashes all_token_ids lora_request num_tokens num_prompt_tokens num_computed_tokens is_finished "
-        "request_id trace_headers kv_transfer_params skip_reading_prefix_cache"
+        "request_id trace_headers kv_transfer_params skip_reading_prefix_cache session_id"
     ),
     "vllm.v1.outputs.KVConnectorOutput": "finished_recving invalid_block_ids",
     "vllm.v1.kv_cache_interface.KVCacheConfig": "num_blocks kv_cache_tensors kv_cache_groups",
     "vllm.v1.kv_cache_interface.KVCacheGroupSpec": "layer_names kv_cache_spec",
 }
 LATER = [  # what we read in vLLM from a version on
-    ("0.30.0", "vllm.v1.request.Request", "session_id"),
-    ("0.33.0", "vllm.v1.request.Request", "kv_hints"),
-    ("0.33.0", "vllm.v1.kv_hints.protocol.KvHintsEnvelope", "actions"),
-    ("0.33.0", "vllm.v1.kv_hints.protocol.KvHintAction", "action_type action_version payload"),
+    ("0.31.0", "vllm.v1.request.Request", "kv_hints"),
+    ("0.31.0", "vllm.v1.kv_hints.protocol.KvHintsEnvelope", "actions"),
+    ("0.31.0", "vllm.v1.kv_hints.protocol.KvHintAction", "action_type action_version payload"),
 ]
 
 

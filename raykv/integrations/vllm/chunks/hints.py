@@ -12,7 +12,7 @@ from raykv.integrations.vllm.chunks.tail import LOAD_LIMIT
 log = logging.getLogger("raykv")
 
 SESSION, DONE = "raykv_session", "raykv_done"  # keys in a request's kv_transfer_params
-ENVELOPE = "kv_hint"  # the key of an envelope there: Dynamo's router writes it for a vLLM before 0.33
+ENVELOPE = "kv_hint"  # the key of an envelope there: Dynamo's router writes it for a vLLM before 0.31
 AGAIN = "again"
 ACTIONS: dict[str, bool | str] = {"kv.deref@1.0": True, "kv.demote@1.0": AGAIN}  # of envelopes: what `DONE` would say
 SESSIONS = 10_000  # sessions that are known at a time
@@ -34,11 +34,11 @@ class Hint(NamedTuple):
 NO_HINT = Hint()
 
 
-def hint_of(params: Mapping[str, Any] | None, session: str | None = None, envelope: Any = None) -> Hint:
+def hint_of(params: Mapping[str, Any] | None, session: Any = None, envelope: Any = None) -> Hint:
     """The hint in a request's kv_transfer_params. A bad hint counts as none: the request goes on, the log says why.
 
-    session: vLLM's name of the request's session, for a request without `SESSION`. envelope: vLLM's KvHintsEnvelope as
-    a dictionary, see vllm/v1/kv_hints/protocol.py, for a request without `DONE`.
+    session: vLLM's name of the request's session, for a request without `SESSION`. envelope: vLLM's KvHintsEnvelope,
+    see vllm/v1/kv_hints/protocol.py, for a request without `DONE`.
     """
     params = params or {}
     name, done = params.get(SESSION), params.get(DONE, False)
@@ -46,27 +46,33 @@ def hint_of(params: Mapping[str, Any] | None, session: str | None = None, envelo
     if not named or not (isinstance(done, bool) or (isinstance(done, str) and done == AGAIN)):
         _warn(f"{name!r:.80}", f"{done!r:.80}")
         return NO_HINT
-    if name is None and session is not None and len(session) <= NAME_CHARS:
-        name = session
     if DONE not in params:
-        done = _done_by(params.get(ENVELOPE) if envelope is None else envelope, name)
+        names = {given for given in (name, session) if isinstance(given, str)}
+        done = _done_by(params.get(ENVELOPE) if envelope is None else envelope, names)
+    if name is None and isinstance(session, str) and len(session) <= NAME_CHARS:
+        name = session
     return Hint(name, bool(done), done == AGAIN, LOAD_LIMIT in params)
 
 
-def _done_by(envelope: Any, session: str | None) -> bool | str:
+def _done_by(envelope: Any, names: set[str]) -> bool | str:
     """What an envelope says of the request's session, as `DONE` does. Actions that raykv does not know say nothing.
 
-    An action may name its session. Only the request's own session counts: of others no keys are known here.
+    names: of the request's session. An action may name a session: of other sessions no keys are known here.
     """
-    actions = envelope.get("actions") if isinstance(envelope, Mapping) else None
+    actions = _part(envelope, "actions")
     for action in actions if isinstance(actions, list) else ():
-        if not isinstance(action, Mapping):
-            continue
-        payload = action.get("payload") or {}
-        told = ACTIONS.get(f"{action.get('action_type')}@{action.get('action_version')}", False)
-        if told and isinstance(payload, Mapping) and payload.get("session_id") in (None, session):
+        told = ACTIONS.get(f"{_part(action, 'action_type')}@{_part(action, 'action_version')}", False)
+        payload = _part(action, "payload")
+        session = _part(payload, "session_id")
+        of_request = session is None or (isinstance(session, str) and session in names)
+        if told and (payload is None or isinstance(payload, Mapping)) and of_request:
             return told
     return False
+
+
+def _part(of: Any, name: str) -> Any:
+    """A part of vLLM's structures, or of the same as JSON."""
+    return of.get(name) if isinstance(of, Mapping) else getattr(of, name, None)
 
 
 @functools.lru_cache(SESSIONS)  # warns once of each bad hint

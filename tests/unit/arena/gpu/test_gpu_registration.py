@@ -70,28 +70,80 @@ def test_a_slab_that_is_locked_before_its_pages_go_is_locked_again(
     client.close()
 
 
-def test_during_a_copy_nothing_is_unlocked(
+def test_a_slab_is_not_unlocked_during_a_copy(
     cupy: Any, gpu: Device, host: Arena, locked: dict[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The copy goes on with the pages that it has. Whoever comes next finds another mapping of the file."""
     client = Arena.attach(host.path, host.nonce)
     at, keys, blocks = some(3)
-    stays = granted(at, slab=0, gen=10)
-    assert client.write(at, keys, on_gpu(cupy, blocks)).all() and client.write(stays, keys, on_gpu(cupy, blocks)).all()
+    assert client.write(at, keys, on_gpu(cupy, blocks)).all()
     old, slots = client._memory[1].ctypes.data, client.addresses(at)
 
     def shrink() -> None:
         discarded(host, 1)
-        assert len(locked) == 2 and not client.register(gpu.uuid, slots)
-        assert client._memory[1].ctypes.data != old and len(locked) == 2
+        assert len(locked) == 1 and not client.register(gpu.uuid, slots)
+        assert client._memory[1].ctypes.data != old and len(locked) == 1
 
     meanwhile(monkeypatch, shrink)
-    ok, found = read_to_gpu(cupy, client, stays, keys)
-    assert ok.all() and (found == blocks).all()
+    ok, _ = read_to_gpu(cupy, client, at, keys)
+    assert not ok.any(), "the blocks were evicted"
     assert not client.register(gpu.uuid, slots) and not locked, "the old mapping is not registered"
     assert client.register(gpu.uuid, client.addresses(at)) and list(locked) == [client.region(1)[0]]
     client.close()
     assert not locked
+
+
+def test_another_slab_is_unlocked_during_a_copy(
+    cupy: Any, gpu: Device, host: Arena, locked: dict[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = Arena.attach(host.path, host.nonce)
+    at, keys, blocks = some(3)
+    stays = granted(at, slab=0, gen=10)
+    assert client.write(at, keys, on_gpu(cupy, blocks)).all() and client.write(stays, keys, on_gpu(cupy, blocks)).all()
+    slots, mapped = client.addresses(at), client._memory[1].ctypes.data
+
+    def shrink() -> None:
+        discarded(host, 1)
+        assert client.register(gpu.uuid, slots) and client._memory[1].ctypes.data == mapped
+
+    meanwhile(monkeypatch, shrink)
+    ok, found = read_to_gpu(cupy, client, stays, keys)
+    assert ok.all() and (found == blocks).all() and list(locked) == [client.region(slab)[0] for slab in (0, 1)]
+    client.close()
+    assert not locked
+
+
+def test_the_owner_discards_no_slab_that_a_gpu_reads(
+    cupy: Any, gpu: Device, host: Arena, locked: dict[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A store that was stopped for long may read a slab that was given back since."""
+    at, keys, blocks = some(3)
+    assert host.write(at, keys, on_gpu(cupy, blocks)).all()
+
+    def shrink() -> None:
+        assert host.give_back(1, GEN + 1000)
+        host.discard(1)
+        assert locked and host.refilled() == [1]
+
+    meanwhile(monkeypatch, shrink)
+    ok, _ = read_to_gpu(cupy, host, at, keys)
+    assert not ok.any(), "the blocks were evicted"
+    host.discard(1)
+    assert not locked and not host.refilled()
+
+
+def test_an_arena_that_closes_while_a_slab_is_locked(
+    cupy: Any, gpu: Device, host: Arena, locked: dict[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client, lock = Arena.attach(host.path, host.nonce), Device.register
+    slots = client.addresses(some(3)[0])
+
+    def register(self: Device, address: int, length: int) -> None:
+        client.close()
+        lock(self, address, length)
+
+    monkeypatch.setattr(Device, "register", register)
+    assert not client.register(gpu.uuid, slots) and not locked
 
 
 def test_a_closed_arena_stays_closed(gpu: Device, host: Arena, locked: dict[int, int]) -> None:

@@ -2,7 +2,7 @@
 
 A stream does its work only when somebody waits for the stream. An access to an address that a GPU could not reach loses
 the GPU. Other processes open a GPU's memory by 64-byte handles. Loading libcuda.so.1 returns `driver`.
-CUPY_ON_HOST_WITHOUT_HEADERS: if set, a kernel is not compiled.
+CUPY_ON_HOST_WITHOUT_HEADERS: a file; no kernel is compiled while it exists.
 """
 
 import ctypes
@@ -61,7 +61,7 @@ class RawKernel:
 
     def compile(self):
         runtime.check()
-        if "CUPY_ON_HOST_WITHOUT_HEADERS" in os.environ:
+        if os.path.exists(os.environ.get("CUPY_ON_HOST_WITHOUT_HEADERS", "")):
             raise RuntimeError("Failed to find CUDA headers")
 
     def __call__(self, grid, block, args):
