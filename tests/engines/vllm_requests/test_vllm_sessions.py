@@ -19,6 +19,7 @@ import raykv
 pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'raykv[vllm]'")
 
 from helpers.engines.vllm.engine import close_engines, engine_on, prompt, save_model
+from vllm import SamplingParams
 
 from raykv.integrations.vllm import compat
 from raykv.integrations.vllm.chunks.hints import AGAIN, DONE, ENVELOPE, SESSION, SESSIONS, Hint, Sessions, hint_of
@@ -73,14 +74,34 @@ def envelope(kind: str, version: str = "1.0", **payload: Any) -> dict[str, Any]:
     return {"protocol_version": "0.1", "message_id": "m", "actions": actions}
 
 
-@pytest.mark.parametrize("end", [{DONE: True}, {ENVELOPE: envelope("kv.deref")}], ids=["done", "envelope"])
-def test_a_session_that_ends_goes_before_others_and_leaves_what_they_share(world: World, end: dict[str, Any]) -> None:
+def end_by_our_params(engine: Any, tokens: list[int]) -> None:
+    engine.answer(tokens, params={SESSION: "ends", DONE: True})
+
+
+def end_by_vllms_fields(engine: Any, tokens: list[int]) -> None:
+    """The request has vLLM's own name of its session, and vLLM's own envelope."""
+    from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
+
+    hints, own = KvHintsEnvelope("0.1", "m", [KvHintAction("1", "kv.deref", "1.0", {})]), engine.llm.llm_engine
+    sampling = SamplingParams(max_tokens=1, detokenize=False)
+    own.add_request("last", {"prompt_token_ids": tokens}, sampling, session_id="ends", kv_hints=hints)
+    while own.has_unfinished_requests():
+        own.step()
+    engine.go_on()
+
+
+@pytest.mark.parametrize("end", [end_by_our_params, end_by_vllms_fields])
+def test_a_session_that_ends_goes_before_others_and_leaves_what_they_share(
+    world: World, end: Callable[[Any, list[int]], None]
+) -> None:
+    if end is end_by_vllms_fields:
+        pytest.importorskip("vllm.v1.kv_hints", reason="vLLM has envelopes from 0.31 on")
     *older, stays, ends = map(session, range(1, 5))  # `older` ones, as the last answer may evict some of them
     for tokens in (*older, stays):
         world.answer(tokens)
     assert world.answer(ends, **{SESSION: "ends"}) == SHARED
     assert world.done() == 0
-    world.ask(ends, **{SESSION: "ends", **end})  # the engine's own cache has the whole prompt
+    ray.get(world.engine.__ray_call__.remote(end, ends))  # the engine's own cache has the whole prompt
     eventually(lambda: world.done() >= OWN)
     evicted = world.pool.stats()["evicted"]
     for seed in itertools.count(10):
