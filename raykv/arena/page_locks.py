@@ -68,12 +68,15 @@ class PageLocks:
         self._users.subtract(slabs)
 
     def unlock_changed(self, version: Callable[[int], int]) -> bool:
-        """Unlock the slabs whose pages may have been discarded. Does nothing and returns False if such a slab is busy.
+        """Unlock the slabs whose pages may have been discarded.
 
+        Does nothing and returns False while a slab is being locked, or a GPU copies from or to one of those slabs.
         version: a slab's version now; -1 if its pages are to be discarded.
         """
+        if self._locking:  # `lock` alters the slabs meanwhile
+            return False
         changed = [slab for slab in self.gpus if not 0 <= self._versions.get(slab, -1) == version(slab)]
-        if self._locking or any(map(self.is_busy, changed)):  # a slab that is being locked may have changed since
+        if any(self._users[slab] for slab in changed):
             return False
         for slab in changed:
             self.unlock(slab)
