@@ -22,8 +22,8 @@ os.environ.setdefault("REPORTER_UPDATE_INTERVAL_MS", "60000")  # by default Ray 
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # or numpy starts threads in every process, which spin
 TESTS = os.path.dirname(__file__)
 ROOTS = (TESTS, os.path.dirname(TESTS))  # parents of helpers and of examples
+# folders of modules with classes of actors, which workers import
 ACTORS = {str(file.parent) for folder in ("cluster", "engines") for file in Path(TESTS, folder).rglob("test_*.py")}
-# actors of tests import the classes from there
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (*ROOTS, *sorted(ACTORS), os.environ.get("PYTHONPATH"))))
 
 if TYPE_CHECKING:

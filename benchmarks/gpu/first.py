@@ -42,13 +42,15 @@ def _passes(stage: str) -> bool:
     arguments, seconds = STAGES[stage]
     print(f"== {stage}, at most {seconds} s", flush=True)
     begin = time.monotonic()
-    process = subprocess.Popen([sys.executable, *arguments], cwd=ROOT, start_new_session=True)
+    process, status = subprocess.Popen([sys.executable, *arguments], cwd=ROOT, start_new_session=True), None
     try:
         status = process.wait(seconds)
     except subprocess.TimeoutExpired:
-        status = None
-        os.killpg(process.pid, signal.SIGKILL)  # what it has started too, which would hold the GPU's memory
-        process.wait()
+        pass
+    finally:  # after Ctrl-C too
+        if status is None:
+            os.killpg(process.pid, signal.SIGKILL)  # what it has started too, which would hold the GPU's memory
+            process.wait()
     print(f"== {stage}: {'out of time' if status is None else status}, {time.monotonic() - begin:.0f} s", flush=True)
     return status == 0
 
