@@ -16,8 +16,7 @@ from xxhash import xxh3_64_intdigest
 
 from raykv.arena import xxh3
 from raykv.protocol.transfers import ALTERED, FAILED, PULLED
-from raykv.system.c_functions import address, call
-from raykv.system.intrinsics import fence, prefetch
+from raykv.system.intrinsics import address, call, fence, prefetch
 from raykv.system.jit import kernel
 
 Copies = NDArray[np.int64]  # (n, 3): target address, source address, bytes

@@ -1,5 +1,6 @@
-"""Instructions of the processor for kernels: numba has no function for them."""
+"""Instructions of the processor, and C functions, for kernels: numba has no function for them."""
 
+import ctypes
 from typing import Any
 
 from llvmlite import ir
@@ -7,7 +8,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-_BYTES, _NUMBER = ir.IntType(8).as_pointer(), ir.IntType(32)
+_BYTES, _NUMBER, _WORD = ir.IntType(8).as_pointer(), ir.IntType(32), ir.IntType(64)
 
 
 def emit_prefetch(builder: Any, pointer: Any, writes: bool = False) -> None:
@@ -40,3 +41,22 @@ def fence(typing_context: Any) -> Any:
         return context.get_dummy_value()
 
     return types.void(), generate
+
+
+def address(library: ctypes.CDLL, *names: str) -> int:
+    """Address of the first of these functions that the library, or a library that it links to, has. 0: none."""
+    for name in names:
+        if hasattr(library, name):
+            return ctypes.cast(getattr(library, name), ctypes.c_void_p).value or 0
+    return 0
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def call(typing_context: Any, function: Any, a: Any, b: Any, c: Any) -> Any:
+    """In a kernel: call the C function at an address with three words. If it takes fewer, it ignores the rest."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        kind = ir.FunctionType(_WORD, [_WORD] * 3)
+        return builder.call(builder.inttoptr(args[0], kind.as_pointer()), args[1:])
+
+    return types.int64(types.int64, types.int64, types.int64, types.int64), generate

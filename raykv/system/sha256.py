@@ -12,7 +12,7 @@ import numpy as np
 from numba import types
 from numpy.typing import NDArray
 
-from raykv.system.c_functions import address, call
+from raykv.system.intrinsics import address, call
 from raykv.system.jit import compile_all, kernel
 
 DIGEST_BYTES = 32

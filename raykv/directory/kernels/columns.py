@@ -42,7 +42,7 @@ ROW = np.dtype(
         ("same", "<i4"),  # next row of the same key; written by table
         ("holds", "<u2"),  # leases, reservations, pins and demotions that keep it; written by lists
         ("state", "u1"),  # written by lists
-        ("uses", "u1"),  # matches since it was stored; written by lists, leases, gpu_demotion
+        ("uses", "u1"),  # matches since it was stored; written by lists, leases, demotion
     ]
 )
 # All rows from the old end up to `clean_tail` are clean. clean_count: number of clean rows. clean_tail: -1 without any.

@@ -2,7 +2,7 @@
 
 A tenant is a number below `TENANTS`. Tenant 0 is everybody without a quota. All rows of a key have one tenant, usually
 the tenant that stored or matched the key last. Only primaries in the memory of nodes count, ready or being written.
-`eviction` asks before a block goes, `placement` before a slot is granted, `gpu_demotion` before it takes a slot.
+`eviction` asks before a block goes, `placement` before a slot is granted, `demotion` before it takes a slot.
 `lists.assign` moves a key from one tenant to another.
 """
 

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raykv.config import MIB
-from raykv.directory.kernels import demotion, gpu_demotion
+from raykv.directory.kernels import demotion
 from raykv.directory.kernels.columns import Goal
 from raykv.directory.state.allocator import Allocator, Node
 from raykv.directory.state.arrays import RowArray
@@ -39,7 +39,7 @@ class GpuDemotion:
                 continue
             self._allocator.make_room(host, host_class, stride, want)
             source, target = np.empty((2, want), np.int64)
-            n = gpu_demotion.demote_gpu(self._size_classes.c, size_class, host_class, want, source, target)
+            n = demotion.demote_gpu(self._size_classes.c, size_class, host_class, want, source, target)
             batch.add(stride, source[:n], target[:n])
         self._under_way[node.name] = batch.target
         return GpuDemotions(*batch.fields())
@@ -52,7 +52,7 @@ class GpuDemotion:
         c, (rows, gens) = self._size_classes.c, self._size_classes.rows_of(locations[stored > 0])
         done = rows[c.rows["gen"][rows] == gens]
         under_way = self._under_way.pop(name, np.zeros(0, np.int64))
-        return int(gpu_demotion.gpu_demoted(c, under_way, np.isin(under_way, done)))
+        return int(demotion.gpu_demoted(c, under_way, np.isin(under_way, done)))
 
     def cancel(self, name: str) -> None:
         """A GPU is gone: no block of its last answer was stored."""
