@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from raykv.ui.changes import Event, changes
-from raykv.ui.overview import Overview, hit_sources
+from raykv.ui.overview import Overview, fault_text, hit_sources
 from raykv.ui.sight import sight
 
 SAMPLES = 1500  # to keep
@@ -50,7 +50,8 @@ class History:
     def since(self, after: float) -> dict[str, Any]:
         """For JSON: the latest `sight` as `now`, and samples and events later than `after` (Unix time).
 
-        samples: lists of one length: `t`, and each sum, with None before its first count.
+        samples: lists of one length: `t`, and each sum, with None before its first count. faults: texts of the sums of
+        faults.
         """
         with self._lock:
             samples = [sample for sample in self._samples if sample[0] > after]
@@ -62,6 +63,7 @@ class History:
                     "t": [round(at, 3) for at, _ in samples],
                     **{name: [sums.get(name) for _, sums in samples] for name in names},
                 },
+                "faults": {name: fault_text(name[6:]) for name in names if name.startswith("fault:")},
                 "events": [event._asdict() for event in self._events if event.t > after],
             }
 

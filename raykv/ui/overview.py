@@ -18,6 +18,14 @@ from raykv.ui.ray_nodes import RayNode, living_nodes, short_ids
 ANSWER_S = 1.0  # for the directory, its successor and the supervisor to answer
 UPKEEP = ("directory", "successor", "supervisor")  # a pool has one of each, on some node
 TIERS = {"cpu": "memory", "gpu": "gpu"}
+FAULTS = {  # texts that follow a number
+    "corrupt": "blocks dropped that were not what was stored",
+    "corrupt_on_arrival": "blocks altered on their way",
+    "tier_refused": "blocks refused by the external tier",
+    "tier_missing": "blocks missing from the external tier",
+    "tier_strangers": "foreign files or keys in the external tier, left alone",
+    "tier_down": "calls given up while the external tier was down",
+}
 
 
 @dataclass(frozen=True)
@@ -128,6 +136,14 @@ def hit_sources(counts: dict[str, Any]) -> dict[str, int]:
         "gpu": counts["gpu_hits"],
         "external tier": counts["external_hits"],
     }
+
+
+def fault_text(kind: str) -> str:
+    """Text for a kind of `Overview.faults`."""
+    by, _, what = kind.partition("_")
+    if by == "transport":
+        return f"transfers failed by {what}"
+    return FAULTS.get(kind, f"calls of the external tier failed ({what})")
 
 
 def look(pool: str) -> Overview:

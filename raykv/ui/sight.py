@@ -3,14 +3,15 @@
 from dataclasses import asdict
 from typing import Any
 
-from raykv.ui.overview import Overview
+from raykv.ui.overview import Overview, fault_text
 from raykv.ui.ray_nodes import SHORT
 
 
 def sight(overview: Overview) -> dict[str, Any]:
     """The pool, for JSON.
 
-    nodes: each Member with its `id`, its short id as `shown`, and `fills`: (bytes used, bytes) by tier, of its tiers.
+    nodes: each Member with its `faults` in words, its `id`, its short id as `shown`, and `fills`: (bytes used, bytes)
+    by tier, of its tiers.
     counts: of the directory; empty while it does not answer. hit_curve: hit rates by multiples of the memory, and the
     `ceiling`; empty before a block was asked for.
     routes: memories that read from each other. bytes, failed: by transport, since the reader's store started.
@@ -27,6 +28,7 @@ def sight(overview: Overview) -> dict[str, Any]:
                 **asdict(member),
                 "id": node_id,
                 "shown": shown[node_id],
+                "faults": [f"{count} {fault_text(kind)}" for kind, count in member.faults.items()],
                 "fills": {tier: of for tier, of in overview.tier_bytes(node_id).items() if of[1]},
             }
             for node_id, member in overview.members.items()

@@ -11,18 +11,10 @@ import click
 from raykv.client.administration import directory_stats
 from raykv.config import MIB, parse_size
 from raykv.protocol.location import host_of
-from raykv.ui.overview import ANSWER_S, Member, Overview, hit_sources
+from raykv.ui.overview import ANSWER_S, Member, Overview, fault_text, hit_sources
 
 GIB = 1 << 30
 COLORS = {"alive": "green", "silent": "red", "no store": "red"}  # of other states: yellow
-FAULTS = {
-    "corrupt": "blocks dropped that were not what was stored",
-    "corrupt_on_arrival": "blocks altered on their way",
-    "tier_refused": "blocks refused by the external tier",
-    "tier_missing": "blocks missing from the external tier",
-    "tier_strangers": "foreign files or keys in the external tier, left alone",
-    "tier_down": "calls given up while the external tier was down",
-}
 Row = dict[str, str]  # cells by column
 
 
@@ -199,15 +191,8 @@ def quota_rows(tenants: dict[str, dict[str, Any]]) -> list[Row]:
 
 
 def _faults(overview: Overview) -> str:
-    found = [f"{count} {_fault(kind)}" for kind, count in overview.faults.items()]
+    found = [f"{count} {fault_text(kind)}" for kind, count in overview.faults.items()]
     return "faults: " + (", ".join(found) or "none known")
-
-
-def _fault(kind: str) -> str:
-    by, _, what = kind.partition("_")
-    if by == "transport":
-        return f"transfers failed by {what}"
-    return FAULTS.get(kind, f"calls of the external tier failed ({what})")
 
 
 # ---------------------------------------------------------------------- text

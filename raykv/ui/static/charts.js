@@ -5,11 +5,10 @@ import { at, h, percent, rate } from "./dom.js";
 const HEIGHT = 170;
 const SOURCES = { "this node": "blue", "other nodes": "green", gpu: "violet", "external tier": "amber" };
 const COLORS = ["blue", "green", "amber", "violet", "red", "grey"];
-const TITLES = { tier: "external tier:", transport: "transfer failed:" };
 
 const style = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
 
-/** Each: {id, shown: sample names, label, color, values(samples, name, picked samples), format, stacked, top: least height}. */
+/** Each: {id, shown: sample names, label(name, faults), color, values(samples, name, picked samples), format, stacked, top: least height}. */
 const CHARTS = [
   {
     id: "hits",
@@ -48,7 +47,7 @@ const CHARTS = [
   {
     id: "faults",
     shown: (samples) => samples.names("fault:").filter((name) => samples.total(name)),
-    label: (name) => faultName(name.slice(6)),
+    label: (name, faults) => faults[name],
     color: (_, i) => ["red", "amber", "violet", "blue", "green", "grey"][i % COLORS.length],
     values: (samples, name, picked) => samples.rates(name, picked).map((n) => 60 * n),
     format: (n) => `${rate(n).trim()}/min`,
@@ -57,25 +56,11 @@ const CHARTS = [
   },
 ];
 
-/** Text for a kind of fault. */
-export function faultName(kind) {
-  const known = {
-    corrupt: "dropped: not what was stored",
-    corrupt_on_arrival: "altered on their way",
-    tier_refused: "external tier: blocks refused",
-    tier_missing: "external tier: blocks missing",
-    tier_strangers: "external tier: foreign files left alone",
-    tier_down: "external tier: calls given up while down",
-  };
-  const [by, ...what] = kind.split("_");
-  return known[kind] ?? `${TITLES[by] ?? by} ${what.join("_")}`;
-}
-
 const plots = new Map();
 
-/** Draws all charts. marks: times of events, with their kinds. */
-export function draw(samples, seconds, marks) {
-  for (const chart of CHARTS) drawOne(chart, samples, seconds, marks);
+/** Draws all charts. marks: times of events, with their kinds. faults: texts by sample name. */
+export function draw(samples, seconds, marks, faults) {
+  for (const chart of CHARTS) drawOne(chart, samples, seconds, marks, faults);
 }
 
 /** The colours or the width have changed: the next `draw` makes all charts again. */
@@ -84,7 +69,7 @@ export function forget() {
   plots.clear();
 }
 
-function drawOne(chart, samples, seconds, marks) {
+function drawOne(chart, samples, seconds, marks, faults) {
   const place = at(chart.id);
   const names = chart.shown(samples);
   const known = plots.get(chart.id);
@@ -107,7 +92,8 @@ function drawOne(chart, samples, seconds, marks) {
   }
   known?.plot.destroy();
   place.replaceChildren();
-  const state = { names, raw, marks, scale, plot: null };
+  const labels = names.map((name) => chart.label(name, faults));
+  const state = { names, labels, raw, marks, scale, plot: null };
   state.plot = new uPlot(options(chart, state, place), data, place);
   plots.set(chart.id, state);
 }
@@ -145,7 +131,7 @@ function options(chart, state, place) {
     series: [
       { label: "time", value: (_, t) => (t ? new Date(1000 * t).toLocaleTimeString("en-GB") : "now") },
       ...state.names.map((name, i) => ({
-        label: chart.label(name),
+        label: state.labels[i],
         stroke: color(name, i),
         fill: chart.stacked ? color(name, i) + "66" : undefined,
         width: 1.5,

@@ -1,7 +1,6 @@
 // The map of nodes: one tile each, how full its tiers are, and its facts on a click.
 
-import { at, bytes, count, duration, h, percent } from "./dom.js";
-import { faultName } from "./charts.js";
+import { at, bytes, duration, h, percent } from "./dom.js";
 
 const FEW = 24; // nodes that get large tiles
 const TIERS = ["gpu", "memory", "external"];
@@ -45,14 +44,13 @@ function show(node) {
 
 function drawFacts(node) {
   at("node-title").textContent = `${node.shown} (${node.host})`;
-  const faults = Object.entries(node.faults).map(([kind, n]) => `${faultName(kind)}: ${count(n)}`);
   const facts = {
     State: node.why ? `${node.state}: ${node.why}` : node.state,
     "Part in the pool": node.roles.join(", ") || "none",
     ...Object.fromEntries(Object.entries(node.fills).map(([tier, [used, size]]) => [tier[0].toUpperCase() + tier.slice(1), `${bytes(used)} of ${bytes(size)}`])),
     "Store runs for": duration(node.uptime_s),
     "Restarts of it": node.restarts ?? "-",
-    "Faults it counted": faults.join("; ") || "none",
+    "Faults it counted": node.faults.join("; ") || "none",
     Address: node.address,
     "Ray node id": node.id,
   };

@@ -1,6 +1,6 @@
 // Asks the server for news every two seconds, and draws it.
 
-import { draw, faultName, forget } from "./charts.js";
+import { draw, forget } from "./charts.js";
 import { at, bytes, count, duration, fillTable, h, percent, rate } from "./dom.js";
 import { drawEvents } from "./events.js";
 import { drawNodes } from "./nodes.js";
@@ -13,6 +13,7 @@ const LATELY_S = 60;
 let server = null; // the run of the server that sent the data
 let samples = new Samples();
 let events = [];
+let texts = {}; // of sums of faults, by name
 let now = null; // the latest look
 let range = 3600;
 
@@ -27,6 +28,7 @@ async function ask() {
   server = found.run;
   samples.add(found.samples);
   events.push(...found.events);
+  texts = found.faults;
   now = found.now;
   const age = found.seen === null ? 0 : found.time - found.seen;
   say(found.trouble || age > OLD_S ? `What is shown was seen ${duration(age)} ago. ${found.trouble}` : "");
@@ -49,7 +51,7 @@ function drawAll() {
 }
 
 function drawTime() {
-  draw(samples, range, events);
+  draw(samples, range, events, texts);
   drawEvents(events, samples.since(range), samples.t.at(-1));
 }
 
@@ -62,7 +64,7 @@ function drawTiles() {
   const [used, size] = now.nodes.map((node) => node.fills.memory ?? [0, 0]).reduce((a, b) => [a[0] + b[0], a[1] + b[1]], [0, 0]);
   const moved = samples.names("bytes:").reduce((sum, name) => sum + samples.lately(name, LATELY_S), 0);
   const faults = samples.names("fault:").filter((name) => samples.total(name));
-  const worst = faults.map((name) => `${faultName(name.slice(6))} ${count(samples.total(name))}`).join(", ");
+  const worst = faults.map((name) => `${count(samples.total(name))} ${texts[name]}`).join(", ");
   const seconds = Math.max(1, Math.min(LATELY_S, samples.t.at(-1) - samples.t[0]));
   const curve = now.hit_curve;
   const twice = "2" in curve ? `; hit rate with twice as much ${percent(curve["2"])}, with this ${percent(curve["1"])}` : "";

@@ -130,6 +130,15 @@ def test_what_comes_back_is_an_event_too() -> None:
     ]
 
 
+def test_the_page_names_faults_as_the_status_does() -> None:
+    found = history(replace(pulled(1), members=node(faults={"tier_put": 2}).members)).since(0)
+    texts = {"fault:corrupt": "blocks dropped that were not what was stored"} | {
+        "fault:tier_put": "calls of the external tier failed (put)",
+        "fault:transport_nixl": "transfers failed by nixl",
+    }
+    assert found["faults"] == texts and found["now"]["nodes"][0]["faults"] == [f"2 {texts['fault:tier_put']}"]
+
+
 def test_the_page_names_nodes_and_memories_as_the_status_does() -> None:
     route = ROUTE | {"reader": f"{ID}/GPU-01234567"}
     prefix = {"key": "00", "blocks": 2, "bytes": 9, "hits": 1, "idle_s": 0.5, "nodes": [ID, "c" * 56]}
