@@ -11,8 +11,7 @@ from rich.text import Text
 import raykv
 from raykv.cli import shell
 from raykv.cluster import internal_kv
-from raykv.doctor import exchange, judgement, token
-from raykv.doctor.examination import Examination
+from raykv.doctor import examination, exchange, judgement
 from raykv.doctor.finding import ADVICE, OK, WRONG, Finding
 
 COLOURS = {OK: "green", ADVICE: "yellow", WRONG: "red"}
@@ -24,12 +23,12 @@ class Report:
     def __init__(self, name: str | None) -> None:
         """name: of a running pool, to examine its stores too. PoolNotFound if it does not run."""
         shell.join(name or "default")
-        examination = Examination()
-        self.hosts = examination.hosts
-        found = [token.finding()]
+        nodes = examination.Examination()
+        self.hosts = nodes.hosts
+        found = [examination.of_token()]
         if found[0].state == OK:
             pool = raykv.attach(name) if name else None
-            found += examination.findings()
+            found += nodes.findings()
             if pool:
                 found += exchange.findings(pool, self.hosts)
                 told = internal_kv.other_tokens(pool.name)  # chunks with wrong tokens, by the node of their engines

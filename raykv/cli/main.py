@@ -1,8 +1,10 @@
 """The `raykv` command."""
 
 import json
+import os
 import sys
 from io import TextIOWrapper
+from pathlib import Path
 from typing import Any
 
 import click
@@ -72,7 +74,7 @@ def start(name: str, secret_file: str | None, exist_ok: bool, as_json: bool, **s
     """Start a pool on every node of this machine's Ray cluster."""
     import raykv
     from raykv.cli import shell
-    from raykv.cli.status.growth import grow
+    from raykv.cli.status import status
 
     config = PoolConfig(name, secret=secret_file, **settings)
     shell.join(name)
@@ -84,7 +86,7 @@ def start(name: str, secret_file: str | None, exist_ok: bool, as_json: bool, **s
 
         raykv.start(config, exist_ok=exist_ok, on_progress=compiled).close()
     if sys.stdout.isatty():
-        grow(name)
+        status.grow(name)
     _status(name, as_json)
 
 
@@ -279,9 +281,22 @@ def quota_remove(context: click.Context, tenant: str, name: str) -> None:
 @click.option("--out", metavar="FOLDER", help="Default: the folder where Ray provisions Grafana from, on the head.")
 def dashboard(out: str | None) -> None:
     """Write a Grafana dashboard and Prometheus alert rules for all pools."""
-    from raykv.cli.dashboard import write
+    from raykv.cli import shell
+    from raykv.metrics import dashboard_files
 
-    for path in write(out):
+    if out is not None:
+        folder = Path(out)
+        folder.mkdir(parents=True, exist_ok=True)
+    else:
+        if not os.environ.get(dashboard_files.FOLDER):
+            shell.join("default")
+        folder = dashboard_files.provisioned()
+    if not folder.is_dir():
+        raise ValueError(
+            f"Ray provisions Grafana from {folder}, which is not there: start the cluster's head with its dashboard "
+            f"(pip install 'ray[default]') and run this on the head, or give --out FOLDER"
+        )
+    for path in dashboard_files.write(folder):
         click.echo(path)
 
 

@@ -12,6 +12,7 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raykv.actors.store.readiness import what_to_install
+from raykv.client import connect
 from raykv.cluster import internal_kv, ray_calls
 from raykv.cluster.internal_kv import Kept
 from raykv.doctor import examiner, judgement
@@ -27,6 +28,24 @@ class Unanswered(NamedTuple):
     """Stands for the answer of a node that gave none."""
 
     why: str
+
+
+def of_token() -> Finding:
+    """The finding of this process's token, at its node: Ray's, here and in the cluster.
+
+    A process with a wrong token can't join, so it is never checked. If the finding is not OK, no node answers: Ray's
+    calls back are turned away.
+    """
+    context = ray.get_runtime_context()
+    node = context.get_node_id()
+    if not connect.sends_token():
+        return Finding(node, "token", OK, "none, and the Ray cluster asks for none")
+    if connect.asks_for_token(context.gcs_address):
+        return Finding(node, "token", OK, "the Ray cluster's")
+    source, file = connect.token_source(), connect.TOKEN_FILE
+    remove = f", or remove {file}, which a local ray.init() leaves" if source == file else ""
+    text = f"this process has one (of {source}), and the Ray cluster has none, so that no node can answer: "
+    return Finding(node, "token", WRONG, f"{text}set RAY_AUTH_MODE=disabled here{remove}")
 
 
 class Examination:

@@ -7,7 +7,6 @@ from typing import Any
 
 from raykv.ui.changes import Event, changes
 from raykv.ui.overview import Overview, fault_text, hit_sources
-from raykv.ui.sight import sight
 
 SAMPLES = 1500  # to keep
 EVENTS = 500
@@ -48,7 +47,7 @@ class History:
             self._latest = overview
 
     def since(self, after: float) -> dict[str, Any]:
-        """For JSON: the latest `sight` as `now`, and samples and events later than `after` (Unix time).
+        """For JSON: `Overview.for_page` of the latest look as `now`, samples and events later than `after` (Unix time).
 
         samples: lists of one length: `t`, and each sum, with None before its first count. faults: texts of the sums of
         faults.
@@ -57,7 +56,7 @@ class History:
             samples = [sample for sample in self._samples if sample[0] > after]
             names = sorted(self._sums)
             return {
-                "now": None if self._latest is None else sight(self._latest),
+                "now": None if self._latest is None else self._latest.for_page(),
                 "seen": self._samples[-1][0] if self._samples else None,
                 "samples": {
                     "t": [round(at, 3) for at, _ in samples],

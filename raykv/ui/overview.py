@@ -13,7 +13,7 @@ from raykv.client.administration import ADMIN_DEADLINE_S, directory_stats, store
 from raykv.cluster import internal_kv, named_actors, ray_calls
 from raykv.protocol.location import host_of
 from raykv.ui.pool_actors import Actor, look_up
-from raykv.ui.ray_nodes import RayNode, living_nodes, short_ids
+from raykv.ui.ray_nodes import SHORT, RayNode, living_nodes, short_ids
 
 ANSWER_S = 1.0  # for the directory, its successor and the supervisor to answer
 UPKEEP = ("directory", "successor", "supervisor")  # a pool has one of each, on some node
@@ -124,6 +124,44 @@ class Overview:
             "pool": self.pool,
             "ray_nodes": {node_id: asdict(member) for node_id, member in self.members.items()},
             "upkeep": self.upkeep,
+        }
+
+    def for_page(self) -> dict[str, Any]:
+        """For JSON, as static/page.js reads it.
+
+        nodes: each Member with its `faults` in words, its `id`, its short id as `shown`, and `fills`: (bytes used,
+        bytes) by tier, of its tiers.
+        counts: of the directory; empty while it does not answer. hit_curve: hit rates by multiples of the memory, and
+        the `ceiling`; empty before a block was asked for.
+        routes: memories that read from each other. bytes, failed: by transport, since the reader's store started.
+        prefixes: prefixes at whose end look-ups ended. key: of the last block, in hex. blocks: number of blocks. bytes:
+        their size. hits: number of look-ups. idle_s: seconds since the last look-up. nodes: short ids of the nodes
+        whose memory has the last block.
+        """
+        counts, shown = self.counts, self.shown
+        return {
+            "pool": self.pool,
+            "summary": self.summary,
+            "nodes": [
+                {
+                    **asdict(member),
+                    "id": node_id,
+                    "shown": shown[node_id],
+                    "faults": [f"{count} {fault_text(kind)}" for kind, count in member.faults.items()],
+                    "fills": {tier: of for tier, of in self.tier_bytes(node_id).items() if of[1]},
+                }
+                for node_id, member in self.members.items()
+            ],
+            "counts": {name: count for name, count in counts.items() if isinstance(count, int)},
+            "hit_curve": counts.get("hit_curve", {}),
+            "routes": [
+                {**route, **{end: self.memory_name(route[end]) for end in ("reader", "from")}}
+                for route in self.transports
+            ],
+            "prefixes": [
+                {**prefix, "nodes": [shown.get(node_id, node_id[:SHORT]) for node_id in prefix["nodes"]]}
+                for prefix in counts.get("prefixes", ())
+            ],
         }
 
 

@@ -1,19 +1,24 @@
 """`raykv status`: a pool as text. It cuts nothing off: a table that is too wide becomes paragraphs."""
 
+import contextlib
 import shutil
 import sys
 import textwrap
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import click
 
+from raykv.cli.spinner import spinner
 from raykv.client.administration import directory_stats
 from raykv.config import MIB, parse_size
 from raykv.protocol.location import host_of
 from raykv.ui.overview import ANSWER_S, Member, Overview, fault_text, hit_sources
 
 GIB = 1 << 30
+LOOK_S = 0.2  # between looks whether the size is reached
+STANDSTILL_S = 30.0  # growth has failed if no slab comes for so long: ten times as long as a slab of 1 GiB takes
 COLORS = {"alive": "green", "silent": "red", "no store": "red"}  # of other states: yellow
 Row = dict[str, str]  # cells by column
 
@@ -27,6 +32,23 @@ def show(overview: Overview) -> None:
             f"pool {overview.pool!r}: its directory {overview.upkeep['directory']}, so there are no counts; "
             f"another takes over: try again in a few seconds"
         )
+
+
+def grow(pool: str) -> None:
+    """Show progress until all nodes offer all their memory, or offer no more for STANDSTILL_S."""
+    before, since = -1, time.monotonic()
+    text = f"preparing the memory of pool {pool}"
+    with contextlib.suppress(KeyboardInterrupt), spinner(text) as progress:  # the nodes go on without this command
+        while time.monotonic() < since + STANDSTILL_S:
+            if counts := directory_stats(pool, ANSWER_S):
+                offered, planned = growth(counts)
+                if offered == planned:
+                    return
+                if offered != before:
+                    before, since = offered, time.monotonic()
+                what = f"{text}, {size_text(offered)} of {size_text(planned)}"
+                progress.update(progress.task_ids[0], description=what, completed=offered, total=planned)
+            time.sleep(LOOK_S)
 
 
 def lines(overview: Overview, width: int | None) -> list[str]:

@@ -6,7 +6,6 @@ from math import lcm
 import numpy as np
 
 from raykv.config import KEYS_PER_CALL
-from raykv.directory.calls.boundary import Runs, boundary
 from raykv.directory.calls.clients import on_call
 from raykv.directory.kernels import chains, eviction, leases, lists, lookup, table
 from raykv.directory.kernels.columns import NODE_MASK, UNSTAGED, Blocks, Places
@@ -144,15 +143,23 @@ def _ready_prefix(state: State, requests: tuple[MatchRequest, ...], keys: list[K
 
 
 def _boundary(state: State, requests: tuple[MatchRequest, ...], keys: list[KeyArray], prefix: int) -> int:
-    """Tokens of the longest prefix after which all readers can go on. prefix: ready tokens of windowless parts."""
-    runs = []
+    """Tokens of the longest prefix after which all readers can go on. prefix: ready tokens of windowless parts.
+
+    A reader of a part with a window needs the last `window` blocks, and the next `ahead` blocks.
+    """
+    if not any(request.window for request in requests):
+        return _shortened(requests, prefix)
+    step = lcm(*(request.tokens for request in requests))
+    ends = np.arange(step, prefix + 1, step)
     for request, part in zip(requests, keys, strict=True):
         if request.window:
             wanted, longest = part[: prefix // request.tokens + request.ahead], request.window + request.ahead
-            reader, (firsts, ready) = state.nodes.get(request.node), np.empty((2, len(wanted)), np.int64)
-            lookup.ready_runs(state.c, wanted, firsts, _index_of(reader), longest, ready)
-            runs.append(Runs(request.window, request.ahead, request.tokens, ready))
-    return boundary(prefix, lcm(*(request.tokens for request in requests)), runs)
+            reader, (firsts, runs) = state.nodes.get(request.node), np.empty((2, len(wanted)), np.int64)
+            lookup.ready_runs(state.c, wanted, firsts, _index_of(reader), longest, runs)
+            ends = ends[ends <= (len(wanted) - request.ahead) * request.tokens]
+            blocks = ends // request.tokens
+            ends = ends[runs[blocks + request.ahead - 1] >= np.minimum(blocks, request.window) + request.ahead]
+    return int(ends[-1]) if len(ends) else 0
 
 
 def _pending(state: State, client: int, requests: tuple[MatchRequest, ...], keys: list[KeyArray], prefix: int) -> int:

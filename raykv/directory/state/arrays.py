@@ -1,12 +1,18 @@
 """Types of the arrays in a directory's state, and how to make them from the keys in a message."""
 
+import contextlib
+import mmap
+from typing import Any
+
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 
 from raykv.protocol.location import KEY_BYTES
 
 KeyArray = NDArray[np.uint64]  # (n, 2): the 16 bytes of each key
 RowArray = NDArray[np.int64]  # numbers of rows, or their generations; -1: no row
+MAP_NORESERVE = 0x4000  # of Linux; mmap has it from Python 3.13 on
+FLAGS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
 
 
 def key_array(keys: bytes) -> KeyArray:
@@ -19,3 +25,22 @@ def split_keys(keys: bytes) -> list[bytes]:
     if len(keys) % KEY_BYTES:
         raise ValueError(f"{len(keys)} bytes are no keys of {KEY_BYTES}")
     return [keys[start : start + KEY_BYTES] for start in range(0, len(keys), KEY_BYTES)]
+
+
+def zeros(length: int, least: int, dtype: DTypeLike) -> NDArray[Any]:
+    """`length` zeros, or fewer where the system refuses so many addresses. OSError where it refuses even `least`.
+
+    The array grows in place: its addresses are reserved, and memory is taken as it is first written to. It is in huge
+    pages where the system grants these.
+    """
+    while True:
+        try:
+            memory = mmap.mmap(-1, length * np.dtype(dtype).itemsize, flags=FLAGS)
+            break
+        except OSError:
+            if length == least:
+                raise
+            length = max(least, length // 2)
+    with contextlib.suppress(OSError):  # without huge pages it is only slower
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(memory, dtype)

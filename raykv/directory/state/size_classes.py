@@ -12,9 +12,8 @@ from numpy.typing import NDArray
 from raykv.directory.kernels import columns, eviction, lists, slabs, table
 from raykv.directory.kernels import slots as free_slots
 from raykv.directory.kernels.columns import CLOCK, COUNTER, EPOCH, LISTS_PER_CLASS, NODE_MASK, PAGE_BITS, TENANTS
-from raykv.directory.state.arrays import RowArray
+from raykv.directory.state.arrays import RowArray, zeros
 from raykv.protocol.location import COUNTER_BITS, LOCATION, Locations
-from raykv.system import reserved
 
 
 class Census(NamedTuple):
@@ -44,8 +43,8 @@ class SizeClasses:
     """All size classes of a pool, by number."""
 
     def __init__(self, epoch: int) -> None:
-        self._reserved = reserved.zeros(RESERVED_ROWS, 64, columns.ROW)  # copying all rows would hold up callers
-        self._tenants = reserved.zeros(RESERVED_ROWS, 64, np.uint8)
+        self._reserved = zeros(RESERVED_ROWS, 64, columns.ROW)  # copying all rows would hold up callers
+        self._tenants = zeros(RESERVED_ROWS, 64, np.uint8)
         self.c = columns.Columns(
             rows=self._reserved[:64],
             tenants=self._tenants[:64],
@@ -251,7 +250,7 @@ class SizeClasses:
         while self._page_count << PAGE_BITS > length * 3 // 4:
             length *= 2
         if length > len(old):
-            entries = reserved.zeros(length, length, np.int64)  # in huge pages, as probes are spread over the table
+            entries = zeros(length, length, np.int64)  # in huge pages, as probes are spread over the table
         pages_now = _grown(self.c.pages, self._page_count)
         self.c = self.c._replace(rows=rows, tenants=tenants, pages=pages_now, table=entries)
         if entries is not old:
@@ -263,9 +262,9 @@ class SizeClasses:
         if length <= len(rows):
             return rows
         if length > len(self._reserved):
-            self._reserved = reserved.zeros(8 * length, length, columns.ROW)
+            self._reserved = zeros(8 * length, length, columns.ROW)
             self._reserved[: len(rows)] = rows
-            self._tenants = reserved.zeros(8 * length, length, np.uint8)
+            self._tenants = zeros(8 * length, length, np.uint8)
             self._tenants[: len(rows)] = self.c.tenants
         return self._reserved[: max(length, len(rows) + len(rows) // 8)]
 

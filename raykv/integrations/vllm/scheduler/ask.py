@@ -1,7 +1,8 @@
-"""A request's question to the pool, and its answer."""
+"""A request's question to the pool, its answer, and the chunks that the request must then compute."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -77,3 +78,25 @@ class Ask:
         """Other engines need no longer wait for this request."""
         if not self.answer.cancel():
             self.answer.add_done_callback(lambda answer: answer.result().match.end_intent())
+
+
+@dataclass
+class Computing:
+    """The first group's chunks that a request must compute, and since when. Other engines may wait for these chunks.
+
+    ask: the question whose intent lets other engines wait. missed: chunks not yet offered to the workers. offered:
+    chunks whose `complete_store` is yet to come. measured: this engine's speed was measured, or can't be: another
+    request computes the chunks.
+    """
+
+    since: float
+    ask: Ask
+    missed: set[bytes]
+    offered: set[bytes] = field(default_factory=set)
+    measured: bool = False
+
+    def offer(self, keys: Collection[bytes]) -> None:
+        """The workers are offered these chunks."""
+        offered = self.missed.intersection(keys)
+        self.missed -= offered
+        self.offered |= offered

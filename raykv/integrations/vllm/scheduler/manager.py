@@ -31,8 +31,7 @@ from raykv.integrations.vllm.events.kv_events import KVEvents, Prompt
 from raykv.integrations.vllm.identity.groups import Group, first_parts
 from raykv.integrations.vllm.identity.weights import Weights
 from raykv.integrations.vllm.scheduler.answers import Answers
-from raykv.integrations.vllm.scheduler.ask import Ask, Found, RankPart
-from raykv.integrations.vllm.scheduler.computing import Computing
+from raykv.integrations.vllm.scheduler.ask import Ask, Computing, Found, RankPart
 from raykv.integrations.vllm.scheduler.counters import ASKED, FAILED, HITS, LEFT_OUT, WAITED
 from raykv.integrations.vllm.scheduler.done import Done
 from raykv.integrations.vllm.scheduler.pool_keys import by_group, pool_keys
