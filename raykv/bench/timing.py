@@ -1,7 +1,8 @@
 """Seconds of calls, and figures of rounds."""
 
+import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -30,6 +31,11 @@ def timed(owner: Any, name: str, spent: list[float]) -> Iterator[None]:
         yield
     finally:
         delattr(owner, name)
+
+
+def gbps(size: int, seconds: Iterable[float]) -> float:
+    """GB/s (1e9 bytes) of `size` bytes in the median of these seconds."""
+    return size / statistics.median(seconds) / 1e9
 
 
 def columns(rounds: Sequence[dict[str, float]]) -> dict[str, list[float]]:

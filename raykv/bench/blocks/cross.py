@@ -4,13 +4,13 @@ import socket
 import statistics
 import threading
 import time
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from raykv.bench.testbed import local_cluster, local_pool, on_node
+from raykv.bench.timing import gbps
 from raykv.client.cache import KVCache
 from raykv.config import MIB
 from raykv.keys import Keys
@@ -115,9 +115,9 @@ def run(transport: str) -> dict[str, Any]:
     return {
         "transport": route["transport"],
         "failed": sum(route["failed"].values()),
-        "read_gbps": _gbps(ours),
-        "ray_get_gbps": _gbps(ray_gets),
-        "socket_gbps": _gbps(sockets),
+        "read_gbps": gbps(BLOCKS * BLOCK_BYTES, ours),
+        "ray_get_gbps": gbps(BLOCKS * BLOCK_BYTES, ray_gets),
+        "socket_gbps": gbps(BLOCKS * BLOCK_BYTES, sockets),
         "read_of_ray_get": statistics.median(b / a for a, b in zip(ours, ray_gets, strict=True)),
         "pairs": float(PAIRS),
     }
@@ -125,7 +125,3 @@ def run(transport: str) -> dict[str, Any]:
 
 def _keys(cache: KVCache, turn: int) -> Keys:
     return cache.keys(np.arange(BLOCKS * 16) + turn * BLOCKS * 16)
-
-
-def _gbps(seconds: Sequence[float]) -> float:
-    return BLOCKS * BLOCK_BYTES / statistics.median(seconds) / 1e9

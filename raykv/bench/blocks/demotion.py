@@ -13,8 +13,9 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from raykv.bench.blocks import local
-from raykv.bench.blocks.local import BATCH, BLOCK_BYTES, MATCH_KEYS
+from raykv.bench.blocks.local import BATCH, BATCH_BYTES, BLOCK_BYTES, MATCH_KEYS
 from raykv.bench.testbed import local_cluster, local_pool, on_node
+from raykv.bench.timing import gbps
 from raykv.config import MIB
 
 T = TypeVar("T")
@@ -143,7 +144,7 @@ def run(directory: str) -> dict[str, float]:
     figures = {"down_gbps": statistics.median(down for _, _, down in pairs), "pairs": float(PAIRS)}
     for i, name in enumerate(("store", "read")):
         for side, rows in (("idle", idle), ("busy", busy)):
-            figures[f"{side}_{name}_gbps"] = BATCH * BLOCK_BYTES / statistics.median(row[i] for row in rows) / 1e9
+            figures[f"{side}_{name}_gbps"] = gbps(BATCH_BYTES, (row[i] for row in rows))
         figures[f"{name}_ratio"] = statistics.median(b[i] / a[i] for a, b in zip(busy, idle, strict=True))
     for side, rows in (("idle", idle), ("busy", busy)):
         figures[f"{side}_match_us_p50"] = statistics.median(row[2] for row in rows) * 1e6

@@ -14,7 +14,7 @@ from raykv.bench.blocks.echo import Echo, RoundTrip
 from raykv.bench.blocks.memcpy import Memcpy
 from raykv.bench.blocks.store_all import LATE_S
 from raykv.bench.testbed import local_cluster, local_pool, on_node
-from raykv.bench.timing import seconds_of, timed
+from raykv.bench.timing import gbps, seconds_of, timed
 from raykv.config import MIB
 from raykv.keys import Keys
 from raykv.protocol.location import LOCATION
@@ -22,6 +22,7 @@ from raykv.protocol.packing import packed
 
 POOL = "bench-local"
 BLOCK_BYTES, BATCH = 2 * MIB, 16
+BATCH_BYTES = BATCH * BLOCK_BYTES
 BATCHES = 24  # 768 MiB: far more than a processor's caches hold
 ROUNDS = 3  # the first warms up
 MATCH_KEYS, MATCH_CALLS, MATCH_TURN = 512, 400, 5
@@ -43,14 +44,10 @@ class Worker:
         self.arena = self.pool.session.local.arena
         block = np.random.default_rng(0).integers(0, 255, BLOCK_BYTES, np.uint8)
         self.buffers = [np.tile(block, (BATCH, 1)) for _ in range(8)]  # equal blocks: the floor may overwrite any
-        self.floor = Memcpy(block_copy.THREADS)
+        self.floor = Memcpy(block_copy.THREADS)  # as many threads as the arena uses
 
     def keys(self, batch: int) -> Keys:
         return self.cache.keys(np.arange(BATCH * 16) + batch * BATCH * 16)
-
-    def memcpy(self, to: list[NDArray[np.uint8]], of: list[NDArray[np.uint8]]) -> float:
-        """Seconds to copy rows with as many threads as the arena uses."""
-        return self.floor.seconds(to, of)
 
     def slots(self, batch: int) -> list[NDArray[np.uint8]]:
         """A batch's blocks in the arena, as (block_bytes,) views."""
@@ -84,7 +81,7 @@ class Worker:
         for batch in range(first, first + BATCHES):
             other = self.slots(first - BATCHES // 2 + batch - first) if first >= BATCHES else None
             source = list(self.buffers[(batch + 4) % 8])
-            floor = self.memcpy(other, source) if other else 0.0
+            floor = self.floor.seconds(other, source) if other else 0.0
             rows.append((*self.store(batch), floor))
         return rows
 
@@ -92,7 +89,7 @@ class Worker:
         rows = []
         for i in range(BATCHES):
             other = self.slots(first + (i + BATCHES // 2) % BATCHES)
-            floor = self.memcpy(list(self.buffers[(i + 4) % 8]), other)
+            floor = self.floor.seconds(list(self.buffers[(i + 4) % 8]), other)
             rows.append((*self.read(first + i, verify), floor))
         return rows
 
@@ -110,9 +107,7 @@ class Worker:
             ray.get(echo.call.remote(*message), timeout=60)
 
         for _ in range(MATCH_CALLS // MATCH_TURN):  # the first call of a turn warms the answering process up
-            floor += [seconds_of(lambda: ray.get(echo.call.remote(*message), timeout=60)) for _ in range(MATCH_TURN)][
-                1:
-            ]
+            floor += [seconds_of(ask) for _ in range(MATCH_TURN)][1:]
             bare += [socket.seconds() for _ in range(MATCH_TURN)][1:]
             matched = [self._match_s(cache, keys) for _ in range(MATCH_TURN)][1:]
             ours += [seconds for seconds in matched if seconds]
@@ -154,14 +149,14 @@ def run(shapes: list[Shape] | None = None) -> dict[str, Any]:
         results = {"results": block_sizes.table(node, shapes)} if shapes else {}
     return {
         **results,
-        "memcpy_gbps": _gbps([floor for _, _, floor in reads]),
-        "read_gbps": _gbps([copies for copies, _, _ in reads]),
-        "read_e2e_gbps": _gbps([total for _, total, _ in reads]),
-        "verified_memcpy_gbps": _gbps([floor for _, _, floor in verified]),
-        "verified_read_gbps": _gbps([copies for copies, _, _ in verified]),
-        "store_memcpy_gbps": _gbps([floor for _, _, floor in stores]),
-        "store_gbps": _gbps([copies for copies, _, _ in stores]),
-        "store_e2e_gbps": _gbps([total for _, total, _ in stores]),
+        "memcpy_gbps": gbps(BATCH_BYTES, [floor for _, _, floor in reads]),
+        "read_gbps": gbps(BATCH_BYTES, [copies for copies, _, _ in reads]),
+        "read_e2e_gbps": gbps(BATCH_BYTES, [total for _, total, _ in reads]),
+        "verified_memcpy_gbps": gbps(BATCH_BYTES, [floor for _, _, floor in verified]),
+        "verified_read_gbps": gbps(BATCH_BYTES, [copies for copies, _, _ in verified]),
+        "store_memcpy_gbps": gbps(BATCH_BYTES, [floor for _, _, floor in stores]),
+        "store_gbps": gbps(BATCH_BYTES, [copies for copies, _, _ in stores]),
+        "store_e2e_gbps": gbps(BATCH_BYTES, [total for _, total, _ in stores]),
         "actor_call_us_p50": statistics.median(floor[20:]) * 1e6,
         "socket_us_p50": statistics.median(bare[20:]) * 1e6,
         "match_us_p50": statistics.median(ours[20:]) * 1e6,
@@ -169,7 +164,3 @@ def run(shapes: list[Shape] | None = None) -> dict[str, Any]:
         "match_keys_per_s": by_socket,
         "pairs": float(len(reads)),
     }
-
-
-def _gbps(seconds: list[float]) -> float:
-    return BATCH * BLOCK_BYTES / statistics.median(seconds) / 1e9

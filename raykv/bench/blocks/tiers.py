@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from raykv.arena.arena import Arena
 from raykv.arena.files import SHM
 from raykv.bench.testbed import await_port, free_port
-from raykv.bench.timing import seconds_of
+from raykv.bench.timing import gbps, seconds_of
 from raykv.config import MIB, fingerprint
 from raykv.directory.state.tier_catalog import BATCH_BYTES
 from raykv.protocol.location import CONTENT_BYTES, COUNTER_BITS, KEY_BYTES, LOCATION, Locations
@@ -183,12 +183,8 @@ def _figures(name: str, url: str, floor: Floor) -> dict[str, float]:
     finally:
         node.stop()
         floor.close()
-    figures = {f"{name}_{what}_gbps": _gbps(values) for what, values in seconds.items()}
+    figures = {f"{name}_{what}_gbps": gbps(BLOCKS * BLOCK_BYTES, values) for what, values in seconds.items()}
     return figures | {f"{name}_{what}_ratio": _ratio(seconds, what) for what in ("store", "load")}
-
-
-def _gbps(seconds: list[float]) -> float:
-    return BLOCKS * BLOCK_BYTES / statistics.median(seconds) / 1e9
 
 
 def _ratio(seconds: dict[str, list[float]], what: str) -> float:
