@@ -10,12 +10,6 @@ from raykv.config import Quota
 
 
 class Allocator(Tiers):
-    def __init__(self, epoch: int, share: float, min_hits: int) -> None:
-        super().__init__(epoch, share, min_hits)
-        self.locality, self.plan = 1.5, (0.0, False)
-        self.copies: dict[int, float] = {}  # by node index, the share of the node's slots that is for copies
-        self.lacking: dict[SizeClass, int] = {}
-
     @staticmethod
     def answers(node: Node) -> bool:
         """Whether clients of a node or GPU may store new blocks there."""

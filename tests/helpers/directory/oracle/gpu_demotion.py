@@ -14,11 +14,6 @@ NOTHING = GpuDemotions(b"", b"", b"")
 
 
 class GpuDemotion(Allocator):
-    def __init__(self, epoch: int, share: float, min_hits: int) -> None:
-        super().__init__(epoch, share, min_hits)
-        self.under_way: dict[str, list[tuple[Row, int]]] = {}  # by GPU, the target rows of its last answer
-        self.counters: dict[str, int] = {}
-
     def demote_gpu(self, name: str, report: GpuDemotionReport, now: float) -> GpuDemotions:
         self.check(now)
         locations, stored = report

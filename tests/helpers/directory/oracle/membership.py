@@ -3,7 +3,6 @@
 import struct
 from collections import Counter
 
-from helpers.directory.oracle.intents import Intents
 from helpers.directory.oracle.pins import Pins
 from helpers.directory.oracle.slots import PRESENT, STORED, Client, Lease, Node, SizeClass, Tier, pack, split, unpack
 from raykv.directory.state import holds
@@ -14,16 +13,6 @@ SOLE_COPIES_PER_CALL = 6  # of each block size
 
 
 class Membership(Pins):
-    def __init__(self, epoch: int, share: float, min_hits: int) -> None:
-        super().__init__(epoch, share, min_hits)
-        self.client_ttl = 10.0
-        self.clients: dict[int, Client] = {}
-        self.intents = Intents()
-        self.floor = 0
-        self.stamped: set[bytes] = set()
-        self.leaving: set[str] = set()
-        self.next_check = 0.0
-
     # ------------------------------------------------------------------ clients
 
     def client_heartbeat(self, call: Call, now: float) -> Counted:

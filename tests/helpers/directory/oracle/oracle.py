@@ -14,28 +14,10 @@ from helpers.directory.oracle.slots import HOLDS_MAX, IN_TABLE, PRESENT, Lease, 
 from raykv.directory.calls.clients import PINNED_SHARE
 from raykv.protocol.clients import Call, CommitRequest, Counted, Reserved, ReserveRequest
 
-COUNTERS = (
-    *("lookups", "hits", "remote_hits", "external_hits", "stored", "refused", "corrupt"),
-    *("num_cumulative_preemption", "done"),
-    *("gpu_hits", "promoted", "gpu_demoted"),
-)
 STATES = ("free", "writing", "ready", "replica", "staging", "quarantined", "dropped", "demoting", "external")
 
 
 class Oracle(Readers):
-    def __init__(
-        self,
-        epoch: int = 1,
-        locality: float = 1.5,
-        client_ttl: float = 10.0,
-        share: float = 0.25,
-        min_hits: int = 0,
-        long_bytes: int = 128 << 20,
-    ) -> None:
-        super().__init__(epoch, share, min_hits)
-        self.locality, self.client_ttl, self.long_bytes = locality, client_ttl, long_bytes
-        self.counters = dict.fromkeys(COUNTERS, 0)
-
     # ------------------------------------------------------------------ writers
 
     def reserve(

@@ -7,12 +7,6 @@ from helpers.directory.oracle.slots import HOLDS_MAX, STORED, SizeClass
 
 
 class Pins(GpuDemotion):
-    def __init__(self, epoch: int, share: float, min_hits: int) -> None:
-        super().__init__(epoch, share, min_hits)
-        self.pin_ends: dict[bytes, float | None] = {}
-        self.pin_ranks: dict[bytes, tuple[int, int] | None] = {}
-        self.pin_count = 0
-
     def pin_keys(
         self, keys: list[bytes], end: float | None = None, priority: int | None = None, limit: int | None = None
     ) -> int:

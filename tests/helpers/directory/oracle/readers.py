@@ -37,9 +37,6 @@ TURN, AWAITED_S, WAIT_S = 4, 0.1, 0.5
 class Readers(Membership):
     """The part of the Oracle that leases blocks to readers."""
 
-    long_bytes: int  # readers of leases with so many bytes form chains
-    waited_at = float("-inf")  # when a reader last waited for a copy
-
     def best(self, key: bytes, node: int) -> tuple[Row | None, Row | None]:
         """(copy to read, copy being staged on the node).
 

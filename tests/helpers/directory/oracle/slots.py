@@ -1,14 +1,22 @@
 """The oracle's slots: the states of a slot, and which slot is taken next."""
 
 import itertools
+import math
 import struct
 from dataclasses import dataclass, field
 
+from helpers.directory.oracle.intents import Intents
+from raykv.config import Quota
 from raykv.protocol.location import is_tier
 
 PRESENT = ("ready", "replica")
 STORED = (*PRESENT, "external")
 IN_TABLE = (*STORED, "writing", "staging", "demoting")
+COUNTERS = (
+    *("lookups", "hits", "remote_hits", "external_hits", "stored", "refused", "corrupt"),
+    *("num_cumulative_preemption", "done"),
+    *("gpu_hits", "promoted", "gpu_demoted"),
+)
 USES_MAX = 255
 HOLDS_MAX = 65535
 FIRST_TICK = 1 << 52
@@ -204,12 +212,41 @@ def pack(held: list[tuple[Row, int] | None], block_bytes: int) -> bytes:
 
 
 class Slots:
-    """All slots of a pool, the table of keys, and the clock."""
+    """All that the oracle knows of a pool, and the rules of its slots. Each class below this one adds rules."""
 
-    def __init__(self, epoch: int) -> None:
-        self.epoch, self.counter, self.clock = epoch, 0, FIRST_TICK
+    def __init__(
+        self,
+        epoch: int = 1,
+        locality: float = 1.5,
+        client_ttl: float = 10.0,
+        share: float = 0.25,
+        min_hits: int = 0,
+        long_bytes: int = 128 << 20,
+    ) -> None:
+        """long_bytes: readers of leases with so many bytes form chains."""
+        self.epoch, self.counter, self.clock, self.floor = epoch, 0, FIRST_TICK, 0
+        self.counters = dict.fromkeys(COUNTERS, 0)
         self.table: dict[bytes, list[Row]] = {}  # the copies of each key, in the order in which they came
         self.evicted: dict[SizeClass, int] = {}
+        self.nodes: dict[str, Node] = {}
+        self.tiers: dict[str, Tier] = {}  # by owner; the tier of "" is shared by all nodes
+        self.by_index: dict[int, Node | Tier] = {}
+        self.sizes: dict[int, list[SizeClass]] = {}  # by stride, the size classes of nodes, not of tiers
+        self.joins, self.stamped, self.leaving = 0, set[bytes](), set[str]()
+        self.locality, self.plan = locality, (0.0, False)
+        self.copies: dict[int, float] = {}  # by node index, the share of the node's slots that is for copies
+        self.lacking: dict[SizeClass, int] = {}
+        self.share, self.min_hits = share, min_hits
+        self.under_way: dict[str, list[tuple[Row, int]]] = {}  # by GPU, the target rows of its last answer
+        self.quotas: dict[str, Quota] = {}
+        self.evicted_of = {"": 0}
+        self.clients: dict[int, Client] = {}
+        self.client_ttl, self.next_check, self.intents = client_ttl, 0.0, Intents()
+        self.long_bytes, self.waited_at = long_bytes, -math.inf  # waited_at: when a reader last waited for a copy
+        self.pins: dict[bytes, tuple[Row, int]] = {}
+        self.pin_ends: dict[bytes, float | None] = {}
+        self.pin_ranks: dict[bytes, tuple[int, int] | None] = {}
+        self.pin_count = 0
 
     # ------------------------------------------------------------------ one row
 

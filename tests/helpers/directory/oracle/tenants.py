@@ -3,19 +3,13 @@
 from collections.abc import Callable
 from typing import Any
 
-from helpers.directory.oracle.slots import Node, Row, SizeClass, Slots
+from helpers.directory.oracle.slots import Row, SizeClass, Slots
 from raykv.config import Quota
 
 Whose = Callable[[str], bool]  # takes the tenant that is charged for a block; says whether the block may be evicted
 
 
 class Tenants(Slots):
-    def __init__(self, epoch: int) -> None:
-        super().__init__(epoch)
-        self.nodes: dict[str, Node] = {}
-        self.quotas: dict[str, Quota] = {}
-        self.evicted_of: dict[str, int] = {"": 0}
-
     def check(self, now: float) -> None:
         raise NotImplementedError
 

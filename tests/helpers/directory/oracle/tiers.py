@@ -19,15 +19,6 @@ NOTHING = Demotions(b"", b"", b"", b"", 0)
 
 
 class Tiers(Tenants):
-    def __init__(self, epoch: int, share: float, min_hits: int) -> None:
-        super().__init__(epoch)
-        self.share, self.min_hits = share, min_hits
-        self.tiers: dict[str, Tier] = {}  # by owner; the tier of "" is shared by all nodes
-        self.by_index: dict[int, Node | Tier] = {}
-        self.sizes: dict[int, list[SizeClass]] = {}  # by stride, the size classes of nodes, not of tiers
-        self.pins: dict[bytes, tuple[Row, int]] = {}
-        self.joins = 0
-
     def repair_pins(self) -> None:
         raise NotImplementedError
 
