@@ -15,7 +15,7 @@ def found_tokens(leases: Iterable[Lease], cache: CacheId) -> dict[str, int]:
     """Number of found tokens for each of SOURCES."""
     found = dict.fromkeys(SOURCES, 0)
     for lease in leases:
-        for source, blocks in lease.found.items():
+        for source, blocks in lease.blocks.found.items():
             found[source] += blocks * cache.block_tokens
     return found
 

@@ -33,29 +33,14 @@ class Leased(NamedTuple):
 class Lease:
     """Leased blocks of one call.
 
-    blocks: where the blocks are. found: numbers of blocks that lay in this process's memory, on other nodes and in an
-    external tier when they were leased. cut: why it has fewer blocks than the directory leased, and the index of the
-    node to blame (-1: none).
+    blocks: where the blocks are. cut: why it has fewer blocks than the directory leased, and the index of the node to
+    blame (-1: none).
     """
 
-    def __init__(
-        self,
-        session: Session,
-        store: StoreClient | None,
-        block_bytes: int,
-        name: LeaseName,
-        source: Locations,
-        keys: NDArray[np.uint8],
-        all_here: bool = False,
-    ) -> None:
-        """store: of the reader's node. source: (n,) LOCATION. keys: (n, 16). all_here: see LeasedBlocks."""
-        self._session, self._store = session, store
-        self.blocks = blocks = LeasedBlocks(session.directory, block_bytes, name, source, keys, all_here)
+    def __init__(self, session: Session, store: StoreClient | None, blocks: LeasedBlocks) -> None:
+        """store: of the reader's node."""
+        self._session, self._store, self.blocks = session, store, blocks
         self._stream = Stream(session, store, blocks)
-        here, external = len(source), 0
-        if not all_here:
-            here, external = int(np.count_nonzero(blocks.here())), int(np.count_nonzero(blocks.external))
-        self.found = {"memory": here, "external": external, "node": len(source) - here - external}
         self.cut = "", -1
 
     @classmethod
@@ -80,8 +65,8 @@ class Lease:
             source, staged = source[:stop], staged[:stop]
         nonce, node = (local.arena.nonce, local.index) if local else (b"", -1)
         name = LeaseName(nonce, node, session.directory.client, lease, 0)
-        leased, all_here = np.asarray(keys)[: len(source)], staged is None
-        made = cls(session, local, keys.cache.block_bytes, name, source, leased, all_here)
+        of, leased = (session.directory, keys.cache.block_bytes, name), np.asarray(keys)[: len(source)]
+        made = cls(session, local, LeasedBlocks(*of, source, leased, all_here=staged is None))
         made.cut = cut
         if staged is not None:
             made.blocks.staged[:] = staged
@@ -100,8 +85,8 @@ class Lease:
         source = np.frombuffer(part.source, LOCATION)
         name = LeaseName(part.nonce, part.node, session.directory.client, lease, 0)
         store = session.store_of(memory) if is_tier(source["node"]).any() else None
-        made = cls(session, store, keys.cache.block_bytes, name, source, np.asarray(keys)[: len(source)])
-        blocks = made.blocks
+        of, leased = (session.directory, keys.cache.block_bytes, name), np.asarray(keys)[: len(source)]
+        made = cls(session, store, blocks := LeasedBlocks(*of, source, leased))
         if made._limit_wait(block_s) and blocks.take_slots(np.flatnonzero(~blocks.here()), 0) is not None:
             made._stream.begin()
         return made
@@ -111,11 +96,11 @@ class Lease:
         """A Lease that reads by another process's lease. That lease was made for this node's memory."""
         source = np.frombuffer(leased.source, LOCATION)
         keys = np.frombuffer(leased.keys, np.uint8).reshape(-1, KEY_BYTES)
-        return cls(session, session.local, block_bytes, leased.name, source, keys)
+        return cls(session, session.local, LeasedBlocks(session.directory, block_bytes, leased.name, source, keys))
 
     def _limit_wait(self, block_s: float) -> int:
         """Limit waits for a tier to the time of computing its blocks. Returns how many blocks are in a tier."""
-        external = self.found["external"]
+        external = self.blocks.found["external"]
         self._stream.wait_budget_s = block_s * external if external else None
         return external
 
@@ -141,7 +126,7 @@ class Lease:
     def read(self, rows: Rows, verify: bool) -> int:
         """Copy block i to rows[i]. Returns how many leading rows hold their block."""
         begin, metrics = time.monotonic(), self._session.directory.metrics
-        with span("read", pool=self._session.name, blocks=len(self), **self.found) as it:
+        with span("read", pool=self._session.name, blocks=len(self), **self.blocks.found) as it:
             count = self._read(rows, verify)
             tell(it, read_blocks=count, bytes=count * self.blocks.block_bytes)
         metrics.observe("read_seconds", time.monotonic() - begin)

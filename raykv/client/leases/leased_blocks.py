@@ -26,7 +26,8 @@ class LeaseName(NamedTuple):
 class LeasedBlocks:
     """Blocks of one lease.
 
-    source: (n,) LOCATION of each block. staged: (n,) LOCATION of the staging slot on this node to pull the
+    source: (n,) LOCATION of each block. found: numbers of blocks that lay in this process's memory, on other nodes and
+    in an external tier when they were leased. staged: (n,) LOCATION of the staging slot on this node to pull the
     block into (slab_gen 0: none). keys: (n, 16). external: (n,) bool: whether a block lay in an external tier when it
     was leased. follows: whether the blocks are read from copies that the directory chooses later. record: of the
     blocks' request, while somebody follows requests.
@@ -45,6 +46,10 @@ class LeasedBlocks:
         self.name, self.block_bytes = name, block_bytes
         self.source, self.keys, self.staged = source, keys, np.zeros(len(source), LOCATION)
         self.external = np.zeros(len(source), np.bool_) if all_here else is_tier(source["node"])
+        here, external = len(source), 0
+        if not all_here:
+            here, external = int(np.count_nonzero(self.here())), int(np.count_nonzero(self.external))
+        self.found = {"memory": here, "external": external, "node": len(source) - here - external}
         self.record: RequestRecord | None = None
         self._directory = directory
         self._window_lost = False  # no answer to the last NextWindowRequest: see its `again`

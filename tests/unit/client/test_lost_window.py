@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from raykv.client.leases.lease import Lease
-from raykv.client.leases.leased_blocks import LeaseName
+from raykv.client.leases.leased_blocks import LeasedBlocks, LeaseName
 from raykv.protocol.clients import NextWindowRequest, Window
 from raykv.protocol.location import LOCATION
 
@@ -30,7 +30,8 @@ def test_it_asks_for_what_the_lost_answer_said() -> None:
 
     session: Any = SimpleNamespace(local=None, directory=SimpleNamespace(next_window=next_window))
     source = np.concatenate([locations(HERE, 1), locations(THERE, BLOCKS - 1)])
-    lease = Lease(session, None, 4096, LeaseName(b"", HERE, 1, 1, 0), source, np.zeros((BLOCKS, 16), np.uint8))
+    name, keys = LeaseName(b"", HERE, 1, 1, 0), np.zeros((BLOCKS, 16), np.uint8)
+    lease = Lease(session, None, LeasedBlocks(session.directory, 4096, name, source, keys))
     piece = np.arange(1, BLOCKS)
     assert lease.blocks.take_slots(piece, 1) is None and lease.blocks.source["node"][0] == HERE
     staged = lease.blocks.take_slots(piece, 1)

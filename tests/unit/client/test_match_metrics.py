@@ -10,7 +10,7 @@ from helpers.directory.pool import KEYS
 from raykv.client.cache import KVCache
 from raykv.client.leases.hits import count_found, found_tokens
 from raykv.client.leases.lease import Lease
-from raykv.client.leases.leased_blocks import LeaseName
+from raykv.client.leases.leased_blocks import LeasedBlocks, LeaseName
 from raykv.client.leases.match import Match
 from raykv.client.request_record import RequestReport
 from raykv.keys import CacheId, Keys, tenant_of
@@ -44,7 +44,8 @@ def test_blocks_that_were_fetched_from_a_tier_are_counted_once() -> None:
     source = np.zeros(BLOCKS, LOCATION)
     source["node"] = TIER
     match = Match(session(exporter), Keys(rows, SALTED), 1.0, counted=True)
-    match._leases.append(Lease(match._session, None, 4096, LeaseName(b"", HERE, 1, 1, 0), source, rows))
+    name, directory = LeaseName(b"", HERE, 1, 1, 0), match._session.directory
+    match._leases.append(Lease(match._session, None, LeasedBlocks(directory, 4096, name, source, rows)))
     match._leases[0].blocks.source["node"] = HERE  # as `fetch` does
     match._count(found_tokens(match._leases, SALTED), 0.0)
     tags = (("model", "m"), ("tenant", tenant_of("acme", SECRET)))

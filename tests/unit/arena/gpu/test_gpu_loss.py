@@ -11,7 +11,7 @@ from helpers.arena.gpu_rows import on_gpu
 from raykv.arena.gpu import device as devices
 from raykv.arena.gpu_arena import copy_between
 from raykv.client.leases.lease import Lease
-from raykv.client.leases.leased_blocks import LeaseName
+from raykv.client.leases.leased_blocks import LeasedBlocks, LeaseName
 from raykv.client.stores.local_store import LocalStore
 from raykv.errors import DeviceError
 
@@ -72,7 +72,7 @@ def test_verdicts_of_blocks_that_were_not_copied(
     local: Any = object.__new__(LocalStore)
     local.arena = host
     session: Any = SimpleNamespace(directory=directory, local=None if replaced else local)
-    lease = Lease(session, local, SIZE, LeaseName(b"", 4, 1, 1, 0), at, keys)
+    lease = Lease(session, local, LeasedBlocks(session.directory, SIZE, LeaseName(b"", 4, 1, 1, 0), at, keys))
     assert not lease._copy(at, keys, rows, False).any()
     assert (directory.faults, directory.blamed) == (faults, blamed)
     host.close(unlink=True)
