@@ -10,8 +10,8 @@ from raykv.config import MIN_MEMORY, PoolConfig, capacity_bytes
 from raykv.doctor.facts import HUGE_PAGES, Facts
 from raykv.doctor.finding import ADVICE, OK, WRONG, Finding
 from raykv.protocol.calls import VERSION
-from raykv.system import free_memory
 from raykv.system.extras import to_install
+from raykv.system.free_memory import gib, refusal
 
 CLOCKS_S = 1.0  # two clocks may be so far apart, beyond the error of the measurement
 INSTALLED = ("python", "numba")
@@ -78,12 +78,12 @@ def _memory(node: str, facts: Facts, neighbours: int) -> Finding:
     room, default = facts.room, PoolConfig().cpu_memory
     asked = neighbours * capacity_bytes(default, facts.total)
     if room.free < neighbours * MIN_MEMORY:
-        return Finding(node, "memory", WRONG, free_memory.refusal(neighbours * MIN_MEMORY, room, neighbours))
-    limit = "none" if room.cgroup_free is None else f"{_gib(room.cgroup_free)} left"
+        return Finding(node, "memory", WRONG, refusal(neighbours * MIN_MEMORY, room, neighbours))
+    limit = "none" if room.cgroup_free is None else f"{gib(room.cgroup_free)} left"
     text = (
-        f"{_gib(room.free)} free for pools: /dev/shm {_gib(room.shm_free)} of {_gib(facts.shm)}, memory "
-        f"{_gib(room.memory_free)} of {_gib(facts.total)}, cgroup limit {limit}, object stores may take "
-        f"{_gib(room.plasma_unfilled)}"
+        f"{gib(room.free)} free for pools: /dev/shm {gib(room.shm_free)} of {gib(facts.shm)}, memory "
+        f"{gib(room.memory_free)} of {gib(facts.total)}, cgroup limit {limit}, object stores may take "
+        f"{gib(room.plasma_unfilled)}"
     )
     if room.free < asked:
         most = room.free // neighbours >> 20
@@ -95,7 +95,7 @@ def _memory(node: str, facts: Facts, neighbours: int) -> Finding:
 def _left(node: str, left: dict[str, int], alive: set[str]) -> Iterator[Finding]:
     """Findings on memory of dead stores. Like a start, this only warns; see `_memory`."""
     for pool, size in sorted(left.items()):
-        text = f"{_gib(size)} in /dev/shm of pool {pool}, "
+        text = f"{gib(size)} in /dev/shm of pool {pool}, "
         if pool in alive:
             text += "one of whose stores died: the next one on this machine takes it up, and the pool's end frees it"
         else:
@@ -155,7 +155,3 @@ def _niceness(node: str, niceness: int) -> Finding:
         text = f"Ray's workers run at nice {niceness}: set RAY_worker_niceness=0 where `ray start` runs, itself at 0"
         return Finding(node, "niceness", ADVICE, text)
     return Finding(node, "niceness", OK, "0")
-
-
-def _gib(amount: int) -> str:
-    return f"{amount / (1 << 30):.2f} GiB"

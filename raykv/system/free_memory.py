@@ -8,6 +8,7 @@ from pathlib import Path
 from raykv.errors import CapacityError
 from raykv.system import raylets
 
+PROC, CGROUP, SHM = "/proc", "/sys/fs/cgroup", "/dev/shm"
 _UNLIMITED = 1 << 60  # cgroup v1 writes "no limit" as a number about this big
 
 
@@ -28,10 +29,10 @@ class FreeMemory:
         return max(0, min(bounds) - self.plasma_unfilled)
 
 
-def free_bytes(proc: str = "/proc", cgroup: str = "/sys/fs/cgroup", shm: str = "/dev/shm") -> FreeMemory:
-    """What is free now. proc, cgroup, shm: where the kernel shows its state."""
-    stats = os.statvfs(shm)
-    found = [(_unfilled(process, shm), _sees(process, shm)) for process in raylets.processes(proc)]
+def free_bytes(proc: str = PROC, cgroup: str = CGROUP) -> FreeMemory:
+    """What is free now. proc, cgroup: where the kernel shows its state."""
+    stats = os.statvfs(SHM)
+    found = [(_unfilled(process), _sees(process)) for process in raylets.processes(proc)]
     elsewhere = sum(unfilled for unfilled, ours in found if not ours)
     return FreeMemory(
         shm_free=stats.f_bavail * stats.f_frsize,
@@ -50,25 +51,26 @@ def check(asked: int) -> None:
 
 def refusal(asked: int, found: FreeMemory, nodes: int = 1) -> str:
     """The message of a CapacityError: `asked` bytes, for so many Ray nodes of one machine, are too much."""
-    limit = "none" if found.cgroup_free is None else f"{_gib(found.cgroup_free)} left"
+    limit = "none" if found.cgroup_free is None else f"{gib(found.cgroup_free)} left"
     whom = f" for {nodes} Ray nodes of one machine" if nodes > 1 else ""
     return (
-        f"asked for {_gib(asked)} of shared memory ({asked} bytes){whom}, {_gib(found.free)} are free: "
-        f"/dev/shm {_gib(found.shm_free)} free, memory {_gib(found.memory_free)} available, cgroup limit {limit}, "
-        f"minus {_gib(found.plasma_unfilled)} that local raylets' object stores may still fill. Lower cpu_memory, "
+        f"asked for {gib(asked)} of shared memory ({asked} bytes){whom}, {gib(found.free)} are free: "
+        f"/dev/shm {gib(found.shm_free)} free, memory {gib(found.memory_free)} available, cgroup limit {limit}, "
+        f"minus {gib(found.plasma_unfilled)} that local raylets' object stores may still fill. Lower cpu_memory, "
         f"start Ray with a smaller object_store_memory, or enlarge /dev/shm (in Kubernetes: emptyDir sizeLimit and "
         f"memory limit)"
     )
 
 
-def _gib(amount: int) -> str:
+def gib(amount: int) -> str:
+    """As "1.50 GiB"."""
     return f"{amount / (1 << 30):.2f} GiB"
 
 
-def total_bytes(proc: str = "/proc", cgroup: str = "/sys/fs/cgroup") -> int:
+def total_bytes() -> int:
     """The node's memory: the machine's, or the tightest memory limit on this process."""
-    limits = [limit for limit, _ in _limits(Path(proc), Path(cgroup))]
-    return min([_meminfo(Path(proc), "MemTotal"), *limits])
+    limits = [limit for limit, _ in _limits(Path(PROC), Path(CGROUP))]
+    return min([_meminfo(Path(PROC), "MemTotal"), *limits])
 
 
 def _meminfo(proc: Path, name: str) -> int:
@@ -118,29 +120,29 @@ def _stat(path: Path, name: str) -> int:
     return int(fields.get(name, 0))
 
 
-def _unfilled(process: Path, shm: str) -> int:
-    """Bytes that a raylet's object store may still take of `shm`."""
+def _unfilled(process: Path) -> int:
+    """Bytes that a raylet's object store may still take of SHM."""
     options = raylets.options(process)
-    if not options.get("plasma_directory", shm).startswith(shm):
+    if not options.get("plasma_directory", SHM).startswith(SHM):
         return 0  # the object store is on a disk
-    return max(0, int(options.get("object_store_memory", 0)) - _filled(process, shm))
+    return max(0, int(options.get("object_store_memory", 0)) - _filled(process))
 
 
-def _sees(process: Path, shm: str) -> bool:
-    """Whether a process has this process's `shm`: each container has its own. True where that can't be seen."""
+def _sees(process: Path) -> bool:
+    """Whether a process has this process's SHM: each container has its own. True where that can't be seen."""
     try:
-        return os.stat(f"{process}/root{shm}").st_dev == os.stat(shm).st_dev
+        return os.stat(f"{process}/root{SHM}").st_dev == os.stat(SHM).st_dev
     except OSError:
         return True
 
 
-def _filled(process: Path, shm: str) -> int:
+def _filled(process: Path) -> int:
     """Bytes of an object store's open files, which have no names any more. 0 for another user's store."""
     blocks: dict[tuple[int, int], int] = {}
     try:
         for name in os.listdir(process / "fd"):
             link = process / "fd" / name
-            if os.readlink(link).startswith(f"{shm}/plasma"):
+            if os.readlink(link).startswith(f"{SHM}/plasma"):
                 info = os.stat(link)
                 blocks[info.st_dev, info.st_ino] = info.st_blocks * 512
     except OSError:

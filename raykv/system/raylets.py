@@ -12,14 +12,14 @@ def cluster_id(session: str) -> bytes:
     return hashlib.sha256(session.encode()).digest()[:CLUSTER_BYTES]
 
 
-def clusters(proc: str = "/proc") -> set[bytes]:
+def clusters() -> set[bytes]:
     """The `cluster_id` of each Ray cluster that has nodes here."""
-    return {cluster_id(options(process).get("session-name", "")) for process in processes(proc)}
+    return {cluster_id(options(process).get("session-name", "")) for process in processes()}
 
 
-def nodes(proc: str = "/proc") -> set[str]:
+def nodes() -> set[str]:
     """Ray node ids of these raylets."""
-    return {options(process).get("node_id", "") for process in processes(proc)}
+    return {options(process).get("node_id", "") for process in processes()}
 
 
 def processes(proc: str = "/proc") -> Iterator[Path]:
