@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raykv.bench.trace.formats import Trace
-from raykv.config import MIB
+from raykv.config import MIB, SUSPECT_AFTER_S
 from raykv.directory.directory import Directory
 from raykv.protocol.clients import Call, CommitRequest, MatchRequest, NextWindowRequest, ReserveRequest
 from raykv.protocol.location import ALIGN, KEY_BYTES, LOCATION
@@ -46,6 +46,7 @@ class Pool:
         self.window = max(MIN_WINDOW, sum(shares) // len(shares) // 50)
         self.calls, self.asked = itertools.count(1), itertools.count(1)
         self.stored = self.local = 0
+        self.now = 0.0
         for node, share in enumerate(shares):
             slab_bytes = (share + self.window) * BLOCK_BYTES  # one slab: the capacity is exact
             arena = ArenaDescription(b"%d" % node, slab_bytes, 1, 0)
@@ -66,11 +67,12 @@ class Pool:
         """
         asked, own = [], dict[int | None, int]()
         for number, (node, request) in enumerate(zip(nodes, trace.requests, strict=True)):
+            self.let_pass(request.at - trace.requests[0].at)
             asked.append(self.ask(node, request.ids))
             start = own.setdefault(request.session, asked[-1][0])
             if waits and waits[number] >= LONG_WAIT_S:
                 keys, again = keys_of(request.ids[start:]), waits[number] < math.inf
-                self.directory.done(self._call(), keys.tobytes(), 0.0, again)
+                self.directory.done(self._call(), keys.tobytes(), self.now, again)
         read, crossed = (sum(blocks) for blocks in zip(*asked, strict=True))
         hits = served(trace, [blocks for blocks, _ in asked])
         one = 100 / max(1, sum(request.tokens for request in trace.requests))
@@ -81,6 +83,13 @@ class Pool:
             crossed * trace.block_tokens * one,
             crossed * BLOCK_BYTES / max(1, hits),
         )
+
+    def let_pass(self, until: float) -> None:
+        """Let time pass. The node stores report often enough."""
+        while self.now < until:
+            self.now = min(until, self.now + SUSPECT_AFTER_S / 2)
+            for node in self.directory.nodes:
+                self.directory.heartbeat(node, 1, self.now)
 
     def ask(self, node: int, ids: list[int]) -> tuple[int, int]:
         """Serve a prompt on a node: read its stored blocks, store the rest.
@@ -94,7 +103,7 @@ class Pool:
         if next(self.asked) % PLAN_EVERY == 0:
             plan = self.directory.next_plan()
             for name in self.directory.nodes:
-                self.directory.follow(name, plan, 0.0)
+                self.directory.follow(name, plan, self.now)
         return read, crossed
 
     def read(self, node: int, keys: KeyArray) -> tuple[int, int]:
@@ -102,7 +111,7 @@ class Pool:
         lease = next(self.calls)
         held = np.uint64(lease).tobytes()
         request = MatchRequest(lease, str(node), keys.tobytes(), BLOCK_BYTES, len(keys))
-        match = self.directory.match(self._call(), request, 0.0)
+        match = self.directory.match(self._call(), request, self.now)
         source, staged = np.frombuffer(match.source, LOCATION), np.frombuffer(match.staged, LOCATION).copy()
         if len(staged) == 0:
             staged = np.zeros(len(source), LOCATION)
@@ -116,14 +125,14 @@ class Pool:
             if read == len(source):
                 break
             wanted = NextWindowRequest(CLIENT, lease, read, len(source), BLOCK_BYTES)
-            more = self.directory.next_window(self._call(held, pulled), wanted, 0.0)
+            more = self.directory.next_window(self._call(held, pulled), wanted, self.now)
             slots = np.frombuffer(more.staged, LOCATION)
             staged[read : read + len(slots)] = slots
             missing[read : read + len(slots)] &= slots["slab_gen"] == 0
             pulled = b""
             if missing[read]:
                 break
-        self.directory.client_heartbeat(self._call(pulled=pulled), 0.0)  # it does not list the lease, so the lease ends
+        self.directory.client_heartbeat(self._call(pulled=pulled), self.now)  # without the lease: it ends
         return read, int(np.count_nonzero(remote[:read]))
 
     def store(self, node: int, keys: KeyArray, start: int) -> None:
@@ -132,12 +141,12 @@ class Pool:
         while start < len(keys):
             reservation = next(self.calls)
             wanted = ReserveRequest(reservation, str(node), keys.tobytes(), start, BLOCK_BYTES)
-            granted = self.directory.reserve(self._call(), wanted, 0.0)
+            granted = self.directory.reserve(self._call(), wanted, self.now)
             chosen = keys[np.frombuffer(granted.indices, np.int32)]
             locations = np.frombuffer(granted.locations, LOCATION)
             held = np.uint64(reservation).tobytes()
             written = CommitRequest(reservation, granted.locations, chosen.tobytes(), b"\1" * len(locations))
-            self.directory.commit(self._call(held), written, 0.0)
+            self.directory.commit(self._call(held), written, self.now)
             self.stored += len(locations)
             self.local += int(np.count_nonzero(locations["node"] == index))
             if len(locations) == 0:
@@ -147,11 +156,11 @@ class Pool:
     def _demote(self) -> None:
         """Demote all due blocks at once, as node stores do over time."""
         for node in self.directory.nodes:
-            demoted = self.directory.demote(node, DemotionReport(b"", b"", b"", 0, False), 0.0)
+            demoted = self.directory.demote(node, DemotionReport(b"", b"", b"", 0, False), self.now)
             while demoted.source:
                 stored = b"\1" * (len(demoted.keys) // KEY_BYTES)
                 report = DemotionReport(demoted.target, demoted.keys, stored, demoted.number, False)
-                demoted = self.directory.demote(node, report, 0.0)
+                demoted = self.directory.demote(node, report, self.now)
 
     def _call(self, held: bytes = b"", pulled: bytes = b"") -> Call:
         return Call(CLIENT, next(self.calls), held, pulled)

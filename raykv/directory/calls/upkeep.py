@@ -3,13 +3,15 @@
 import numpy as np
 
 from raykv.config import SUSPECT_AFTER_S
-from raykv.directory.kernels import leases, slabs
+from raykv.directory.kernels import columns, leases, slabs
 from raykv.directory.state.allocator import Node
 from raykv.directory.state.arrays import split_keys
 from raykv.directory.state.holds import Client
 from raykv.directory.state.state import State
 
 CHECK_EVERY_S = 0.5  # between two looks for nodes and clients that are gone
+LATE_S = 60.0  # after so long, a user that should ask for blocks again may not come any more
+MARK_S = 5.0  # between two notes of the tick
 
 
 def check(state: State, now: float) -> None:
@@ -32,6 +34,16 @@ def check(state: State, now: float) -> None:
     state.pins.expire(now)
     state.intents.expire(now)
     state.hit_curve.check(now)
+    mark(state, now)
+
+
+def mark(state: State, now: float) -> None:
+    """Note the tick, and which tick was LATE_S ago: users that began to wait before are late."""
+    marks = state.marks
+    if not marks or now - marks[-1][0] >= MARK_S:
+        marks.append((now, state.tick))
+    while marks[0][0] <= now - LATE_S:
+        state.c.state[columns.LATE] = marks.popleft()[1]
 
 
 def set_state(state: State, node: Node, new: str) -> None:

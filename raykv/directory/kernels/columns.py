@@ -47,12 +47,13 @@ ROW = np.dtype(
 )
 # All rows from the old end up to `clean_tail` are clean. clean_count: number of clean rows. clean_tail: -1 without any.
 # An eviction of a clean row loses nothing: its block is in the external tier, is being demoted, or is not wanted there.
-# done: the youngest of the rows that `eviction.done` put at the old end, -1 if there are none.
+# done: the youngest of the rows that `eviction.done` put at the old end, -1 if there are none. ended: the youngest of
+# these that nobody asks for again, or -1.
 LIST = np.dtype(
     [
         *(("head", "<i4"), ("tail", "<i4"), ("count", "<i8")),  # written by lists
         *(("clean_tail", "<i8"), ("clean_count", "<i8")),  # written by lists, eviction, demotion
-        ("done", "<i8"),  # written by lists, eviction
+        *(("done", "<i8"), ("ended", "<i8")),  # written by lists, eviction
     ]
 )
 SIZE_CLASS = np.dtype(  # the slots of one size on one node
@@ -79,9 +80,10 @@ FREE_LIST, REPLICA_LIST, READY_LISTS = range(3)  # from READY_LISTS on, each ten
 LISTS_PER_CLASS = READY_LISTS + TENANTS_MAX
 HEAP = np.dtype([("tick", "<i8"), ("size_class", "<i8")])
 
-CLOCK, COUNTER, EPOCH, ENTRIES, TENANTS = range(5)  # of Columns.state
+CLOCK, COUNTER, EPOCH, ENTRIES, TENANTS, LATE = range(6)  # of Columns.state
 FIRST_TICK = 1 << 52  # so that floats tell all idle times apart
-AGAIN, FOR_GOOD = 1 << 50, 1 << 51  # rows that are done with have ticks near FIRST_TICK minus one of these
+AGAIN, FOR_GOOD = 1 << 49, 1 << 51  # rows that are done with have ticks near FIRST_TICK minus one of these
+WAITING = FIRST_TICK - AGAIN  # rows that are asked for again have ticks near this
 IN_USE = FIRST_TICK - AGAIN // 2  # rows in use have ticks above this
 NEEDED = FIRST_TICK - (AGAIN + FOR_GOOD) // 2  # rows that nobody asks for again have ticks below this
 
@@ -99,7 +101,8 @@ class Columns(NamedTuple):
     pages: NDArray[np.int32]  # slab of each page of rows; written by no kernel
     grid: NDArray[np.int32]  # slab of (node, number of the slab there), or -1; written by no kernel
     quotas: NDArray[np.void]  # TENANT, of each tenant
-    state: NDArray[np.int64]  # CLOCK, COUNTER, EPOCH, ENTRIES, TENANTS (how many); written by lists, table, eviction
+    # CLOCK, COUNTER, EPOCH, ENTRIES, TENANTS (how many), LATE (the clock a while ago)
+    state: NDArray[np.int64]  # written by lists, table, eviction
 
 
 class Blocks(NamedTuple):

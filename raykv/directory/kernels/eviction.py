@@ -4,24 +4,29 @@ Each size class keeps the primaries of each tenant in a list by age. A writer's 
 unless the oldest block of the whole cluster was idle much longer (`victim`). `placement.reserve` evicts blocks for a
 writer. `restore_window` evicts blocks if primaries or leases use up a staging window. quotas.py decides whose blocks
 may go. If there is only one tenant, all blocks may go.
+
+Of the blocks that users ask for again (`done`), those of the last user go first, since a user that waits longer returns
+sooner. A user that is late may not return at all: the blocks of this user go before (`_late`).
 """
 
 import numpy as np
 
 from raykv.directory.kernels.columns import (
-    AGAIN,
     BOOL,
     CLOCK,
     FIRST_TICK,
     FOR_GOOD,
     IN_USE,
     INT,
+    LATE,
+    NEEDED,
     NOT_OFFERED,
     READY,
     REPLICA,
     ROWS,
     TENANTS,
     TO_ALL,
+    WAITING,
     C,
 )
 from raykv.directory.kernels.lists import (
@@ -188,11 +193,13 @@ def drop_replicas(c, first):
 
 @kernel
 def evict(c, row):
-    """Forget a primary that nobody holds. Returns its row, which the caller must fill or free.
+    """Forget a primary that nobody holds, or a late row of its list. Returns the row that it had.
 
-    The key's replicas go too, unless somebody holds them. They are as old as the primary, since `release` touches the
-    primary after a read of a replica. A replica that became the primary would take a slot of its node's staging window.
+    The caller must fill or free that row. The key's replicas go too, unless somebody holds them. They are as old as the
+    primary, since `release` touches the primary after a read of a replica. A replica that became the primary would take
+    a slot of its node's staging window.
     """
+    row = _late(c, row)
     position = probe(c, c.rows[row].k0, c.rows[row].k1)
     if not alone(c, position, row):
         drop_replicas(c, row_at(c, position))
@@ -200,6 +207,19 @@ def evict(c, row):
     c.size_classes[size_class_of(c, row)].evicted += 1
     c.quotas[tenant_of(c, row)].evicted += 1
     return row
+
+
+@kernel
+def _late(c, row):
+    """The row of a list whose user is awaited for longest, if the user is late; else the list's oldest row, `row`."""
+    which, last = list_of(c, row, READY), c.rows[row].last
+    if last >= IN_USE or last < NEEDED:
+        return row
+    while c.rows[c.lists[which].done].holds > 0:
+        unlink(c, which, np.int64(c.lists[which].done))  # until the hold ends
+    longest = np.int64(c.lists[which].done)
+    since = WAITING - c.rows[longest].last + FIRST_TICK
+    return longest if FIRST_TICK < since <= c.state[LATE] else row
 
 
 @kernel
@@ -264,12 +284,12 @@ def done(c, firsts, tenant, again):
     """Make keys of a tenant older than all blocks in use. Returns how many copies became older.
 
     Copies that somebody holds stay as they are. firsts: of `find`. again: whether somebody will ask for the keys later.
-    Keys that nobody will ask for are evicted first, and of these the keys of the last call. Then keys follow that
-    somebody will ask for, and of these the keys of the first call. Of one call the last key is evicted first.
+    Keys that nobody will ask for are evicted first. Then keys follow that somebody will ask for. Of both, the last key
+    of the last call is evicted first.
     """
     count = 0
-    for i in range(len(firsts)):
-        row = np.int64(firsts[len(firsts) - 1 - i if again else i])
+    for first in firsts:
+        row = np.int64(first)
         if row >= 0 and c.state[TENANTS] > 1 and tenant_of(c, row) != tenant:
             continue
         while row >= 0:
@@ -298,22 +318,27 @@ def _may_rest(c, row):
 
 @kernel
 def _rest(c, which, row):
-    """Put a row between the rows in use and the rows that are done with. Returns whether it did.
+    """Put a row between the rows in use and the rows that nobody asks for again. Returns whether it did.
 
-    A row stays where it is if its new place is among clean rows and the external tier lacks its block: demotion skips
-    clean rows.
+    The row becomes the oldest of the rows that users ask for again. If some of these are clean, the row becomes the
+    youngest: demotion skips clean rows. If rows in use are clean too, only clean rows move, and rows in the external tier.
     """
-    clean_tail, older = c.lists[which].clean_tail, np.int64(c.lists[which].done)
+    clean_tail, done = c.lists[which].clean_tail, np.int64(c.lists[which].done)
     is_clean = clean_tail >= 0 and c.rows[row].last <= c.rows[clean_tail].last
-    amidst = clean_tail >= 0 and (older < 0 or c.rows[clean_tail].last > c.rows[older].last)
+    amidst = clean_tail >= 0 and (done < 0 or c.rows[clean_tail].last > c.rows[done].last)
     if amidst and not is_clean and not in_external_tier(c, row):
         return False
     unlink(c, which, row)
     c.state[CLOCK] += 1
-    c.rows[row].last = c.state[CLOCK] - AGAIN
-    clean_tail, older = c.lists[which].clean_tail, np.int64(c.lists[which].done)
+    waited = c.state[CLOCK] - FIRST_TICK
+    clean_tail, ended, done = c.lists[which].clean_tail, np.int64(c.lists[which].ended), np.int64(c.lists[which].done)
+    if clean_tail >= 0 and (ended < 0 or c.rows[clean_tail].last > c.rows[ended].last):
+        c.rows[row].last, older = WAITING + waited, done
+    else:
+        c.rows[row].last, older = WAITING - waited, ended
+    if done == older:
+        c.lists[which].done = row
     link_between(c, which, np.int64(c.rows[older].prev if older >= 0 else c.lists[which].tail), row, older)
-    c.lists[which].done = row
     if clean_tail >= 0 and c.rows[clean_tail].last > c.rows[row].last:
         c.lists[which].clean_count += 1
     return True

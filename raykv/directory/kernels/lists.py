@@ -20,6 +20,7 @@ from raykv.directory.kernels.columns import (
     IN_USE,
     INT,
     LISTS_PER_CLASS,
+    NEEDED,
     NOWHERE,
     PAGE_BITS,
     QUARANTINED,
@@ -111,8 +112,8 @@ def give_up_list(c, size_class, tenant):
         oldest_in(c, which)  # takes held rows off the old end, else they would end up in the middle
         c.lists[which].clean_tail = -1
         c.lists[which].clean_count = 0
-    done, others = c.lists[target].done, c.lists[source].done
-    c.lists[target].done = others if done < 0 or (others >= 0 and c.rows[others].last > c.rows[done].last) else done
+    c.lists[target].done = younger_of(c, c.lists[target].done, c.lists[source].done)
+    c.lists[target].ended = younger_of(c, c.lists[target].ended, c.lists[source].ended)
     younger = np.int64(c.lists[target].tail)
     row = np.int64(c.lists[source].tail)
     while row >= 0:
@@ -122,8 +123,14 @@ def give_up_list(c, size_class, tenant):
         older = np.int64(c.rows[younger].next if younger >= 0 else c.lists[target].head)
         link_between(c, target, younger, row, older)
         row = after
-    c.lists[source].head = c.lists[source].tail = c.lists[source].done = -1
+    c.lists[source].head = c.lists[source].tail = c.lists[source].done = c.lists[source].ended = -1
     c.lists[source].count = 0
+
+
+@kernel
+def younger_of(c, row, other):
+    """The younger of two rows; -1 stands for none."""
+    return other if row < 0 or (other >= 0 and c.rows[other].last > c.rows[row].last) else row
 
 
 @kernel
@@ -156,6 +163,8 @@ def link_old(c, which, row):
         c.rows[row].last = min(c.rows[row].last, c.rows[tail].last - 1)
     if c.lists[which].done < 0 and c.rows[row].last < IN_USE:
         c.lists[which].done = row
+    if c.lists[which].ended < 0 and c.rows[row].last < NEEDED:
+        c.lists[which].ended = row
     link_between(c, which, tail, row, np.int64(-1))
 
 
@@ -168,6 +177,8 @@ def unlink(c, which, row):
         c.lists[which].clean_tail = after if clean_tail == row else clean_tail
     if c.lists[which].done == row:
         c.lists[which].done = after
+    if c.lists[which].ended == row:
+        c.lists[which].ended = after
     if before >= 0:
         c.rows[before].next = after
     else:

@@ -55,7 +55,7 @@ class SizeClasses:
             pages=np.zeros(1, np.int32),
             grid=np.full((1, 1), -1, np.int32),
             quotas=np.zeros(columns.TENANTS_MAX, columns.TENANT),
-            state=np.zeros(5, np.int64),
+            state=np.zeros(6, np.int64),
         )
         self.c.quotas["maximum"] = columns.NO_LIMIT
         self.c.state[CLOCK], self.c.state[EPOCH], self.c.state[TENANTS] = columns.FIRST_TICK, epoch, 1
@@ -107,7 +107,7 @@ class SizeClasses:
         size_class = self._class_count
         self._class_count += 1
         lists = _grown(self.c.lists, self._class_count * LISTS_PER_CLASS)
-        lists[size_class * LISTS_PER_CLASS :][:LISTS_PER_CLASS] = (-1, -1, 0, -1, 0, -1)
+        lists[size_class * LISTS_PER_CLASS :][:LISTS_PER_CLASS] = (-1, -1, 0, -1, 0, -1, -1)
         size_classes = _grown(self.c.size_classes, self._class_count)
         size_classes[size_class] = (node, offered, window, 0, 0, 0, charge)
         self.c = self.c._replace(lists=lists, size_classes=size_classes)

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from collections import deque
 
 import numpy as np
 
@@ -75,6 +76,7 @@ class State:
         self.leaving: set[str] = set()  # nodes that are about to leave, joined or not
         self.stamped: set[bytes] = set()  # nonces of arenas that carry this epoch
         self.next_check = 0.0
+        self.marks: deque[tuple[float, int]] = deque()  # (seconds of the callers' clock, the tick then): see upkeep
         self._indices = itertools.count()
 
     @property

@@ -20,7 +20,7 @@ COUNTERS = (
 USES_MAX = 255
 HOLDS_MAX = 65535
 FIRST_TICK = 1 << 52
-AGAIN, FOR_GOOD = 1 << 50, 1 << 51  # ticks that `done` adds to a block's age: with again=True, and without
+AGAIN, FOR_GOOD = 1 << 49, 1 << 51  # ticks that `done` adds to a block's age: with again=True, and without
 LOCATION = struct.Struct("<IIIIQQ")
 
 
