@@ -53,7 +53,8 @@ LIST = np.dtype(
     [
         *(("head", "<i4"), ("tail", "<i4"), ("count", "<i8")),  # written by lists
         *(("clean_tail", "<i8"), ("clean_count", "<i8")),  # written by lists, eviction, demotion
-        *(("done", "<i8"), ("ended", "<i8")),  # written by lists, eviction
+        ("done", "<i8"),  # written by lists, eviction
+        ("ended", "<i8"),  # written by lists
     ]
 )
 SIZE_CLASS = np.dtype(  # the slots of one size on one node

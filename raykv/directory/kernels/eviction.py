@@ -321,7 +321,8 @@ def _rest(c, which, row):
     """Put a row between the rows in use and the rows that nobody asks for again. Returns whether it did.
 
     The row becomes the oldest of the rows that users ask for again. If some of these are clean, the row becomes the
-    youngest: demotion skips clean rows. If rows in use are clean too, only clean rows move, and rows in the external tier.
+    youngest: demotion skips clean rows. If rows in use are clean too, only rows move that are clean or in the external
+    tier.
     """
     clean_tail, done = c.lists[which].clean_tail, np.int64(c.lists[which].done)
     is_clean = clean_tail >= 0 and c.rows[row].last <= c.rows[clean_tail].last

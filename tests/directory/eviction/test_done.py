@@ -6,6 +6,7 @@ from helpers.directory.pool import KEYS, Pool
 from helpers.directory.tiers import heartbeat, in_external_tier, list_existing, only_in_tier, tier, tiered
 
 from raykv.config import Quota
+from raykv.directory.calls.upkeep import LATE_S, MARK_S
 
 pytestmark = pytest.mark.usefixtures("small_slabs")
 
@@ -32,15 +33,30 @@ def test_a_block_that_is_done_with_goes_before_older_ones_and_the_last_key_first
     assert left(pool, KEYS[:7]) == [*KEYS[:3], KEYS[6]], "then the oldest"
 
 
-def test_what_is_asked_for_again_goes_after_what_is_not_the_earliest_first() -> None:
+def test_what_is_asked_for_again_goes_after_what_is_not_the_last_first() -> None:
     pool = Pool()
     pool.store("a", KEYS[:7])
     assert done(pool, KEYS[:2], again=True) == done(pool, KEYS[2:4], again=True) == 2
     assert done(pool, KEYS[4:5]) == 1
-    for number, goes in enumerate((4, 1, 0, 3, 2, 6, 5)):
+    for number, goes in enumerate((4, 3, 2, 1, 0, 6, 5)):
         before = left(pool, KEYS[:7])
         pool.store("a", [KEYS[10 + number]])
         assert left(pool, KEYS[:7]) == [key for key in before if key != KEYS[goes]]
+
+
+def test_who_is_late_may_not_come_and_goes_before_the_last() -> None:
+    pool = Pool()
+    pool.store("a", KEYS[:7])
+    assert done(pool, KEYS[:2], again=True) == 2
+    pool.tick(MARK_S)
+    assert done(pool, KEYS[2:4], again=True) == 2 and done(pool, KEYS[4:5]) == 1
+    pool.tick(LATE_S - MARK_S + 1)
+    lease, _ = pool.match("a", KEYS[:1])  # a reader has it, so another goes
+    for number, goes in enumerate((4, 1, 3, 2, 6, 5)):
+        before = left(pool, KEYS[:7])
+        pool.store("a", [KEYS[10 + number]])
+        assert left(pool, KEYS[:7]) == [key for key in before if key != KEYS[goes]]
+    pool.release("a", lease)
 
 
 @pytest.mark.parametrize("again", [False, True])
@@ -123,7 +139,8 @@ def test_what_the_tier_lacks_is_demoted_before_it_goes() -> None:
     pool.store("a", KEYS[:3])
     assert len(pool.demote_all("a")) == 3
     pool.store("a", KEYS[3:6])
-    assert done(pool, KEYS[:6], again=True) == 2 * 3, "those would be amidst clean ones that are not"
+    assert done(pool, KEYS[3:6], again=True) == 0, "they would be amidst clean ones, and are not clean"
+    assert done(pool, KEYS[:3], again=True) == 2 * 3
     assert sorted(pool.demote_all("a")) == KEYS[3:6]
     assert done(pool, KEYS[:6], again=True) == 2 * 6
     check_invariants(pool.directory)

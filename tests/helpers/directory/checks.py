@@ -152,9 +152,9 @@ def _check_lists(directory: Directory, live: Any) -> None:
     for size_class, kept in size_classes.items():
         of_list = [columns.FREE, columns.REPLICA, *[kept] * columns.TENANTS_MAX]
         for which, of in enumerate(of_list):
-            head, tail, count, clean_tail, clean_count, done = lists[size_class * columns.LISTS_PER_CLASS + which]
+            head, tail, count, clean_tail, clean_count, *done = lists[size_class * columns.LISTS_PER_CLASS + which]
             assert which >= columns.READY_LISTS or (clean_tail, clean_count) == (-1, 0)
-            before, row, length, last, clean, done_with = -1, head, 0, 1 << 63, 0, -1
+            before, row, length, last, clean, done_with = -1, head, 0, 1 << 63, 0, [-1, -1]
             while row >= 0:
                 length += 1
                 assert length <= count and row not in seen
@@ -165,8 +165,9 @@ def _check_lists(directory: Directory, live: Any) -> None:
                 if of != columns.FREE:
                     assert rows[row][3] < last, "not in the order of use"
                     last = rows[row][3]
-                    if done_with < 0 and last < columns.IN_USE:
-                        done_with = row
+                    for i, below in enumerate((columns.IN_USE, columns.NEEDED)):
+                        if done_with[i] < 0 and last < below:
+                            done_with[i] = row
                 before, row = row, rows[row][5]
             assert (length, before, done_with) == (count, tail, done)
             assert clean == clean_count and (clean_count > 0) == (clean_tail >= 0), "not the clean rows"

@@ -21,6 +21,7 @@ USES_MAX = 255
 HOLDS_MAX = 65535
 FIRST_TICK = 1 << 52
 AGAIN, FOR_GOOD = 1 << 49, 1 << 51  # ticks that `done` adds to a block's age: with again=True, and without
+IN_USE = FIRST_TICK - AGAIN // 2
 LOCATION = struct.Struct("<IIIIQQ")
 
 
@@ -228,6 +229,8 @@ class Slots:
         self.counters = dict.fromkeys(COUNTERS, 0)
         self.table: dict[bytes, list[Row]] = {}  # the copies of each key, in the order in which they came
         self.evicted: dict[SizeClass, int] = {}
+        self.marks: list[tuple[float, int]] = []  # (time, the clock then)
+        self.late_tick = 0  # the clock a while ago: waits that began before are too long
         self.nodes: dict[str, Node] = {}
         self.tiers: dict[str, Tier] = {}  # by owner; the tier of "" is shared by all nodes
         self.by_index: dict[int, Node | Tier] = {}
@@ -258,7 +261,7 @@ class Slots:
     def done_with(self, keys: list[bytes], tenant: str, again: bool) -> int:
         """Have unheld copies of a tenant's own keys evicted before blocks in use. Returns how many copies."""
         count = 0
-        for key in reversed(keys) if again else keys:
+        for key in keys:
             copies = self.table.get(key, [])
             for row in copies if copies and copies[0].tenant == tenant else ():
                 size_class = row.slab.size_class
@@ -273,15 +276,29 @@ class Slots:
         """Make a block older than all blocks in use. False for an unclean block that would follow clean ones."""
         size_class = row.slab.size_class
         line = size_class.line_of(row.tenant) if row.state == "ready" else []
-        before = max((other.last for other in line if other.last < FIRST_TICK - AGAIN // 2), default=0)
+        before = max((other.last for other in line if other.last < IN_USE), default=0)
         copies = [other for other in self.table[row.key] if is_tier(other.slab.node)]
         in_tier = any(other.state in ("external", "demoting") for other in copies)
         if not row.clean and not in_tier and any(other.clean and other.last > before for other in line):
             return False
         self.clock += 1
-        row.last = self.clock - AGAIN
+        behind_clean = any(other.clean and other.needed for other in line if other is not row)
+        row.last = FIRST_TICK - AGAIN + (self.clock - FIRST_TICK) * (1 if behind_clean else -1)
         row.clean = any(other.clean and other.last > row.last for other in line if other is not row)
         return True
+
+    def late(self, row: Row) -> Row:
+        """The block that goes where a block is the oldest: that of the longest wait, if this wait is too long."""
+        if not row.needed or row.last > IN_USE:
+            return row
+        line = row.slab.size_class.of_tenant(row.tenant)
+        waiting = [other for other in reversed(line) if other.last < IN_USE]
+        for longest in waiting:
+            if not longest.holds:
+                break
+            longest.aged = False
+        since = 2 * FIRST_TICK - AGAIN - longest.last
+        return longest if FIRST_TICK < since <= self.late_tick else row
 
     def done_for_good(self, row: Row) -> bool:
         """Make a block the next to be evicted, and have no tier take it."""
