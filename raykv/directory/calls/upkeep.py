@@ -10,8 +10,7 @@ from raykv.directory.state.holds import Client
 from raykv.directory.state.state import State
 
 CHECK_EVERY_S = 0.5  # between two looks for nodes and clients that are gone
-LATE_S = 60.0  # after so long, a user that should ask for blocks again may not come any more
-MARK_S = 5.0  # between two notes of the tick
+MARKS = 12  # notes of the tick until a user is late
 
 
 def check(state: State, now: float) -> None:
@@ -38,11 +37,11 @@ def check(state: State, now: float) -> None:
 
 
 def mark(state: State, now: float) -> None:
-    """Note the tick, and which tick was LATE_S ago: users that began to wait before are late."""
+    """Note the tick, and what the tick was a while ago: users that began to wait before are late."""
     marks = state.marks
-    if not marks or now - marks[-1][0] >= MARK_S:
+    if not marks or now - marks[-1][0] >= state.late / MARKS:
         marks.append((now, state.tick))
-    while marks[0][0] <= now - LATE_S:
+    while marks[0][0] <= now - state.late:
         state.c.state[columns.LATE] = marks.popleft()[1]
 
 

@@ -36,6 +36,7 @@ COUNTERS = (
     "promoted",
     "gpu_demoted",
 )
+LATE_S = 60.0  # after so long, a user that should ask for blocks again may not come any more
 
 
 class State:
@@ -49,15 +50,16 @@ class State:
         share: float = 0.25,
         min_hits: int = 0,
         long_bytes: int = 128 * MIB,
+        late: float = LATE_S,
     ) -> None:
         """epoch: a number above the epochs of all earlier directories. locality: another node's oldest block is evicted
         if it was idle so many times as long as the oldest block of the writer's node. client_ttl: a client is gone
         after so many seconds without a call. share: share of a node's slots that demotion keeps free or clean.
         min_hits: number of matches after which a block is copied to the external tier. long_bytes: readers of leases
-        of so many bytes read in a chain.
+        of so many bytes read in a chain. late: a user that waits for more seconds may not ask for its blocks again.
         """
         compile_all("raykv.directory")  # so that no caller waits for a kernel
-        self.locality, self.long_bytes = float(locality), long_bytes
+        self.locality, self.long_bytes, self.late = float(locality), long_bytes, late
         self.counters = dict.fromkeys(COUNTERS, 0)
         self.evicted_before = 0  # by earlier directories
         self.floor = 0  # all blocks up to this generation were cleared

@@ -1,12 +1,16 @@
 """Blocks that a client is done with, by example. One of a node's 8 slots is its staging window."""
 
+from dataclasses import dataclass, field
+from random import Random
+
 import pytest
 from helpers.directory.checks import check_invariants
 from helpers.directory.pool import KEYS, Pool
 from helpers.directory.tiers import heartbeat, in_external_tier, list_existing, only_in_tier, tier, tiered
 
 from raykv.config import Quota
-from raykv.directory.calls.upkeep import LATE_S, MARK_S
+from raykv.directory.calls.upkeep import MARKS
+from raykv.directory.state.state import LATE_S
 
 pytestmark = pytest.mark.usefixtures("small_slabs")
 
@@ -48,15 +52,65 @@ def test_who_is_late_may_not_come_and_goes_before_the_last() -> None:
     pool = Pool()
     pool.store("a", KEYS[:7])
     assert done(pool, KEYS[:2], again=True) == 2
-    pool.tick(MARK_S)
+    pool.tick(LATE_S / MARKS)
     assert done(pool, KEYS[2:4], again=True) == 2 and done(pool, KEYS[4:5]) == 1
-    pool.tick(LATE_S - MARK_S + 1)
+    pool.tick(LATE_S)
     lease, _ = pool.match("a", KEYS[:1])  # a reader has it, so another goes
     for number, goes in enumerate((4, 1, 3, 2, 6, 5)):
         before = left(pool, KEYS[:7])
         pool.store("a", [KEYS[10 + number]])
         assert left(pool, KEYS[:7]) == [key for key in before if key != KEYS[goes]]
     pool.release("a", lease)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_order_is_that_of_a_list(seed: int) -> None:
+    rng, pool, order = Random(seed), Pool(slots=24), Order()
+    for _ in range(2000):
+        key = rng.choice(KEYS[:60])
+        what = rng.choices(["use", "again", "ended", "time"], [10, 3, 1, 2])[0]
+        if what == "time":
+            order.now += LATE_S / MARKS
+            pool.tick(LATE_S / MARKS)
+        elif what == "use":
+            if pool.read("a", [key]) == 0:
+                pool.store("a", [key])
+            order.use(key, room=23)
+        else:
+            keys = rng.sample(KEYS[:60], 3)
+            assert done(pool, keys, again=what == "again") == order.done(keys, what)
+        assert pool.keys() == set(order.blocks)
+
+
+@dataclass
+class Order:
+    """Blocks in memory, and which of them goes next."""
+
+    now: float = 0.0
+    blocks: dict[bytes, tuple[str, float]] = field(default_factory=dict)  # the last put is the last here
+
+    def put(self, key: bytes, how: str) -> None:
+        self.blocks.pop(key, None)
+        self.blocks[key] = how, self.now
+
+    def use(self, key: bytes, room: int) -> None:
+        if key not in self.blocks and len(self.blocks) == room:
+            del self.blocks[self.next()]
+        self.put(key, "use")
+
+    def done(self, keys: list[bytes], how: str) -> int:
+        there = [key for key in keys if key in self.blocks]
+        for key in there:
+            self.put(key, how)
+        return len(there)
+
+    def next(self) -> bytes:
+        ended, again, use = (
+            [(key, since) for key, (what, since) in self.blocks.items() if what == how]
+            for how in ("ended", "again", "use")
+        )
+        late = [key for key, since in again if self.now - since >= LATE_S + LATE_S / MARKS]
+        return ended[-1][0] if ended else late[0] if late else again[-1][0] if again else use[0][0]
 
 
 @pytest.mark.parametrize("again", [False, True])

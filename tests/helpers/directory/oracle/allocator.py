@@ -79,7 +79,7 @@ class Allocator(Tiers):
 
     def evict(self, row: Row) -> Row:
         """Evict a key, given its primary, or a late one. Copies that somebody holds stay."""
-        row = self.late(row)
+        row = self.late_one(row)
         for other in [r for r in self.table[row.key] if r.state == "replica" and r.holds == 0]:
             self.drop(other)
         self.take_out(row)

@@ -96,9 +96,9 @@ class Membership(Pins):
             self.end_unused(client, now)
         self.unpin_keys([key for key in self.pins if (end := self.pin_ends.get(key)) is not None and end <= now])
         self.intents.expire(now)
-        if not self.marks or now - self.marks[-1][0] >= 5.0:
+        if not self.marks or now - self.marks[-1][0] >= self.late / 12:
             self.marks.append((now, self.clock))
-        self.late_tick = max((tick for at, tick in self.marks if at <= now - 60.0), default=self.late_tick)
+        self.late_tick = max((tick for at, tick in self.marks if at <= now - self.late), default=self.late_tick)
 
     def end_unused(self, client: Client, now: float) -> None:
         """End leases that were not used for a long time. Their staging slots may still be written: quarantine these."""

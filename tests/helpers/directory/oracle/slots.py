@@ -223,6 +223,7 @@ class Slots:
         share: float = 0.25,
         min_hits: int = 0,
         long_bytes: int = 128 << 20,
+        late: float = 60.0,
     ) -> None:
         """long_bytes: readers of leases with so many bytes form chains."""
         self.epoch, self.counter, self.clock, self.floor = epoch, 0, FIRST_TICK, 0
@@ -230,7 +231,7 @@ class Slots:
         self.table: dict[bytes, list[Row]] = {}  # the copies of each key, in the order in which they came
         self.evicted: dict[SizeClass, int] = {}
         self.marks: list[tuple[float, int]] = []  # (time, the clock then)
-        self.late_tick = 0  # the clock a while ago: waits that began before are too long
+        self.late, self.late_tick = late, 0  # late_tick: the clock a while ago: waits that began before are too long
         self.nodes: dict[str, Node] = {}
         self.tiers: dict[str, Tier] = {}  # by owner; the tier of "" is shared by all nodes
         self.by_index: dict[int, Node | Tier] = {}
@@ -287,7 +288,7 @@ class Slots:
         row.clean = any(other.clean and other.last > row.last for other in line if other is not row)
         return True
 
-    def late(self, row: Row) -> Row:
+    def late_one(self, row: Row) -> Row:
         """The block that goes where a block is the oldest: that of the longest wait, if this wait is too long."""
         if not row.needed or row.last > IN_USE:
             return row

@@ -27,6 +27,7 @@ from raykv.directory.directory import Directory
 from raykv.directory.state import demotion_batch, gpu_demotion, intents, tier_catalog
 
 TTL = 10.0
+LATE = 2.0  # seconds, so that blocks that wait become late
 
 
 class Twins:
@@ -49,7 +50,7 @@ class Twins:
         self.log.clear()
 
     def _pair(self) -> tuple[Directory, Oracle]:
-        how: dict[str, Any] = {"locality": self.locality, "client_ttl": TTL}
+        how: dict[str, Any] = {"locality": self.locality, "client_ttl": TTL, "late": LATE}
         how |= {"share": self.share, "min_hits": self.min_hits, "long_bytes": self.long_bytes}
         return self._new(**how), Oracle(**how)
 
