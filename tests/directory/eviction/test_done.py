@@ -67,8 +67,8 @@ def test_who_is_late_may_not_come_and_goes_before_the_last() -> None:
 def test_the_order_is_that_of_a_list(seed: int) -> None:
     rng, pool, order = Random(seed), Pool(slots=24), Order()
     for _ in range(2000):
-        key = rng.choice(KEYS[:60])
-        what = rng.choices(["use", "again", "ended", "time"], [10, 3, 1, 2])[0]
+        key = rng.choice(KEYS[:100])
+        what = rng.choices(["use", "again", "ended", "time"], [10, 6, 1, 10])[0]
         if what == "time":
             order.now += LATE_S / MARKS
             pool.tick(LATE_S / MARKS)
@@ -77,7 +77,7 @@ def test_the_order_is_that_of_a_list(seed: int) -> None:
                 pool.store("a", [key])
             order.use(key, room=23)
         else:
-            keys = rng.sample(KEYS[:60], 3)
+            keys = rng.sample(KEYS[:100], 3)
             assert done(pool, keys, again=what == "again") == order.done(keys, what)
         assert pool.keys() == set(order.blocks)
 
