@@ -212,8 +212,8 @@ class DirectoryClient:
 
     def done(self, keys: Keys, again: bool) -> int:
         """See KVCache.done. Returns how many copies are evicted earlier now."""
-        steps = _in_steps(keys.tobytes())[:: -1 if again else 1]  # the end of a chain goes before its beginning
-        return sum(_count(self._ask(Counted, "done", some, again, keys.cache.tenant)) for some in steps)
+        tenant = keys.cache.tenant
+        return sum(_count(self._ask(Counted, "done", some, again, tenant)) for some in _in_steps(keys.tobytes()))
 
     def preempted(self, keys: bytes) -> int | None:
         """Keep the blocks of a preempted request while this client is there, or until `forget_later`.
