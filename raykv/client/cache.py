@@ -167,22 +167,18 @@ class KVCache:
 
     # ------------------------------------------------------------------ keep
 
-    def pin(self, keys: Keys, ttl: float | None = None, priority: int | None = None) -> int:
+    def pin(self, keys: Keys, ttl: float | None = None) -> int:
         """Keep blocks, in memory or in an external tier, until `unpin`, `clear` or a restart of the directory.
 
         ttl: seconds until the pin ends (to within half a second); None: no such end.
-        priority: an int: the pin gives way where a writer needs room and the blocks' node has nothing else to evict.
-        The lowest priority goes first, then the oldest pin. None: the pin never gives way. Pins without a priority have
-        at most half of the nodes' memory; blocks in an external tier or on a GPU take none of that half.
+        Pins have at most half of the nodes' memory; blocks in an external tier or on a GPU take none of that half.
         The last call for a key counts. Returns how many keys are pinned on these terms. Keys that are not stored, or
         beyond that half, can't be pinned.
-        Raises ValueError for keys of another cache, a ttl that is not above 0, and a priority that is no int.
+        Raises ValueError for keys of another cache, and a ttl that is not above 0.
         """
         if ttl is not None and not ttl > 0:
             raise ValueError(f"ttl={ttl!r}: give seconds above 0, or None for a pin without an end")
-        if not isinstance(priority, int | None):
-            raise ValueError(f"priority={priority!r}: give an int, or None for a pin that is never given up")
-        return self.session.directory.pin(key_chain.check(keys, self.id).tobytes(), ttl, priority)
+        return self.session.directory.pin(key_chain.check(keys, self.id).tobytes(), ttl)
 
     def unpin(self, keys: Keys) -> None:
         """End pins: the blocks may be evicted again. Keys without a pin are ignored.

@@ -201,9 +201,9 @@ class DirectoryClient:
         if done < expected and not self.closed:
             self.fault("commit", f"{expected - done} of {expected} blocks that were written are not offered")
 
-    def pin(self, keys: bytes, ttl: float | None = None, priority: int | None = None) -> int:
+    def pin(self, keys: bytes, ttl: float | None = None) -> int:
         """See KVCache.pin. Returns how many of the keys are pinned on these terms."""
-        return sum(_count(self._ask(Counted, "pin", some, ttl, priority)) for some in _in_steps(keys))
+        return sum(_count(self._ask(Counted, "pin", some, ttl)) for some in _in_steps(keys))
 
     def unpin(self, keys: bytes) -> None:
         """End pins."""

@@ -9,7 +9,7 @@ from raykv.protocol.tiers import Demotions, GpuDemotions, TierReply
 
 # The version of all messages, headers and superblocks: raise it when any of them changes. A process needs its pool's
 # version to join: `raykv.cluster.internal_kv.settings` checks it.
-VERSION = 21
+VERSION = 22
 
 CLIENT, STORE = b"client", b"store"  # who may make a call
 ADMINISTRATOR = b"administrator"  # through Ray only

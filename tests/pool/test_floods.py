@@ -69,7 +69,6 @@ def test_a_pin_ends_with_its_time(pool: raykv.KVPool) -> None:
     assert cache.pin(keys[:2], ttl=1.0) == 2 and cache.pin(keys[2:]) == 2
     assert pool.stats()["pinned"] == 4
     eventually(lambda: pool.stats()["pinned"] == 2)
-    assert cache.pin(keys, priority=3) == 4
-    for terms in ({"ttl": 0}, {"priority": "high"}):
-        with pytest.raises(ValueError, match=next(iter(terms))):
-            cache.pin(keys, **terms)
+    assert cache.pin(keys) == 4
+    with pytest.raises(ValueError, match="ttl"):
+        cache.pin(keys, ttl=0)

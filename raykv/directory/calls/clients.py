@@ -12,7 +12,7 @@ from raykv.directory.state.state import State
 from raykv.protocol.clients import Call, Counted
 from raykv.protocol.location import LOCATION, Locations
 
-PINNED_SHARE = 0.5  # at most so much of all memory may be pinned for good
+PINNED_SHARE = 0.5  # at most so much of all memory may be pinned
 NO_LOCATIONS = np.zeros(0, LOCATION)
 
 
@@ -53,22 +53,17 @@ def client_heartbeat(state: State, call: Call, now: float) -> Counted:
     return Counted(state.epoch)
 
 
-def pin(
-    state: State, call: Call, keys: bytes, now: float, ttl: float | None = None, priority: int | None = None
-) -> Counted:
+def pin(state: State, call: Call, keys: bytes, now: float, ttl: float | None = None) -> Counted:
     """Pin stored blocks until `unpin`, or for `ttl` seconds. Counts the keys that are pinned now.
 
-    priority: instead of refusing a writer, the directory gives up pins, the lowest priority first; None: it never gives
-    up this pin. Such pins hold at most PINNED_SHARE of the nodes' memory. ValueError for a bad ttl or priority.
+    Pins hold at most PINNED_SHARE of the nodes' memory. ValueError for a bad ttl.
     """
     on_call(state, call, now)
-    if not isinstance(priority, int | None):
-        raise ValueError(f"a priority {priority!r}: give an int, or None")
     if ttl is not None and not ttl > 0:
         raise ValueError(f"a pin of {ttl!r} seconds: give more than 0, or None for one without an end")
-    limit = int(state.allocator.memory_bytes() * PINNED_SHARE) if priority is None else None
+    limit = int(state.allocator.memory_bytes() * PINNED_SHARE)
     end = math.inf if ttl is None else now + ttl
-    return Counted(state.epoch, state.pins.pin(split_keys(keys), end, priority, limit))
+    return Counted(state.epoch, state.pins.pin(split_keys(keys), end, limit))
 
 
 def unpin(state: State, call: Call, keys: bytes, now: float) -> Counted:

@@ -1,11 +1,9 @@
 """Calls of writers: they reserve slots, and commit the blocks that they wrote."""
 
-from functools import partial
-
 import numpy as np
 
 from raykv.directory.calls.clients import on_call
-from raykv.directory.kernels import columns, placement, quotas, table
+from raykv.directory.kernels import columns, placement, table
 from raykv.directory.state.allocator import Node
 from raykv.directory.state.arrays import RowArray, key_array
 from raykv.directory.state.holds import Hold
@@ -54,10 +52,6 @@ def reserve(state: State, call: Call, request: ReserveRequest, now: float) -> Re
         used=now,
     )
     if not grants and covered < len(keys):  # after some grants the client asks for the rest in another call
-        charge = int(state.c.size_classes[size_class]["charge"])
-        may_go = partial(quotas.may_give_up, state.c, tenant, charge)
-        if state.pins.give_up(size_class, len(keys) - covered, may_go):
-            return reserve(state, call, request, now)
         state.counters["refused"] += len(keys) - covered
     state.hit_curve.stored(keys[start:], request.block_bytes)
     return Reserved(

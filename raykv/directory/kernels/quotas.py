@@ -8,7 +8,7 @@ the tenant that stored or matched the key last. Only primaries in the memory of 
 
 import numpy as np
 
-from raykv.directory.kernels.columns import INT, TENANTS, C
+from raykv.directory.kernels.columns import TENANTS
 from raykv.system.jit import kernel
 
 ANYBODY, OWN, OTHERS, FAIR = range(4)  # whose blocks may go: see `may_go`
@@ -52,13 +52,3 @@ def may_go(c, owner, tenant, who, size):
     if owner == tenant:
         return who != OTHERS
     return who != OWN and c.quotas[owner].used - size >= c.quotas[owner].minimum
-
-
-@kernel(C, INT, INT, INT, INT)
-def may_give_up(c, tenant, size, owner, others):
-    """Whether a pinned block of `owner` may go for a block of `tenant`, once `others` blocks of `owner` have gone.
-
-    size: bytes of each block.
-    """
-    who = whose(c, tenant, size)
-    return may_go(c, owner, tenant, FAIR if who == OTHERS else who, (others + 1) * size)

@@ -224,10 +224,6 @@ class SizeClasses:
         found: NDArray[np.int32] = self.c.slabs["size_class"][self.c.pages[rows >> PAGE_BITS]]
         return found
 
-    def tenant_of_row(self, row: int) -> int:
-        """The number of the tenant that pays for a row's key."""
-        return int(self.c.tenants[row]) if self.tenants > 1 else 0
-
     def used_by_tenant(self, record: int) -> NDArray[np.int64]:
         """Bytes of a slab's ready primaries, by the tenant that pays for them."""
         base, slots = self.span(record)

@@ -96,16 +96,14 @@ def test_a_pin_ends_with_its_time() -> None:
     assert list(pool.directory.pins) == KEYS[1:2]
 
 
-def test_pins_without_a_priority_take_half_of_memory() -> None:
+def test_pins_take_half_of_memory() -> None:
     """Even a client that pins all its blocks leaves room for others."""
     pool, long = Pool(slots=8), 1000.0
     pool.store("a", KEYS[:7])
     assert pin(pool, KEYS[:3]) == 3 and pin(pool, KEYS[2:7]) == 2
     assert list(pool.directory.pins) == KEYS[:4]
     assert pin(pool, KEYS[:7]) == 4 and pin(pool, KEYS[4:7]) == 0
-    assert pool.directory.pin(pool.call("a"), b"".join(KEYS[4:6]), pool.now, None, 0).done == 2, "that gives way"
-    assert pin(pool, KEYS[4:6]) == 0 and list(pool.directory.pins) == KEYS[:6], "it is as it was"
-    pool.directory.unpin(pool.call("a"), b"".join(KEYS[4:6]), pool.now)
+    assert list(pool.directory.pins) == KEYS[:4], "it is as it was"
     pool.store("a", KEYS[10:20])
     assert pool.has(KEYS[:4]) == [True] * 4 and not any(pool.has(KEYS[4:7]))
     assert sum(pool.has(KEYS[10:20])) == 3
@@ -113,35 +111,22 @@ def test_pins_without_a_priority_take_half_of_memory() -> None:
     assert pool.directory.pin(pool.call("a"), b"".join(KEYS[10:13]), pool.now, long).done == 1
 
 
-def test_a_pin_with_a_priority_gives_way_to_a_writer_who_would_be_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pin_stays_where_a_writer_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("raykv.directory.calls.clients.PINNED_SHARE", 1.0)
     pool = Pool()
     pool.store("a", KEYS[:7])
-    for key, priority in zip(KEYS, (2, None, 1, 1, 0, None, None), strict=False):
-        pool.directory.pin(pool.call("a"), key, pool.now, None, priority)
-    pool.directory.pin(pool.call("a"), KEYS[2], pool.now, None, 1)  # pinned again, so younger than KEYS[3]'s pin
-    for n, gone in enumerate((4, 3, 2, 0)):
-        hold, got = pool.reserve("a", KEYS[10 + n : 11 + n])
-        assert got.covered == 1 and not pool.has(KEYS[gone : gone + 1])[0]
-        pool.commit("a", hold, got, KEYS[10 + n : 11 + n])
-        pool.directory.pin(pool.call("a"), KEYS[10 + n], pool.now)
-    assert pool.reserve("a", KEYS[20:22])[1].covered == 0
-    assert pool.directory.stats(pool.now)["refused"] == 2, "none that was retried"
-    assert list(pool.directory.pins) == [KEYS[1], KEYS[5], KEYS[6], *KEYS[10:14]]
-
-
-def test_a_pin_is_not_given_up_while_anything_else_may_go() -> None:
-    pool = Pool()
-    pool.store("a", KEYS[:7])
-    pool.directory.pin(pool.call("a"), b"".join(KEYS[:6]), pool.now, None, 0)
+    assert pin(pool, KEYS[:6]) == 6
     pool.store("a", KEYS[10:20])
     assert pool.has(KEYS[:6]) == [True] * 6 and len(pool.directory.pins) == 6
+    refused = pool.directory.stats(pool.now)["refused"]
     lease, _ = pool.match("a", KEYS[:6])  # a reader holds the blocks, too
     _, got = pool.reserve("a", KEYS[30:33])
     assert (got.covered, len(pool.directory.pins)) == (1, 6)
     assert pool.reserve("a", KEYS[40:43])[1].covered == 0 and len(pool.directory.pins) == 6
     pool.release("a", lease)
-    assert pool.reserve("a", KEYS[40:42])[1].covered == 2 and len(pool.directory.pins) == 4
+    assert pool.reserve("a", KEYS[40:42])[1].covered == 0 and list(pool.directory.pins) == KEYS[:6]
+    assert pool.has(KEYS[:6]) == [True] * 6
+    assert pool.directory.stats(pool.now)["refused"] == refused + 5
 
 
 def test_clear_ends_pins() -> None:

@@ -202,18 +202,6 @@ def test_blocks_of_a_gpu_behind_those_of_a_full_tenant_are_demoted() -> None:
     assert moved and not {*A[:2]} & {*moved}
 
 
-def test_pins_that_are_given_up_leave_a_minimum() -> None:
-    pool = pool_with(b=Quota(minimum=0.5))
-    pool.store("n", B[:9], tenant="b")
-    pool.store("n", A[:7])
-    for keys, priority in ((B[:9], 1), (A[:7], 2)):
-        pool.directory.pin(pool.call("w"), b"".join(keys), pool.now, None, priority)
-    pool.store("n", A[100:105], tenant="a")
-    stats = pool.directory.stats(pool.now)
-    assert used(pool)["b"] == 8 and stats["pinned"] == 16 - 5
-    assert pool.has(B[1:9]) == [True] * 8
-
-
 def test_impossible_quotas_are_refused() -> None:
     pool = pool_with(a=Quota(minimum=0.75))
     with pytest.raises(ValueError, match=r"minimum of 0\.5 for 'b': other tenants have minima of 0\.75"):

@@ -134,7 +134,7 @@ SOUND: dict[str, tuple[Any, ...]] = {  # arguments by call
     "next_window": (CALL, NextWindowRequest(7, 1, 0, 1, PAGE)),
     "reserve": (CALL, ReserveRequest(1, "a", KEYS, 0, PAGE)),
     "commit": (CALL, CommitRequest(1, b"", b"", b"")),
-    "pin": (CALL, KEYS, 10.0, 1),
+    "pin": (CALL, KEYS, 10.0),
     "done": (CALL, KEYS, True, "a"),
     **{name: (CALL, KEYS) for name in ("unpin", "forget", "preempted")},
     **{name: (KEYS,) for name in ("locate_prefix", "stored")},
@@ -163,10 +163,8 @@ def confused(value: Any) -> Iterator[Any]:
 
 
 def may_be(method: str, arguments: tuple[Any, ...]) -> bool:
-    """Whether such arguments are allowed: a pin without end or priority, in whole seconds; a match without intent."""
-    *_, ttl, priority = (*arguments, None, None)[:4]
-    may_end = ttl is None or isinstance(ttl, int | float)
-    return method == "pin" and arguments[:2] == SOUND["pin"][:2] and may_end and (priority in (None, 1))
+    """Whether such arguments are allowed: a pin without an end, or in whole seconds."""
+    return method == "pin" and arguments[:2] == SOUND["pin"][:2] and isinstance(arguments[2], int | float | None)
 
 
 @pytest.mark.parametrize("asked", ASKED, ids=lambda asked: asked[1])

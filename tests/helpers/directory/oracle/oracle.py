@@ -68,8 +68,6 @@ class Oracle(Readers):
                 self.free(self.evict(gone))  # other calls had used slots of the staging window
         client.holds[reservation] = hold
         if not granted and covered < len(wanted):
-            if self.give_up_pins(size_class, tenant, len(wanted) - covered):
-                return self.reserve(call, request, now, choices)
             self.counters["refused"] += len(wanted) - covered
         return Reserved(
             self.epoch,
@@ -100,13 +98,11 @@ class Oracle(Readers):
 
     # ------------------------------------------------------------------ blocks by name
 
-    def pin(
-        self, call: Call, keys: bytes, now: float, ttl: float | None = None, priority: int | None = None
-    ) -> Counted:
+    def pin(self, call: Call, keys: bytes, now: float, ttl: float | None = None) -> Counted:
         self.on_call(call, now)
         memory = sum(node.limit * node.slab_bytes for node in self.nodes.values() if not node.on_gpu)
-        limit = int(memory * PINNED_SHARE) if priority is None else None
-        return Counted(self.epoch, self.pin_keys(split(keys), None if ttl is None else now + ttl, priority, limit))
+        end, limit = None if ttl is None else now + ttl, int(memory * PINNED_SHARE)
+        return Counted(self.epoch, self.pin_keys(split(keys), end, limit))
 
     def unpin(self, call: Call, keys: bytes, now: float) -> Counted:
         self.on_call(call, now)

@@ -249,8 +249,6 @@ class Slots:
         self.long_bytes, self.waited_at = long_bytes, -math.inf  # waited_at: when a reader last waited for a copy
         self.pins: dict[bytes, tuple[Row, int]] = {}
         self.pin_ends: dict[bytes, float | None] = {}
-        self.pin_ranks: dict[bytes, tuple[int, int] | None] = {}
-        self.pin_count = 0
 
     # ------------------------------------------------------------------ one row
 

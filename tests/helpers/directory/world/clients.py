@@ -250,8 +250,8 @@ class Clients(Cast):
         keys = self.keys()[1][: self.rng.choice([1, 1, 3, LONGEST])]
         if self.rng.random() < 0.15:
             keys = list(DEPTH)  # all keys there are
-        ttl, priority = self.rng.choice([None, None, 0.4, 3.0]), self.rng.choice([None, 0, 0, 1, 2])
-        self.do("pin", self.call(self.rng.choice(self.workers)), b"".join(keys), self.now, ttl, priority)
+        ttl = self.rng.choice([None, None, 0.4, 3.0])
+        self.do("pin", self.call(self.rng.choice(self.workers)), b"".join(keys), self.now, ttl)
 
     def unpin(self) -> None:
         rng = self.rng
