@@ -15,8 +15,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from raykv.directory.state import holds
 
-SEEDS = (1, *(pytest.param(seed, marks=pytest.mark.full) for seed in range(2, 11)))
-STEPS = 21_000  # at least, for each seed: 210,000 in all
+SEEDS = (1, *(pytest.param(seed, marks=pytest.mark.full) for seed in range(2, 21)))
+STEPS = 10_500  # at least, for each seed: 210,000 in all
 SERVED_STEPS = 5_000  # for each way to the directory
 OPS = (
     *(
