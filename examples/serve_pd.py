@@ -1,4 +1,4 @@
-"""An OpenAI-compatible application on Ray Serve: one vLLM engine prefills, another decodes, and a pool is between them.
+"""An OpenAI-compatible application on Ray Serve: vLLM engines that prefill, one that decodes, and a pool between them.
 
     python -m examples.serve_pd
 
@@ -10,8 +10,9 @@ cluster that has a pool (`raykv start`), on nodes that all see the model's folde
     curl -N localhost:8000/v1/chat/completions -H 'Content-Type: application/json' \\
         -d '{"model": "llm", "messages": [{"role": "user", "content": "..."}], "max_tokens": 16, "stream": true}'
 
-Both engines are attached to the pool, and know nothing of each other. So there are no ports to choose, and no engine
-prefills a prompt that another engine has prefilled. The model is a small Llama of random weights, made on the spot.
+All engines are attached to the pool, and know nothing of each other. So there are no ports to choose, and no engine
+prefills a prompt that another engine has prefilled. Of several engines that prefill (`prefills=2`), the router chooses
+the engine with the least left to do. The model is a small Llama of random weights, made on the spot.
 """
 
 import tempfile
@@ -19,22 +20,25 @@ from pathlib import Path
 from typing import Any
 
 from ray import serve
+from ray.serve.config import RequestRouterConfig
 from ray.serve.llm import LLMConfig, build_pd_openai_app
 
 from examples.serve_vllm import ENVIRONMENT, MODEL, ask, make_model, shutdown, words
 from raykv.bench.testbed import local_cluster, local_pool
 from raykv.config import MIB
 from raykv.integrations.vllm import kv_transfer_config
+from raykv.integrations.vllm.router import VLLMPrefixRouter, routed_config
 
 
 def build(arguments: dict[str, str]) -> serve.Application:
-    """For `serve run`; arguments: `model`, a folder; `pool`, default "default"."""
+    """For `serve run`; arguments: `model`, a folder; `pool`, default "default"; `prefills`, default "1"."""
+    pool = arguments.get("pool", "default")
 
-    def config(role: str) -> LLMConfig:
+    def config(transfer: dict[str, Any], **deployment: Any) -> LLMConfig:
         return LLMConfig(
             model_loading_config={"model_id": MODEL, "model_source": arguments["model"]},
             engine_kwargs={
-                "kv_transfer_config": kv_transfer_config(arguments.get("pool", "default"), role),
+                "kv_transfer_config": transfer,
                 "dtype": "float32",  # in bfloat16 some CPUs give other answers if other pieces are computed
                 "max_model_len": 2048,
                 "block_size": 32,
@@ -42,18 +46,24 @@ def build(arguments: dict[str, str]) -> serve.Application:
                 "kv_cache_memory_bytes": 256 * MIB,
                 "enable_prompt_tokens_details": True,
             },
-            deployment_config={"num_replicas": 1},
+            deployment_config={"num_replicas": 1} | deployment,
             # A replica takes two CPUs with its own, all of a node: so each node has one. With GPUs, leave these two out
             placement_group_config={"bundles": [{"CPU": 1}]},
             accelerator_config={"kind": "cpu"},
             runtime_env={"env_vars": ENVIRONMENT},
         )
 
+    router = RequestRouterConfig(
+        request_router_class=VLLMPrefixRouter, request_router_kwargs={"model": MODEL, "pool": pool}
+    )
+    prefills = int(arguments.get("prefills", 1))
     ingress: dict[str, Any] = {"ray_actor_options": {"num_cpus": 0}}
     return build_pd_openai_app(
         {
-            "prefill_config": config("kv_producer"),
-            "decode_config": config("kv_consumer"),
+            "prefill_config": config(
+                routed_config(pool, "kv_producer"), num_replicas=prefills, request_router_config=router
+            ),
+            "decode_config": config(kv_transfer_config(pool, "kv_consumer")),
             "ingress_deployment_config": ingress,
         }
     )

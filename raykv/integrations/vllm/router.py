@@ -34,11 +34,14 @@ ROUTED = "RoutedConnector"
 register(ROUTED)  # here too: with an application in YAML only the router is imported before the engines start
 
 
-def routed_config(pool: str = "default") -> dict[str, Any]:
-    """The value of `kv_transfer_config` for engines behind a VLLMPrefixRouter. pool: its name. Returns a dict."""
+def routed_config(pool: str = "default", role: str = "kv_both") -> dict[str, Any]:
+    """The value of `kv_transfer_config` for engines behind a VLLMPrefixRouter. Returns a dict.
+
+    pool, role: as of `kv_transfer_config`.
+    """
     register(ROUTED)
     own = {"kv_connector": ROUTED, "kv_connector_module_path": "raykv.integrations.vllm.announce"}
-    return kv_transfer_config(pool) | own
+    return kv_transfer_config(pool, role) | own
 
 
 class VLLMPrefixRouter(PrefixRouter):

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import pytest
 from helpers.engines import left_over
-from helpers.pools import eventually, free_port, settled
+from helpers.pools import ROUTED_S, eventually, free_port, settled
 from ray import serve
 
 import raykv
@@ -31,14 +31,19 @@ def patient_config(pool: str, role: str) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def app(start_for_module: Callable[..., raykv.KVPool], tmp_path_factory: pytest.TempPathFactory) -> Iterator[App]:
-    pool, port = start_for_module(cpu_memory=512 << 20), free_port()
+def app(
+    third_node_for_module: Callable[..., Any],
+    start_for_module: Callable[..., raykv.KVPool],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[App]:
+    third_node_for_module()
+    pool, port = start_for_module(cpu_memory=512 << 20, deadline=ROUTED_S), free_port()
     model = serve_vllm.make_model(tmp_path_factory.mktemp("model"))
     with left_over.removed():
         serve.start(proxy_location="HeadOnly", http_options={"port": port})
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(serve_pd, "kv_transfer_config", patient_config)
-            serve.run(serve_pd.build({"pool": pool.name, "model": model}))
+            patch.setattr(serve_pd, "kv_transfer_config", patient_config)  # of the engine that decodes
+            serve.run(serve_pd.build({"pool": pool.name, "model": model, "prefills": "2"}))
         yield App(pool, f"http://127.0.0.1:{port}/")
         serve_vllm.shutdown()
 
@@ -53,3 +58,14 @@ def test_what_one_engine_prefills_the_other_decodes_to_the_last_token(app: App) 
     again = serve_vllm.ask(serve_vllm.words(100, 100), url=app.url)
     assert again.text == answer.text
     eventually(lambda: settled(app.pool) and app.pool.stats()["intents"] == 0)
+
+
+def test_a_prompt_is_prefilled_where_it_was_prefilled(app: App) -> None:
+    """The engines' own caches have all. An engine that prefills a prompt for the first time would read the pool."""
+    documents = [serve_vllm.words(seed, 1000) for seed in range(200, 204)]
+    first = [serve_vllm.ask(document, url=app.url).text for document in documents]
+    eventually(lambda: settled(app.pool))
+    hits = app.pool.stats()["hits"]
+    for _ in range(3):
+        assert [serve_vllm.ask(document, url=app.url).text for document in documents] == first
+    assert app.pool.stats()["hits"] == hits
