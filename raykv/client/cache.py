@@ -192,8 +192,8 @@ class KVCache:
 
         again: somebody will ask for the blocks, but later than for others: say, an agent waits for a person. They go
         after the blocks of calls without `again`. Of such blocks those of the last call go first, since a person that
-        waits longer returns sooner. After a minute a person may not return at all: the blocks then go before. Where the
-        pool has an external tier, a block that the tier lacks may stay as it is.
+        waits longer returns sooner. After a minute a person may not return at all: the blocks then go before. In a pool
+        with an external tier those of the first call go first, and a block that the tier lacks may stay as it is.
         Leave out the beginning that other prompts share: `cache.done(keys[n:])`. Blocks that somebody reads or writes,
         blocks of another tenant, and copies on a GPU stay as they are. The last key goes first. Returns how many copies
         are evicted earlier now. Raises ValueError for keys of another cache.

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raykv.bench.trace.formats import Trace
-from raykv.config import MIB, SUSPECT_AFTER_S
+from raykv.config import MIB
 from raykv.directory.directory import Directory
 from raykv.protocol.clients import Call, CommitRequest, MatchRequest, NextWindowRequest, ReserveRequest
 from raykv.protocol.location import ALIGN, KEY_BYTES, LOCATION
@@ -65,9 +65,10 @@ class Pool:
         waits: seconds from each request to the next of its session; inf: the session ends. Before a long wait the pool
         is told that the session is done with the blocks that its first request did not find.
         """
-        asked, own = [], dict[int | None, int]()
+        asked, own, begin = [], dict[int | None, int](), self.now
         for number, (node, request) in enumerate(zip(nodes, trace.requests, strict=True)):
-            self.let_pass(request.at - trace.requests[0].at)
+            if waits:
+                self.let_pass(begin + request.at - trace.requests[0].at)
             asked.append(self.ask(node, request.ids))
             start = own.setdefault(request.session, asked[-1][0])
             if waits and waits[number] >= LONG_WAIT_S:
@@ -85,11 +86,10 @@ class Pool:
         )
 
     def let_pass(self, until: float) -> None:
-        """Let time pass. The node stores report often enough."""
-        while self.now < until:
-            self.now = min(until, self.now + SUSPECT_AFTER_S / 2)
-            for node in self.directory.nodes:
-                self.directory.heartbeat(node, 1, self.now)
+        """Let time pass. Then all node stores report."""
+        self.now = max(self.now, until)
+        for node in self.directory.nodes:
+            self.directory.heartbeat(node, 1, self.now)
 
     def ask(self, node: int, ids: list[int]) -> tuple[int, int]:
         """Serve a prompt on a node: read its stored blocks, store the rest.

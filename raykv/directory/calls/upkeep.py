@@ -3,7 +3,7 @@
 import numpy as np
 
 from raykv.config import SUSPECT_AFTER_S
-from raykv.directory.kernels import columns, leases, slabs
+from raykv.directory.kernels import leases, slabs
 from raykv.directory.state.allocator import Node
 from raykv.directory.state.arrays import split_keys
 from raykv.directory.state.holds import Client
@@ -37,12 +37,14 @@ def check(state: State, now: float) -> None:
 
 
 def mark(state: State, now: float) -> None:
-    """Note the tick, and what the tick was a while ago: users that began to wait before are late."""
+    """Note the tick. Users are late that began to wait before the tick of a while ago."""
     marks = state.marks
     if not marks or now - marks[-1][0] >= state.late / MARKS:
         marks.append((now, state.tick))
     while marks[0][0] <= now - state.late:
-        state.c.state[columns.LATE] = marks.popleft()[1]
+        before = marks.popleft()[1]
+        state.size_classes.end_late(state.late_before, before)
+        state.late_before = before
 
 
 def set_state(state: State, node: Node, new: str) -> None:

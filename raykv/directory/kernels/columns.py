@@ -47,14 +47,14 @@ ROW = np.dtype(
 )
 # All rows from the old end up to `clean_tail` are clean. clean_count: number of clean rows. clean_tail: -1 without any.
 # An eviction of a clean row loses nothing: its block is in the external tier, is being demoted, or is not wanted there.
-# done: the youngest of the rows that `eviction.done` put at the old end, -1 if there are none. ended: the youngest of
-# these that nobody asks for again, or -1.
+# done: the youngest of the rows that `eviction.done` put at the old end, -1 if there are none. late: the youngest of
+# these that nobody asks for again, or whose user is late; or -1.
 LIST = np.dtype(
     [
         *(("head", "<i4"), ("tail", "<i4"), ("count", "<i8")),  # written by lists
         *(("clean_tail", "<i8"), ("clean_count", "<i8")),  # written by lists, eviction, demotion
         ("done", "<i8"),  # written by lists, eviction
-        ("ended", "<i8"),  # written by lists
+        ("late", "<i8"),  # written by lists, eviction
     ]
 )
 SIZE_CLASS = np.dtype(  # the slots of one size on one node
@@ -81,12 +81,17 @@ FREE_LIST, REPLICA_LIST, READY_LISTS = range(3)  # from READY_LISTS on, each ten
 LISTS_PER_CLASS = READY_LISTS + TENANTS_MAX
 HEAP = np.dtype([("tick", "<i8"), ("size_class", "<i8")])
 
-CLOCK, COUNTER, EPOCH, ENTRIES, TENANTS, LATE = range(6)  # of Columns.state
+CLOCK, COUNTER, EPOCH, ENTRIES, TENANTS, TIERED = range(6)  # of Columns.state
 FIRST_TICK = 1 << 52  # so that floats tell all idle times apart
-AGAIN, FOR_GOOD = 1 << 49, 1 << 51  # rows that are done with have ticks near FIRST_TICK minus one of these
-WAITING = FIRST_TICK - AGAIN  # rows that are asked for again have ticks near this
+# Rows that are done with have ticks near FIRST_TICK minus one of these: the user asks again, is late, or will not ask.
+# Each is more than twice the one before: a writer evicts a block of its own node instead of one that is twice as old.
+AGAIN, OVERDUE, FOR_GOOD = 1 << 47, 1 << 49, 1 << 51
+WAITING = FIRST_TICK - AGAIN
 IN_USE = FIRST_TICK - AGAIN // 2  # rows in use have ticks above this
-NEEDED = FIRST_TICK - (AGAIN + FOR_GOOD) // 2  # rows that nobody asks for again have ticks below this
+IN_TIME = (
+    FIRST_TICK - (AGAIN + OVERDUE) // 2
+)  # rows that are late, or that nobody asks for again, have ticks below this
+NEEDED = FIRST_TICK - (OVERDUE + FOR_GOOD) // 2  # rows that nobody asks for again have ticks below this
 
 
 class Columns(NamedTuple):
@@ -102,7 +107,7 @@ class Columns(NamedTuple):
     pages: NDArray[np.int32]  # slab of each page of rows; written by no kernel
     grid: NDArray[np.int32]  # slab of (node, number of the slab there), or -1; written by no kernel
     quotas: NDArray[np.void]  # TENANT, of each tenant
-    # CLOCK, COUNTER, EPOCH, ENTRIES, TENANTS (how many), LATE (the clock a while ago)
+    # CLOCK, COUNTER, EPOCH, ENTRIES, TENANTS (how many), TIERED (whether there was an external tier)
     state: NDArray[np.int64]  # written by lists, table, eviction
 
 

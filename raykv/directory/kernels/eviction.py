@@ -6,7 +6,8 @@ writer. `restore_window` evicts blocks if primaries or leases use up a staging w
 may go. If there is only one tenant, all blocks may go.
 
 Of the blocks that users ask for again (`done`), those of the last user go first, since a user that waits longer returns
-sooner. A user that is late may not return at all: the blocks of this user go before (`_late`).
+sooner. A user that is late may not return at all: the blocks of this user go before (`end_late`). In a pool with an
+external tier the blocks of the first user go first: demotion copies the oldest blocks.
 """
 
 import numpy as np
@@ -16,15 +17,17 @@ from raykv.directory.kernels.columns import (
     CLOCK,
     FIRST_TICK,
     FOR_GOOD,
+    IN_TIME,
     IN_USE,
     INT,
-    LATE,
-    NEEDED,
+    LISTS_PER_CLASS,
     NOT_OFFERED,
+    OVERDUE,
     READY,
     REPLICA,
     ROWS,
     TENANTS,
+    TIERED,
     TO_ALL,
     WAITING,
     C,
@@ -193,13 +196,11 @@ def drop_replicas(c, first):
 
 @kernel
 def evict(c, row):
-    """Forget a primary that nobody holds, or a late row of its list. Returns the row that it had.
+    """Forget a primary that nobody holds. Returns its row, which the caller must fill or free.
 
-    The caller must fill or free that row. The key's replicas go too, unless somebody holds them. They are as old as the
-    primary, since `release` touches the primary after a read of a replica. A replica that became the primary would take
-    a slot of its node's staging window.
+    The key's replicas go too, unless somebody holds them. They are as old as the primary, since `release` touches the
+    primary after a read of a replica. A replica that became the primary would take a slot of its node's staging window.
     """
-    row = _late(c, row)
     position = probe(c, c.rows[row].k0, c.rows[row].k1)
     if not alone(c, position, row):
         drop_replicas(c, row_at(c, position))
@@ -207,19 +208,6 @@ def evict(c, row):
     c.size_classes[size_class_of(c, row)].evicted += 1
     c.quotas[tenant_of(c, row)].evicted += 1
     return row
-
-
-@kernel
-def _late(c, row):
-    """The row of a list whose user is awaited for longest, if the user is late; else the list's oldest row, `row`."""
-    which, last = list_of(c, row, READY), c.rows[row].last
-    if last >= IN_USE or last < NEEDED:
-        return row
-    while c.rows[c.lists[which].done].holds > 0:
-        unlink(c, which, np.int64(c.lists[which].done))  # until the hold ends
-    longest = np.int64(c.lists[which].done)
-    since = WAITING - c.rows[longest].last + FIRST_TICK
-    return longest if FIRST_TICK < since <= c.state[LATE] else row
 
 
 @kernel
@@ -284,12 +272,13 @@ def done(c, firsts, tenant, again):
     """Make keys of a tenant older than all blocks in use. Returns how many copies became older.
 
     Copies that somebody holds stay as they are. firsts: of `find`. again: whether somebody will ask for the keys later.
-    Keys that nobody will ask for are evicted first. Then keys follow that somebody will ask for. Of both, the last key
-    of the last call is evicted first.
+    Keys that nobody will ask for are evicted first, and of these the keys of the last call. Then keys follow that
+    somebody will ask for, and of these the keys of the last call; with an external tier those of the first call. Of one
+    call the last key is evicted first.
     """
     count = 0
-    for first in firsts:
-        row = np.int64(first)
+    for i in range(len(firsts)):
+        row = np.int64(firsts[len(firsts) - 1 - i if again and c.state[TIERED] else i])
         if row >= 0 and c.state[TENANTS] > 1 and tenant_of(c, row) != tenant:
             continue
         while row >= 0:
@@ -320,9 +309,8 @@ def _may_rest(c, row):
 def _rest(c, which, row):
     """Put a row between the rows in use and the rows that nobody asks for again. Returns whether it did.
 
-    The row becomes the oldest of the rows that users ask for again. If some of these are clean, the row becomes the
-    youngest: demotion skips clean rows. If rows in use are clean too, only rows move that are clean or in the external
-    tier.
+    A row stays where it is if its new place is among clean rows and the external tier lacks its block: demotion skips
+    clean rows.
     """
     clean_tail, done = c.lists[which].clean_tail, np.int64(c.lists[which].done)
     is_clean = clean_tail >= 0 and c.rows[row].last <= c.rows[clean_tail].last
@@ -332,17 +320,49 @@ def _rest(c, which, row):
     unlink(c, which, row)
     c.state[CLOCK] += 1
     waited = c.state[CLOCK] - FIRST_TICK
-    clean_tail, ended, done = c.lists[which].clean_tail, np.int64(c.lists[which].ended), np.int64(c.lists[which].done)
-    if clean_tail >= 0 and (ended < 0 or c.rows[clean_tail].last > c.rows[ended].last):
-        c.rows[row].last, older = WAITING + waited, done
-    else:
-        c.rows[row].last, older = WAITING - waited, ended
-    if done == older:
-        c.lists[which].done = row
-    link_between(c, which, np.int64(c.rows[older].prev if older >= 0 else c.lists[which].tail), row, older)
+    c.rows[row].last = WAITING + (waited if c.state[TIERED] else -waited)
+    _link_above(c, which, row, np.int64(c.lists[which].done if c.state[TIERED] else c.lists[which].late))
+    clean_tail = c.lists[which].clean_tail
     if clean_tail >= 0 and c.rows[clean_tail].last > c.rows[row].last:
         c.lists[which].clean_count += 1
     return True
+
+
+@kernel
+def _link_above(c, which, row, older):
+    """Put a row that is done with into a list, as the next younger of another; -1: as the oldest."""
+    if c.lists[which].done == older:
+        c.lists[which].done = row
+    link_between(c, which, np.int64(c.rows[older].prev if older >= 0 else c.lists[which].tail), row, older)
+
+
+@kernel(C, INT, INT, INT)
+def end_late(c, size_classes, after, before):
+    """Have rows go before all other rows that wait, if their wait began at ticks in (after, before]. Returns how many.
+
+    size_classes: how many there are. The rows' order stays the same. With an external tier no row moves: there the
+    longest waits end first.
+    """
+    count = 0
+    for which in range(0 if c.state[TIERED] else size_classes * LISTS_PER_CLASS):
+        row, oldest = np.int64(c.lists[which].done), np.int64(-1)
+        while row >= 0 and c.rows[row].last > IN_TIME and _since(c, row) <= before:
+            row, oldest = np.int64(c.rows[row].next), row
+        while oldest >= 0:
+            row, younger = oldest, np.int64(c.rows[oldest].prev)
+            oldest = np.int64(-1) if c.lists[which].done == row else younger
+            unlink(c, which, row)
+            c.rows[row].last = after + before - _since(c, row) - OVERDUE
+            _link_above(c, which, row, np.int64(c.lists[which].late))
+            c.lists[which].late = row
+            count += 1
+    return count
+
+
+@kernel
+def _since(c, row):
+    """The tick at which a row began to wait. Not for rows of a pool with an external tier."""
+    return FIRST_TICK + WAITING - c.rows[row].last
 
 
 @kernel

@@ -17,10 +17,10 @@ from raykv.directory.kernels.columns import (
     EXTERNAL,
     FREE,
     FREE_LIST,
+    IN_TIME,
     IN_USE,
     INT,
     LISTS_PER_CLASS,
-    NEEDED,
     NOWHERE,
     PAGE_BITS,
     QUARANTINED,
@@ -113,7 +113,7 @@ def give_up_list(c, size_class, tenant):
         c.lists[which].clean_tail = -1
         c.lists[which].clean_count = 0
     c.lists[target].done = younger_of(c, c.lists[target].done, c.lists[source].done)
-    c.lists[target].ended = younger_of(c, c.lists[target].ended, c.lists[source].ended)
+    c.lists[target].late = younger_of(c, c.lists[target].late, c.lists[source].late)
     younger = np.int64(c.lists[target].tail)
     row = np.int64(c.lists[source].tail)
     while row >= 0:
@@ -123,7 +123,7 @@ def give_up_list(c, size_class, tenant):
         older = np.int64(c.rows[younger].next if younger >= 0 else c.lists[target].head)
         link_between(c, target, younger, row, older)
         row = after
-    c.lists[source].head = c.lists[source].tail = c.lists[source].done = c.lists[source].ended = -1
+    c.lists[source].head = c.lists[source].tail = c.lists[source].done = c.lists[source].late = -1
     c.lists[source].count = 0
 
 
@@ -163,8 +163,8 @@ def link_old(c, which, row):
         c.rows[row].last = min(c.rows[row].last, c.rows[tail].last - 1)
     if c.lists[which].done < 0 and c.rows[row].last < IN_USE:
         c.lists[which].done = row
-    if c.lists[which].ended < 0 and c.rows[row].last < NEEDED:
-        c.lists[which].ended = row
+    if c.lists[which].late < 0 and c.rows[row].last < IN_TIME:
+        c.lists[which].late = row
     link_between(c, which, tail, row, np.int64(-1))
 
 
@@ -177,8 +177,8 @@ def unlink(c, which, row):
         c.lists[which].clean_tail = after if clean_tail == row else clean_tail
     if c.lists[which].done == row:
         c.lists[which].done = after
-    if c.lists[which].ended == row:
-        c.lists[which].ended = after
+    if c.lists[which].late == row:
+        c.lists[which].late = after
     if before >= 0:
         c.rows[before].next = after
     else:

@@ -167,6 +167,11 @@ class SizeClasses:
         """Tick of the last use of the size class's oldest victim; -1 where it has none."""
         return self._tick_of(eviction.oldest(self.c, size_class))
 
+    def end_late(self, after: int, before: int) -> None:
+        """Have blocks go before all others that wait, if their wait began at ticks in (after, before]."""
+        if eviction.end_late(self.c, self._class_count, after, before):
+            self.reset_heaps()
+
     def oldest_tick_in_use(self, size_class: int) -> int:
         """As `oldest_tick`, among blocks that nobody is done with."""
         return self._tick_of(eviction.oldest_in_use(self.c, size_class))

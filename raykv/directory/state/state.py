@@ -8,7 +8,7 @@ import numpy as np
 
 from raykv.config import CLIENT_TTL_S, MIB
 from raykv.directory.kernels import table
-from raykv.directory.kernels.columns import CLOCK, EPOCH, NODE_BITS, Columns
+from raykv.directory.kernels.columns import CLOCK, EPOCH, FIRST_TICK, NODE_BITS, Columns
 from raykv.directory.state.allocator import Allocator, Node
 from raykv.directory.state.arrays import RowArray, key_array
 from raykv.directory.state.gpu_demotion import GpuDemotion
@@ -79,6 +79,7 @@ class State:
         self.stamped: set[bytes] = set()  # nonces of arenas that carry this epoch
         self.next_check = 0.0
         self.marks: deque[tuple[float, int]] = deque()  # (seconds of the callers' clock, the tick then): see upkeep
+        self.late_before = FIRST_TICK  # users that began to wait before this tick are late
         self._indices = itertools.count()
 
     @property

@@ -75,6 +75,7 @@ class TierCatalog:
             spare = list(reversed(range(max(1, min(report.capacity // slab, SLABS_MAX)))))
             owner = None if report.shared else node
             tier = self.tiers[name] = ExternalTier(new_index(), report.capacity, owner, spare, slab)
+            self._c.state[columns.TIERED] = True
         self._set_reached(tier, node, report.reached)
         if report.reached and tier.lister is None:
             tier.lister = node

@@ -55,12 +55,10 @@ def test_who_is_late_may_not_come_and_goes_before_the_last() -> None:
     pool.tick(LATE_S / MARKS)
     assert done(pool, KEYS[2:4], again=True) == 2 and done(pool, KEYS[4:5]) == 1
     pool.tick(LATE_S)
-    lease, _ = pool.match("a", KEYS[:1])  # a reader has it, so another goes
-    for number, goes in enumerate((4, 1, 3, 2, 6, 5)):
+    for number, goes in enumerate((4, 1, 0, 3, 2, 6, 5)):
         before = left(pool, KEYS[:7])
         pool.store("a", [KEYS[10 + number]])
         assert left(pool, KEYS[:7]) == [key for key in before if key != KEYS[goes]]
-    pool.release("a", lease)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -70,7 +68,7 @@ def test_the_order_is_that_of_a_list(seed: int) -> None:
         key = rng.choice(KEYS[:100])
         what = rng.choices(["use", "again", "ended", "time"], [10, 6, 1, 10])[0]
         if what == "time":
-            order.now += LATE_S / MARKS
+            order.let_pass()
             pool.tick(LATE_S / MARKS)
         elif what == "use":
             if pool.read("a", [key]) == 0:
@@ -104,13 +102,21 @@ class Order:
             self.put(key, how)
         return len(there)
 
+    def let_pass(self) -> None:
+        self.now += LATE_S / MARKS
+        late = [
+            key for key, (how, at) in self.blocks.items() if how == "again" and at <= self.now - LATE_S - LATE_S / MARKS
+        ]
+        for number, key in enumerate(reversed(late)):
+            self.put(key, f"late {self.now:09.0f} {number:03}")
+
     def next(self) -> bytes:
+        """The key that goes next: ended, late (earlier lateness first), waiting, in use."""
         ended, again, use = (
-            [(key, since) for key, (what, since) in self.blocks.items() if what == how]
-            for how in ("ended", "again", "use")
+            [key for key, (what, _) in self.blocks.items() if what == how] for how in ("ended", "again", "use")
         )
-        late = [key for key, since in again if self.now - since >= LATE_S + LATE_S / MARKS]
-        return ended[-1][0] if ended else late[0] if late else again[-1][0] if again else use[0][0]
+        late = sorted((what, key) for key, (what, _) in self.blocks.items() if what.startswith("late"))
+        return ended[-1] if ended else late[0][1] if late else again[-1] if again else use[0]
 
 
 @pytest.mark.parametrize("again", [False, True])
@@ -198,6 +204,19 @@ def test_what_the_tier_lacks_is_demoted_before_it_goes() -> None:
     assert sorted(pool.demote_all("a")) == KEYS[3:6]
     assert done(pool, KEYS[:6], again=True) == 2 * 6
     check_invariants(pool.directory)
+
+
+def test_with_an_external_tier_the_longest_wait_ends_first() -> None:
+    pool = tiered(share=1.0)
+    pool.store("a", KEYS[:7])
+    assert len(pool.demote_all("a")) == 7
+    assert done(pool, KEYS[:2], again=True) == done(pool, KEYS[2:4], again=True) == 4
+    pool.tick(2 * LATE_S)
+    for number, goes in enumerate((1, 0, 3, 2, 6)):
+        assert pool.directory.locate_prefix(KEYS[goes]).nodes
+        pool.store("a", [KEYS[10 + number]])
+        assert not pool.directory.locate_prefix(KEYS[goes]).nodes
+        assert len(pool.demote_all("a")) == 1
 
 
 def test_it_goes_first_in_the_tier_too() -> None:

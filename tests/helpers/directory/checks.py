@@ -165,7 +165,7 @@ def _check_lists(directory: Directory, live: Any) -> None:
                 if of != columns.FREE:
                     assert rows[row][3] < last, "not in the order of use"
                     last = rows[row][3]
-                    for i, below in enumerate((columns.IN_USE, columns.NEEDED)):
+                    for i, below in enumerate((columns.IN_USE, columns.IN_TIME)):
                         if done_with[i] < 0 and last < below:
                             done_with[i] = row
                 before, row = row, rows[row][5]

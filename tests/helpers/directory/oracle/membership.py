@@ -98,7 +98,8 @@ class Membership(Pins):
         self.intents.expire(now)
         if not self.marks or now - self.marks[-1][0] >= self.late / 12:
             self.marks.append((now, self.clock))
-        self.late_tick = max((tick for at, tick in self.marks if at <= now - self.late), default=self.late_tick)
+        while self.marks[0][0] <= now - self.late:
+            self.end_late(self.marks.pop(0)[1])
 
     def end_unused(self, client: Client, now: float) -> None:
         """End leases that were not used for a long time. Their staging slots may still be written: quarantine these."""

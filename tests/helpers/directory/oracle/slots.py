@@ -20,8 +20,8 @@ COUNTERS = (
 USES_MAX = 255
 HOLDS_MAX = 65535
 FIRST_TICK = 1 << 52
-AGAIN, FOR_GOOD = 1 << 49, 1 << 51  # ticks that `done` adds to a block's age: with again=True, and without
-IN_USE = FIRST_TICK - AGAIN // 2
+AGAIN, OVERDUE, FOR_GOOD = 1 << 47, 1 << 49, 1 << 51  # ages that `done` gives blocks: see columns.py
+IN_USE, IN_TIME = FIRST_TICK - AGAIN // 2, FIRST_TICK - (AGAIN + OVERDUE) // 2
 LOCATION = struct.Struct("<IIIIQQ")
 
 
@@ -43,7 +43,7 @@ class Row:
     @property
     def needed(self) -> bool:
         """Whether the block may be asked for again: not done with for good."""
-        return self.last > FIRST_TICK - (AGAIN + FOR_GOOD) // 2
+        return self.last > FIRST_TICK - (OVERDUE + FOR_GOOD) // 2
 
     @property
     def fleeting(self) -> bool:
@@ -231,7 +231,8 @@ class Slots:
         self.table: dict[bytes, list[Row]] = {}  # the copies of each key, in the order in which they came
         self.evicted: dict[SizeClass, int] = {}
         self.marks: list[tuple[float, int]] = []  # (time, the clock then)
-        self.late, self.late_tick = late, 0  # late_tick: the clock a while ago: waits that began before are too long
+        self.late, self.late_before = late, FIRST_TICK
+        self.tiered = False  # whether there was an external tier
         self.nodes: dict[str, Node] = {}
         self.tiers: dict[str, Tier] = {}  # by owner; the tier of "" is shared by all nodes
         self.by_index: dict[int, Node | Tier] = {}
@@ -260,7 +261,7 @@ class Slots:
     def done_with(self, keys: list[bytes], tenant: str, again: bool) -> int:
         """Have unheld copies of a tenant's own keys evicted before blocks in use. Returns how many copies."""
         count = 0
-        for key in keys:
+        for key in reversed(keys) if again and self.tiered else keys:
             copies = self.table.get(key, [])
             for row in copies if copies and copies[0].tenant == tenant else ():
                 size_class = row.slab.size_class
@@ -281,23 +282,18 @@ class Slots:
         if not row.clean and not in_tier and any(other.clean and other.last > before for other in line):
             return False
         self.clock += 1
-        behind_clean = any(other.clean and other.needed for other in line if other is not row)
-        row.last = FIRST_TICK - AGAIN + (self.clock - FIRST_TICK) * (1 if behind_clean else -1)
+        row.last = FIRST_TICK - AGAIN + (self.clock - FIRST_TICK) * (1 if self.tiered else -1)
         row.clean = any(other.clean and other.last > row.last for other in line if other is not row)
         return True
 
-    def late_one(self, row: Row) -> Row:
-        """The block that goes where a block is the oldest: that of the longest wait, if this wait is too long."""
-        if not row.needed or row.last > IN_USE:
-            return row
-        line = row.slab.size_class.of_tenant(row.tenant)
-        waiting = [other for other in reversed(line) if other.last < IN_USE]
-        for longest in waiting:
-            if not longest.holds:
-                break
-            longest.aged = False
-        since = 2 * FIRST_TICK - AGAIN - longest.last
-        return longest if FIRST_TICK < since <= self.late_tick else row
+    def end_late(self, before: int) -> None:
+        """Have blocks go before others that wait, if their users began to wait before a tick."""
+        waiting = [row for copies in self.table.values() for row in copies if IN_TIME < row.last < IN_USE]
+        for row in waiting if not self.tiered else ():
+            since = 2 * FIRST_TICK - AGAIN - row.last
+            if since <= before and (row.aged or row.state == "replica"):
+                row.last = self.late_before + before - since - OVERDUE
+        self.late_before = before
 
     def done_for_good(self, row: Row) -> bool:
         """Make a block the next to be evicted, and have no tier take it."""

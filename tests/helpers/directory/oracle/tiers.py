@@ -72,6 +72,7 @@ class Tiers(Tenants):
             spare = list(range(max(1, capacity // TIER_SLAB)))[::-1]
             tier = Tier(self.new_index(tier=True), capacity, TIER_SLAB, None if shared else name, spare)
             self.tiers[whose] = self.by_index[tier.index] = tier
+            self.tiered = True
         tier = self.tiers[whose]
         (tier.unreached.discard if reached else tier.unreached.add)(name)
         self.offer_tiers()
