@@ -15,7 +15,7 @@ MIB = 1 << 20
 NAMESPACE = "raykv"  # Ray's namespace of every actor that raykv starts
 METADATA_DEADLINE_S = 0.25  # for the directory to answer a client's question, by default
 HEARTBEAT_S = 1.0  # between two heartbeats of a node
-SUSPECT_AFTER_S = 3.0 * HEARTBEAT_S  # without a heartbeat for so long a node is "suspect"
+SUSPECT_AFTER_S = 3.0 * HEARTBEAT_S  # a node without a heartbeat for so long is "suspect"
 CLIENT_TTL_S = 10.0  # a client that has said nothing for this long is gone
 TRANSPORTS = ("auto", "nixl", "tcp", "object_store")
 # The share of a node's slots to keep free or copied to its external tier, so that new blocks find room at once.
@@ -38,9 +38,9 @@ class PoolConfig:
     cpu_memory: of every node: a fraction of its memory (0.3), or bytes (an int above 1, or "20GiB"); see `parse_size`.
     gpu_memory: of every GPU of a node, given as for `cpu_memory`. Blocks of engines that attach with `device=` go to
         that GPU first. 0: no GPU tier.
-    locality: a writer's node evicts its own coldest block. If another node's block has been idle more than so many
-        times as long, that block is evicted instead. 1 is exact cluster-wide LRU. With a value above 1 the pool changes
-        to exact LRU when memory is scarce, and leaves memory to copies when it has some to spare.
+    locality: a writer's node evicts its own coldest block. If a block of another node has been idle more than
+        `locality` times as long, that block is evicted instead. 1 is exact cluster-wide LRU. With a value above 1 the
+        pool changes to exact LRU when memory is scarce, and leaves memory to copies when memory is plentiful.
     transport: how blocks cross nodes. "auto": each pair of nodes uses the best transport that both have: NIXL over
         RDMA, else TCP between node stores. While that fails they use Ray's object store. "nixl": NIXL over any network;
         "tcp": no NIXL; "object_store": only Ray's, for networks that only Ray may use. Where Ray uses TLS, TCP uses TLS
@@ -51,11 +51,12 @@ class PoolConfig:
     write: which blocks are demoted to that tier. "back": a node's oldest blocks, before their room is needed;
         "through": every block soon after it is stored; "never": none.
     min_hits: how many matches must have asked for a block before it is demoted.
-    deadline: seconds for the directory to answer a client's question, at most 10; after them the answer is a miss.
-        Raise it where engines keep all processors busy: clients then notice a hanging directory later. A router waits a
-        fifth of the deadline; a read waits eight deadlines for staging slots, and 2 s at least.
-    idle_node_s: the pool leaves a node when nothing else has run there for so many seconds. The node's blocks go to
-        other nodes, and its store ends, so Ray's autoscaler can remove it. 0: never. Ray's head keeps a store.
+    deadline: seconds for the directory to answer a client's question, at most 10; a later answer is a miss. Raise it
+        where engines keep all processors busy: clients then notice a hanging directory later. A router waits a fifth of
+        the deadline; a read waits eight deadlines for staging slots, and 2 s at least.
+    idle_node_s: the pool leaves a node when nothing else has run on the node for this number of seconds. The node's
+        blocks go to other nodes, and its store ends, so Ray's autoscaler can remove it. 0: never. Ray's head keeps a
+        store.
     secret: keys are derived from it: bytes, or the path of a file that only its owner can read. Default: RAYKV_SECRET
         of the environment, else a random secret, kept in Ray's internal KV.
     """

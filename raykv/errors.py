@@ -14,7 +14,7 @@ class CapacityError(RayKVError):
 
 
 class ProtocolMismatch(RayKVError):
-    """The pool was started by a raykv whose messages this one does not understand."""
+    """Another version of raykv started the pool, and this version does not understand its messages."""
 
 
 class ArenaMismatch(RayKVError):
@@ -22,7 +22,7 @@ class ArenaMismatch(RayKVError):
 
 
 class DeviceError(RayKVError):
-    """A GPU failed. Code that copies from or to the GPU takes this as a miss.
+    """A GPU failed. Code that copies from or to the GPU takes this error for a miss.
 
     status: CUDA's number of the error, or 0.
     """

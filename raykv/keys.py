@@ -20,7 +20,7 @@ from raykv.system.sha256 import digests
 
 ROOT_BYTES = 32
 _INT32 = np.iinfo(np.int32)
-_HEAD, _MARSHALLED = 5, np.dtype([("code", "S1"), ("value", "<i4")])  # what marshal writes: a head, then each item
+_HEAD, _MARSHALLED = 5, np.dtype([("code", "S1"), ("value", "<i4")])  # output of marshal: a head, then each item
 
 
 class CacheId(NamedTuple):
@@ -32,8 +32,8 @@ class CacheId(NamedTuple):
     model: str
     block_tokens: int
     block_bytes: int
-    digest: bytes  # of the cache's root, and so of everything that tells the cache from others
-    tenant: str = ""  # is charged for blocks, and is a label of metrics: see `for_salt`
+    digest: bytes  # of the cache's root, and so of everything that tells the cache from other caches
+    tenant: str = ""  # pays for blocks, and is a label of metrics: see `for_salt`
     is_named: bool = False  # whether the caller named the tenant; if not, it comes from the cache's salt
 
     def __eq__(self, other: object) -> bool:
@@ -46,7 +46,10 @@ class CacheId(NamedTuple):
         return hash(self.digest)
 
     def for_salt(self, salt: str | bytes | None, secret: bytes) -> "CacheId":
-        """The same cache, for a prompt with that salt. Without a named tenant it gets the salt's (`tenant_of`)."""
+        """The same cache, for a prompt with that salt.
+
+        Without a named tenant, the cache gets the salt's tenant (`tenant_of`).
+        """
         return self._replace(tenant=tenant_of(salt, secret)) if salt and not self.is_named else self
 
     def __str__(self) -> str:
@@ -67,7 +70,10 @@ class Keys(np.ndarray[Any, np.dtype[np.uint8]]):  # not NDArray: an alias is no 
     _cache: CacheId | None
 
     def __new__(cls, rows: NDArray[np.uint8], cache: CacheId) -> "Keys":
-        """rows: (n, 16) uint8, not copied if contiguous. For raykv itself: nothing checks that they are of `cache`."""
+        """rows: (n, 16) uint8, not copied if contiguous.
+
+        For raykv itself: nothing checks that the rows are keys of `cache`.
+        """
         keys = np.ascontiguousarray(rows).view(cls)
         if not keys._are_rows():
             raise ValueError(f"keys: {rows.dtype} of shape {rows.shape}, not uint8 of (n, {KEY_BYTES})")
@@ -132,7 +138,7 @@ def _cache_of(array: object) -> CacheId | None:
 def tenant_of(salt: str | bytes | None, secret: bytes) -> str:
     """Default name of the tenant of a salt; "" without a salt.
 
-    It is 8 hex digits of the salt's HMAC-SHA256 under the pool's secret. From a plain hash, readers of metrics could
+    It is 8 hex digits of the salt's HMAC-SHA256 under the pool's secret. With a plain hash, readers of metrics could
     find the salt by trying a list.
     """
     return hmac.digest(secret, b"tenant" + _bytes("salt", salt), "sha256").hex()[:8] if salt else ""
@@ -187,8 +193,8 @@ def chain(
 
     token_ids: 1-D: list or tuple of int, or an integer array or tensor (numpy, torch, ...); from 0 to 2**31 - 1.
     lora, salt: change every key. A str means its UTF-8 bytes; None differs from empty.
-    extra: what else a block depends on, such as an image's hash: {block: value}, or one value (or None) for each block.
-        It changes the keys from that block on. The partial last block may have a value, though it has no key.
+    extra: further input of a block's KV, such as an image's hash: {block: value}, or one value (or None) for each
+        block. It changes the keys from that block on. The partial last block may have a value, though it has no key.
     ValueError for other values.
     """
     if isinstance(block_tokens, bool) or not isinstance(block_tokens, int) or block_tokens < 1:

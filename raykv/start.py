@@ -1,7 +1,7 @@
 """`raykv.start`: start the actors of a pool, if every node can take its part.
 
-The directory and the node stores start first, and wait for the pool's settings. Each store says what its node has.
-`start` puts the settings when every node can take its part. The supervisor comes last, when the pool can serve.
+The directory and the node stores start first, and wait for the pool's settings. Each store reports the resources of its
+node. `start` puts the settings when every node can take its part. The supervisor comes last, when the pool can serve.
 """
 
 import json
@@ -34,11 +34,11 @@ from raykv.tiers.registry import registered
 from raykv.tiers.url import shown
 
 log = logging.getLogger("raykv")
-ASK_DEADLINE_S = 60.0  # for a node's store to say what it has
+ASK_DEADLINE_S = 60.0  # for a node's store to report its resources
 START_DEADLINE_S = 300.0  # the first start on a machine compiles the kernels
 PROGRESS_S = 0.2  # between two reports of how many kernels are compiled
 ANSWER_LOOK_S = 0.02  # between two looks for the stores' answers
-SILENT_S = 3.0  # after so long a silent node is asked whether it has raykv
+SILENT_S = 3.0  # a node that is silent for so long is asked whether it has raykv
 Progress = Callable[[int, int], None]
 
 
@@ -53,7 +53,7 @@ def start(config: PoolConfig | None = None, *, exist_ok: bool = False, on_progre
 
     CapacityError where a node can't afford the memory. PoolNotFound if there is no Ray cluster. ValueError for settings
     that are not the running pool's, for a bad secret, for nodes that lack raykv, and for an external tier, a transport
-    or GPUs that nodes can't use. An error or a KeyboardInterrupt ends whatever this call started.
+    or GPUs that nodes can't use. An error or a KeyboardInterrupt ends all that this call started.
     """
     exist_ok |= config is None
     config = config or PoolConfig()
@@ -171,7 +171,7 @@ def _compiled(pool: str) -> list[int]:
 
 
 def _why_not_there(node_id: str, store: Any) -> str:
-    """Wait until a node's store serves. Returns why it does not; "" if it does, or its node was lost meanwhile."""
+    """Wait until a node's store serves. Returns the reason if it does not; "" if it does, or if its node was lost."""
     try:
         ray.get(store.describe_arena.remote(), timeout=ASK_DEADLINE_S)
     except RayError as error:

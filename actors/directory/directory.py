@@ -1,7 +1,7 @@
 """The directory as an actor: its server, calls through Ray, and what Ray's internal KV keeps for later directories.
 
-A call through Ray costs this process ten times as much as the answer. So clients and node stores each keep a
-connection, which one thread serves. A lock keeps this thread and Ray's thread apart. Calls through Ray are for
+A call through Ray costs this process ten times as much as answering the call. So clients and node stores each keep a
+connection, which one thread serves. A lock keeps that thread and Ray's thread apart. Calls through Ray are for
 administrators, and for processes that can't reach the socket.
 """
 
@@ -27,14 +27,17 @@ from raykv.system import events, free_memory
 from raykv.system.jit import compile_all
 
 log = logging.getLogger("raykv")
-SUCCESSOR_BYTES = 1 << 30  # a successor loads its kernels early where so much memory is free
+SUCCESSOR_BYTES = 1 << 30  # free memory with which a successor loads its kernels early
 
 
 class DirectoryActor(DirectoryServer):
     """The actor that knows where every block of a pool is."""
 
     def __init__(self, pool: str, name: str) -> None:
-        """name: this actor's. It serves if the pool says that it is in charge. Else it stands by: see Succession."""
+        """name: this actor's.
+
+        The actor serves if the pool says that it is in charge. Otherwise the actor stands by: see Succession.
+        """
         super().__init__(pool, DirectoryMetrics(pool, name))
         events.begin(named_actors.restarted(), role="directory", pool=pool, name=name, pid=os.getpid())
         if internal_kv.settings(pool) is None:  # `start` waits, and shows the progress
@@ -56,7 +59,7 @@ class DirectoryActor(DirectoryServer):
         return str(ray.get_runtime_context().get_node_id())
 
     def take_charge(self) -> None:
-        """Serve from now on, whichever directory did so before."""
+        """Serve from now on, whichever directory served before."""
         self._succession.take()
 
     def _serve(self) -> Address | None:
@@ -105,7 +108,7 @@ class DirectoryActor(DirectoryServer):
         if host_of(name) not in self._nodes:
             raise ValueError(f"{name!r} is no node of this Ray cluster: a store joins by the id of its node")
         joined, is_raised = self._join(name, arena)
-        if is_raised:  # the arena knew of later directories than Ray did
+        if is_raised:  # the arena knew a newer epoch than Ray's KV
             internal_kv.take_epoch(self._pool, joined.epoch)
         events.tell("join", node=events.short(name), index=joined.node, epoch=joined.epoch)
         return tuple(joined)

@@ -46,7 +46,7 @@ class Followers:
         self._left_out += left_out + len(lines[room:])
 
     def follow(self, cursor: Cursor, epoch: int, names: dict[int, str], now: float) -> Followed:
-        """Lines since the cursor of the last Followed, or all after a take-over. cursor (0, 0, 0): asks for no line."""
+        """Lines since the cursor of the last Followed, or all lines after a take-over. cursor (0, 0, 0): no line."""
         self._until = now + FOLLOW_S
         known, seen, left_out = cursor
         if known == 0:

@@ -41,12 +41,12 @@ MEMORY_EVERY = 2  # exports from one census of a memory to the next: a census lo
 STEP_SLOTS = 16_384  # that a census looks at in a row, in less than a millisecond
 STEP_S = 0.0005  # between two looks at some of a node's slots, so that calls come in between
 FOLDED = 1024  # call times that are added to their buckets at once
-TIMED_EVERY = 8  # one of so many frequent calls is timed: timing a call costs more than counting it
+TIMED_EVERY = 8  # one call of TIMED_EVERY frequent calls is timed: timing a call costs more than counting the call
 SLOT_STATES = ("free", "writing", "ready", "replica", "staging", "quarantined", "dropped", "demoting")
 
 
 def timed_every(method: str) -> int:
-    """One of so many calls of a method is timed, and counts for all of them."""
+    """How many calls of a method each timed call stands for."""
     return TIMED_EVERY if CALLS[method].frequent else 1
 
 
@@ -202,7 +202,10 @@ class DirectoryMetrics:
 
 
 def _by_source(totals: dict[str, int]) -> dict[str, int]:
-    """Hits by where the blocks were. A `promoted` block, in the memory of a GPU reader's node, counts as memory."""
+    """Hits by where the blocks were.
+
+    A `promoted` block is in the memory of a GPU reader's node, and counts as memory.
+    """
     elsewhere = {"gpu": "gpu_hits", "node": "remote_hits", "external": "external_hits"}
     found = {source: totals[name] for source, name in elsewhere.items()}
     return {**found, "memory": totals["hits"] - sum(found.values())}

@@ -136,7 +136,10 @@ class DirectoryServer:
         return Unhurried(wire.frame(answer)) if unhurried else wire.frame(answer)
 
     def _failed(self, name: str, error: Exception) -> str:
-        """The error text for the caller. Logs it too, once a minute for each call, as callers repeat themselves."""
+        """The error text for the caller.
+
+        Also logs the text, once a minute for each call, as callers repeat themselves.
+        """
         text, now = repr(error), time.monotonic()
         if len(text) > ERROR_CHARS:
             text = f"{text[:ERROR_CHARS]}... ({len(text)} characters)"
@@ -177,7 +180,10 @@ class DirectoryServer:
         return answer.epoch, found, answer.pending, short
 
     def _why_parts_short(self, parts: tuple[MatchRequest, ...], found: int) -> str:
-        """Why the missing part ended the match. Present parts would give NO_MEMORY as their reason."""
+        """Why a match of several parts ended at a missing part.
+
+        Parts that are present would give NO_MEMORY as the reason.
+        """
         reasons = [self._why_short(part.keys, found + part.ahead) for part in parts]
         return next((why for why in reasons if why != NO_MEMORY), NO_MEMORY)
 

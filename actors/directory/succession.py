@@ -1,7 +1,7 @@
 """Which directory of a pool is in charge. A pool has two: one is in charge, the other is ready to take over.
 
 Neither needs the supervisor, or waits until Ray notices a lost node. A directory that takes charge takes an epoch that
-no directory had. So two can't be in charge: a process that knows the newer directory refuses the older.
+no directory had. So two directories can't be in charge: a process that knows the newer directory refuses the older.
 """
 
 import logging
@@ -23,7 +23,7 @@ from raykv.system import events
 
 log = logging.getLogger("raykv")
 SILENT_PINGS = 3  # of HEARTBEAT_S each; after them a directory counts as lost
-ENDING_LOOKS = 50  # at most so often it is checked whether a process has ended
+ENDING_LOOKS = 50  # checks whether a process has ended, at most
 ENDING_LOOK_S = 0.02  # between two looks whether a process has ended
 SILENT_RAY_PINGS = 10  # like SILENT_PINGS, for pings through Ray, which wait behind all other calls
 
@@ -39,8 +39,8 @@ class Succession:
     ) -> None:
         """name: of this directory's actor. prepare: slow work to do early. take_charge: makes the directory serve.
 
-        take_charge returns where the directory listens. It is called again if the pool could not be told of the first
-        answer; a second call changes nothing.
+        take_charge returns where the directory listens. If telling the pool of the first answer failed, it is called
+        again. A second call changes nothing.
         """
         self._pool, self._name, self._prepare, self._take_charge = pool, name, prepare, take_charge
         self._line = DirectoryLine(pool)
@@ -48,7 +48,7 @@ class Succession:
         self._watched: Address | None = None  # where it was pinged
         self._known: Address | None = None  # where it answered
         self._serves = False
-        self._taking = threading.Lock()  # held by `take`, which the supervisor may ask for too
+        self._taking = threading.Lock()  # held by `take`, which the supervisor may call too
         self._loop = Periodic("raykv-succession", self._step, self._on_error, self._watched_connection)
 
     def start(self) -> None:
@@ -127,7 +127,7 @@ class Succession:
         return self._silent >= (SILENT_PINGS if self._line.way == "socket" else SILENT_RAY_PINGS)
 
     def _has_ended(self, address: Address) -> bool:
-        """Whether nobody listens any more where the directory listened, though its node lives."""
+        """Whether nobody listens any more at the directory's address, though its node lives."""
         self._known = None  # forget the address, so that the directory is looked up again
         self._line.close()
         for _ in range(ENDING_LOOKS):

@@ -1,4 +1,7 @@
-"""The successor: a pool's directory that stands by. Where it should be, and when it is started again."""
+"""The successor: a pool's directory that stands by.
+
+This module decides on which node the successor runs, and when it starts again.
+"""
 
 import logging
 import time
@@ -42,7 +45,7 @@ class Successor:
         return self._number == number and self._handle is not None and is_alive(self._handle)
 
     def look(self, number: int, in_charge: str, others: list[str]) -> Any:
-        """Start the successor if it does not run. Returns its handle if it should be somewhere else.
+        """Start the successor if it does not run. Returns the successor's handle if it should be on another node.
 
         number: the successor's. in_charge: node of the directory in charge. others: other nodes where it may be.
         """

@@ -1,7 +1,7 @@
 """Demotes a node's blocks to its external tier. It is the part of a node store that reports on the tier.
 
-The directory decides which blocks are demoted and which are deleted. The Demoter asks for them in its own thread, which
-may wait for a slow tier, and reports the outcome.
+The directory decides which blocks are demoted and which are deleted. The Demoter asks for these blocks in its own
+thread, which may wait for a slow tier, and reports the outcome.
 """
 
 import secrets
@@ -70,7 +70,7 @@ class Demoter:
         self._lost = False  # the tier's content is gone, and the directory does not know it
         self._reported_up, self._reported_at = False, 0.0  # the tier's state that the directory knows, and since when
         self._served = False  # the directory knows all of the tier, and every node reaches it
-        self._flushes: set[object] = set()  # callers who want everything demoted
+        self._flushes: set[object] = set()  # callers that want everything demoted
         self._idle = threading.Event()  # set when nothing was left to demote
         self._pause = 0.0
         self._loop = DirectoryLoop(pool, "raykv-demoter", self._step, self._on_error)
@@ -141,7 +141,7 @@ class Demoter:
     def _report_existing(self, directory: DirectoryLine) -> None:
         """List the tier's blocks to the directory. Delete blocks for which the tier's capacity has no room."""
         listed = {key: size for batch in self.external.scan() for key, size in batch}  # redis may name a key twice
-        if not self.external.up:  # it will be listed again when it is back
+        if not self.external.up:  # the tier will be listed again when it is back
             return
         fits = fitting(list(listed.values()), self._capacity)
         self.external.delete([key for key, fit in zip(listed, fits, strict=True) if not fit])
@@ -168,7 +168,7 @@ class Demoter:
                 if whole and not stored.any():  # the flush ends, as the tier takes nothing
                     self._idle.set()
                 self._loop.sleep(REFUSED_S)
-            elif not stored.any():  # whatever the reason, the directory would ask for them again at once
+            elif not stored.any():  # without a pause the directory would name the same blocks again at once
                 self._loop.sleep(POLL_S)
         elif whole and self._served and not demotions.to_delete:
             self._idle.set()

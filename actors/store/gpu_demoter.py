@@ -1,6 +1,7 @@
 """Demotes the oldest blocks of a GPU to the memory of its node.
 
-The directory decides which blocks are demoted. The GpuDemoter asks for them in its own thread, like the Demoter.
+The directory decides which blocks are demoted. The GpuDemoter asks for these blocks in its own thread, like the
+Demoter.
 """
 
 import logging
@@ -54,7 +55,10 @@ class GpuDemoter:
 def _copy(
     gpu: NodeMemory, source: Locations, keys: NDArray[np.uint8], arena: Arena, target: Locations
 ) -> NDArray[np.bool_]:
-    """Copy blocks of a GPU (n LOCATIONs) into slots of an arena (n LOCATIONs). Returns (n,) bool: which arrived."""
+    """Copy blocks of a GPU (n LOCATIONs) into slots of an arena (n LOCATIONs).
+
+    Returns (n,) bool: which blocks arrived.
+    """
     source, target = gpu.arena.with_lengths(source), target.copy()
     target["bytes"] = source["bytes"]
     stored = np.zeros(len(source), np.bool_)

@@ -29,9 +29,9 @@ def open_gpus(
 ) -> list[NodeMemory]:
     """The memory of each GPU that this process can use.
 
-    gpu_memory, transport: see PoolConfig. cluster: see `raylets.cluster_id`. again: not the first try, and engines may
-    have taken the room for NCCL. CapacityError where a GPU has too little memory, or the node's GPUs can't be used.
-    DeviceError where a GPU fails.
+    gpu_memory, transport: see PoolConfig. cluster: see `raylets.cluster_id`. again: whether this is a later try: then
+    engines may have taken the room for NCCL. CapacityError where a GPU has too little memory, or the node's GPUs can't
+    be used. DeviceError where a GPU fails.
     """
     if not gpu_memory:
         return []
@@ -59,7 +59,7 @@ def open_gpus(
 
 
 def _others(node_id: str) -> int:
-    """How many GPUs other nodes have. NCCL makes a pair with each, in either direction."""
+    """How many GPUs other nodes have. NCCL makes a pair with each GPU, in either direction."""
     nodes = [node for node in ray.nodes() if node["Alive"] and node["NodeID"] != node_id]
     return int(sum(node["Resources"].get("GPU", 0) for node in nodes))
 

@@ -1,7 +1,7 @@
-"""One memory of a node: its own, or a GPU's. The directory treats each as a node.
+"""One memory of a node: its own, or a GPU's. To the directory each memory is a node.
 
-A memory joins the directory, reports its slabs with every heartbeat, and does what the answers ask. A node store owns
-a memory for the node, and a memory for each GPU.
+A memory joins the directory, reports its slabs with every heartbeat, and follows the answers. A node store owns a
+memory for the node, and a memory for each GPU.
 """
 
 import logging
@@ -34,7 +34,10 @@ class NodeMemory:
         report: Callable[[], SlabReport],
         on_directory_reply: Callable[[SlabReport, SlabTarget], None],
     ) -> None:
-        """name: see `protocol.location.host_of`. report: makes a report. on_directory_reply: takes the answer to it."""
+        """name: see `protocol.location.host_of`.
+
+        report: makes a report. on_directory_reply: takes the answer to the report.
+        """
         self.name, self.arena, self.transports = name, arena, transports
         self.index = -1  # in locations; -1 until it has joined
         self.joined = threading.Event()
@@ -42,7 +45,7 @@ class NodeMemory:
         self._had_name = True  # whether the arena's file still had its name at the last look
 
     def heartbeat(self, directory: DirectoryLine) -> bool:
-        """Report to the directory. Join a directory that does not know this memory. Returns whether it joined.
+        """Report to the directory. Join a directory that does not know this memory. Returns whether the memory joined.
 
         Raises one of `directory_line.ERRORS` if the directory does not answer, or is not in charge.
         """

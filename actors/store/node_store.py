@@ -54,14 +54,15 @@ GROUPS = {"push": 8, "pull": 16, "read": 8, "promote": 8, "tier_read": 8, "resiz
 
 
 class NodeStore:
-    """Owns a node's tiers: its memory, that of its GPUs, and its external tier."""
+    """Owns a node's tiers: the node's memory, the memory of its GPUs, and the external tier."""
 
     def __init__(self, pool: str, node_id: str, question: Question | None = None) -> None:
         """CapacityError where the node can't afford `cpu_memory`, or where a GPU can't afford `gpu_memory`.
 
         While the external tier is unusable, the store serves without it. While a GPU fails, the store serves without
-        GPUs; after a restart also while a GPU can't afford `gpu_memory`. question: a question of `raykv.start`, before
-        the pool has settings. The store puts the answer into Ray's internal KV, and waits for the settings.
+        GPUs. A restarted store also does so while a GPU can't afford `gpu_memory`. question: a question of
+        `raykv.start`, before the pool has settings. The store puts the answer into Ray's internal KV, and waits for the
+        settings.
         """
         self._pool, self._node_id = pool, node_id
         again = named_actors.restarted()
@@ -112,7 +113,7 @@ class NodeStore:
         self._metrics = StoreMetrics(pool, self._memories, self._demoter)
 
     def _open_gpus(self, again: bool) -> None:
-        """Open the GPU tier, and have it join. CapacityError or DeviceError where it can't be opened now.
+        """Open the GPU tier, and have it join. CapacityError or DeviceError where the tier can't be opened now.
 
         again: see `open_gpus`.
         """
@@ -133,7 +134,7 @@ class NodeStore:
         self._open_gpus(again=True)
 
     def _without_gpus(self, error: Exception) -> float:
-        """Memory serves until the GPUs open. A dead store's GPU memory stays taken while engines map it."""
+        """Until the GPUs open, the node's memory serves. A dead store's GPU memory stays taken while engines map it."""
         log.debug("%r: no GPU tier yet: %s", self, error)
         return GPUS_S
 
@@ -228,7 +229,7 @@ class NodeStore:
     def _memory_at(self, index: int) -> NodeMemory | None:
         """The memory of an index in locations. An earlier directory's index means the node's own memory.
 
-        None if the index may be that of a GPU that is not open.
+        None if the index may belong to a GPU that is not open.
         """
         other = None if self._lacks_gpus else self._memory
         return next((memory for memory in self._memories if memory.index == index), other)
@@ -242,7 +243,7 @@ class NodeStore:
     # ------------------------------------------------------------------ for other nodes
 
     def offers(self, name: str) -> dict[str, Any]:
-        """Facts that a peer needs to read from the memory of that name, by transport."""
+        """Facts that a peer needs for reads from the memory of that name, by transport."""
         return self._memory_named(name).transports.offers()
 
     @ray.method(concurrency_group="read")
@@ -252,9 +253,9 @@ class NodeStore:
 
     @ray.method(concurrency_group="read")
     def read(self, locations: bytes, keys: bytes) -> tuple[Any, ...]:
-        """Blocks in one memory of this node, or in its external tier. Returns a BlocksRead; the reader verifies it.
+        """Blocks in one memory of this node, or in its external tier.
 
-        ValueError like Transfer.arrays.
+        Returns a BlocksRead, which the reader must verify. ValueError like Transfer.arrays.
         """
         source, rows, _ = Transfer(locations, keys, locations).arrays()
         if self._demoter and len(source) and source["node"][0] == self._demoter.index:
@@ -321,7 +322,10 @@ class NodeStore:
         return self._demoter is not None and self._demoter.external.shared is True and self._demoter.flush(seconds)
 
     def stop(self) -> None:
-        """Release the memory, and that of dead stores of this machine. The actor is of no use afterwards."""
+        """Release this store's memory, and the memory of dead stores of this machine.
+
+        The actor is of no use afterwards.
+        """
         events.tell("stop")
         self._gpus.stop()
         if self._lacks_gpus:

@@ -29,7 +29,7 @@ class Peers:
         return peer
 
     def forget(self, index: int) -> None:
-        """The store did not answer. Look it up again."""
+        """The store did not answer. Look the store up again."""
         with self._lock:
             self._peers.pop(index, None)
 

@@ -39,7 +39,8 @@ class Question(NamedTuple):
 def why_not_usable(node_id: str, seconds: float) -> str:
     """Why Ray's workers on a node can't use raykv; "" if they can, or give no answer in `seconds`.
 
-    Ray tells this of a task. It tells nothing of an actor, but restarts it for ever, and the actor's calls wait.
+    Ray tells the reason for a task. For an actor Ray tells nothing, but restarts it for ever, and the actor's calls
+    wait.
     """
     pinned = NodeAffinitySchedulingStrategy(node_id, soft=False)
     try:

@@ -32,7 +32,10 @@ POLL_S = 0.05  # between looks whether the size is reached
 
 
 class SavedSize(NamedTuple):
-    """The size of a node after `resize`, kept in Ray's internal KV, so that a restarted store has it again."""
+    """The size of a node after `resize`.
+
+    It is kept in Ray's internal KV, so that a restarted store has this size again.
+    """
 
     pool: str
     node_id: str
@@ -59,7 +62,7 @@ class SavedSize(NamedTuple):
 
 
 class Resizer:
-    """Offers slabs of an arena, and gives back those that the directory no longer uses, in its own thread.
+    """Offers slabs of an arena, and gives back slabs that the directory no longer uses, in its own thread.
 
     Three threads meet here. The Resizer's own thread changes the arena. The heartbeat's thread calls `report` and
     `on_directory_reply`, and a thread of the actor calls `resize`. They share single values, and dictionaries that each
@@ -115,7 +118,7 @@ class Resizer:
         """Offer another size; see KVPool.resize.
 
         Returns the bytes offered after `seconds`, or as soon as the size is reached. CapacityError or ValueError where
-        the node can't have that size. Then it keeps the old size.
+        the node can't have that size. Then the node keeps the old size.
         """
         end = time.monotonic() + seconds
         with self._resizing:
@@ -180,7 +183,10 @@ class Resizer:
             return False
 
     def _give_back(self) -> bool:
-        """Give back one slab. Returns whether a slab was due. If it can't go now, the directory will name it again."""
+        """Give back one slab.
+
+        Returns whether a slab was due. If the slab can't go now, the directory will name it again.
+        """
         for slab, generation in list(self._to_give_back.items()):
             if self._arena.available > self.limit:
                 with self._read_guard():

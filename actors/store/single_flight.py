@@ -12,7 +12,7 @@ from raykv.protocol.transfers import FAILED
 
 
 class SingleFlight:
-    """Does work on items once for all callers that ask for it at the same time. Thread-safe."""
+    """Does work on items once for all callers that ask at the same time. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()  # guards _flights
@@ -24,7 +24,7 @@ class SingleFlight:
         """Do `work` on the items that nobody else works on, and wait for the other items.
 
         work: takes indices of `items`, returns a verdict for each.
-        seconds: to wait for other callers after the own work; FAILED for items that take longer.
+        seconds: to wait for other callers after this caller's work; FAILED for items that take longer.
         Returns (n,) uint8 verdicts. Raises errors of `work`; other callers that wait for these items get FAILED then.
         """
         mine, flights = self._claim(items)
@@ -43,7 +43,7 @@ class SingleFlight:
         return verdicts
 
     def _claim(self, items: Sequence[Hashable]) -> tuple[list[int], list[Future[int]]]:
-        """(indices of the items that nobody works on yet, the future of every item)."""
+        """Returns (indices of the items that nobody works on yet, the future of every item)."""
         mine = []
         with self._lock:
             for i, item in enumerate(items):

@@ -1,7 +1,8 @@
 """Drains a node that is about to leave. Blocks that only it has go to a shared tier, or else to other nodes.
 
 The supervisor drains nodes that Ray says are leaving, and nodes that an administrator names. The directory stops
-placing blocks on such a node, promotes replicas elsewhere, and lists the sole copies. Tasks on other nodes pull these.
+placing blocks on such a node, promotes replicas elsewhere, and lists the sole copies. Tasks on other nodes pull these
+copies.
 """
 
 import time
@@ -120,6 +121,6 @@ def _fetch(session: Session, keys: NDArray[np.uint8], block_bytes: int, end: flo
         while len(part) and time.monotonic() < end:
             with Match(session, Keys(part, cache), tokens_per_s=1.0).ask() as match:
                 pulled += match.fetch(whole=True)
-                part = part[match.num_blocks + 1 :]  # skip the block that ended the match: it is gone
+                part = part[match.num_blocks + 1 :]  # skip the block at which the match ended: that block is gone
     session.directory.heartbeat()  # so that the directory counts what was pulled
     return pulled

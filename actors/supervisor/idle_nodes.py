@@ -1,7 +1,7 @@
 """Nodes that only pools keep busy. Their stores end, so that Ray's autoscaler can remove the nodes.
 
-To Ray a node with any actor is busy, even with an actor of 0 CPUs. The node's blocks go to other nodes first, as in any
-drain. When something else runs on the node before Ray removes it, the supervisor starts its store again.
+To Ray a node with any actor is busy, even if the actor uses 0 CPUs. The node's blocks go to other nodes first, as in
+any drain. When something else runs on the node before Ray removes it, the supervisor starts its store again.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ STOP_S = 10.0  # for the store of a node that leaves to stop
 
 
 class IdleNodes:
-    """Finds nodes that have been idle for long, and leaves them. Its notes on each are in Ray's internal KV.
+    """Finds nodes that have been idle for long, and leaves them. Its notes on each node are in Ray's internal KV.
 
     To leave a node is to empty it and end its store.
     seconds: idle time after which a node is left; 0: never. Sets of Ray node ids: without_store: nodes that were left;
@@ -82,7 +82,7 @@ class IdleNodes:
 
     def _empty_and_end(self, node_id: str) -> None:
         note = secrets.token_bytes(8)
-        with self._telling:  # so that of two nodes that leave at once, the second sees that the first leaves
+        with self._telling:  # two nodes may leave at once: the second sees that the first leaves
             check_others(self._pool, node_id)
             internal_kv.put(self._pool, Kept.IDLE, note, node_id)
             internal_kv.put(self._pool, Kept.LEAVING, b"", node_id)

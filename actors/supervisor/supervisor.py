@@ -99,7 +99,7 @@ class Supervisor:
                 self._draining.discard(node_id)
 
     def cancel_drain(self, node_id: str) -> None:
-        """Keep a node that was drained, or is being drained. ValueError where Ray says that it leaves."""
+        """Keep a node that was drained, or is being drained. ValueError where Ray says that the node leaves."""
         if node_id in _noticed():
             raise ValueError(
                 f"Ray says that node {node_id[:8]} is about to leave, which raykv can't take back: see `ray status`, "
@@ -135,7 +135,7 @@ class Supervisor:
         self._exporter.flush()
 
     def _on_error(self, error: Exception) -> float:
-        # Ray may have been in the middle of a change, which the next look sees done.
+        # Ray may be in the middle of a change. The next look sees the change done.
         log.error("%r: %r", self, error, exc_info=error)
         return self._pause()
 
@@ -254,7 +254,7 @@ class Supervisor:
             self._has_failed(node_id, why)
 
     def _has_failed(self, node_id: str, why: str) -> None:
-        """A node's store could not start. Save why, for the pool's status and for clients that attach there."""
+        """A node's store could not start. Save the reason, for the pool's status and for clients that attach there."""
         self._failed[node_id] = (time.monotonic(), why)
         internal_kv.put(self._pool, Kept.FAILED, why.encode(), node_id)
         log.warning("%r: node %s has no store, and is asked again in %.0f s: %s", self, node_id[:16], RETRY_S, why)
@@ -278,7 +278,10 @@ class Supervisor:
             return self._start_directory(self._in_charge)
 
     def _start_directory(self, old: str, why: str = "it does not answer") -> Any:
-        """Put the other directory in charge instead of `old`. Its newer epoch makes all refuse `old` if that lives."""
+        """Put the other directory in charge instead of `old`.
+
+        Because of its newer epoch, all processes refuse `old`, should `old` live.
+        """
         if internal_kv.settings(self._pool) is None:
             raise RuntimeError(f"pool {self._pool!r} has no settings in Ray's internal KV: it was stopped")
         if internal_kv.in_charge(self._pool).name != old:  # the other directory took over by itself

@@ -1,9 +1,9 @@
 """One node's arena: blocks in a file of shared memory, in slots whose headers describe them.
 
 The directory grants slots. Clients, stores, transports and tiers of the node write and read the slots here. An arena
-trusts no location: a slot that it does not offer, or that now holds another block, is a miss. `raykv.arena.mapping` has
-slabs and pages, `raykv.arena.files` the file itself, `raykv.arena.slots` slots that were looked up, and
-`raykv.arena.header` the words of headers.
+trusts no location: if it does not offer the slot, or if the slot now holds another block, the location is a miss. Slabs
+and pages are in `raykv.arena.mapping`, the file itself in `raykv.arena.files`, slots that were looked up in
+`raykv.arena.slots`, and the words of headers in `raykv.arena.header`.
 """
 
 import itertools
@@ -28,7 +28,7 @@ from raykv.protocol.stores import FREED, STILL_WRITTEN
 from raykv.system.file_locks import AGAIN_S
 from raykv.system.jit import compile_all
 
-FORMAT_S = 0.25  # to wait for a process that formats the slab: it locks all slots for microseconds
+FORMAT_S = 0.25  # to wait for a process that formats the slab: that process locks all slots for microseconds
 
 Fill = Callable[[Mask, Addresses], "list[int]"]  # see Arena.fill
 
@@ -92,7 +92,7 @@ class Arena(Mapping):
         header.store(arena._memory[0], header.INCARNATION, arena.incarnation + 1)
         if arena.offered < arena.slabs:  # the owner may have died after it allocated this slab, before it offered it
             arena._discard(arena.offered)
-        arena._tell_discard()  # the owner may have died after it discarded a slab, before it told so
+        arena._tell_discard()  # the owner may have died after it discarded a slab, before it told clients
         return arena
 
     @classmethod
@@ -114,9 +114,9 @@ class Arena(Mapping):
 
         locations: (n,) LOCATION. keys: (n, 16) uint8. rows: n destinations, or an (n, bytes) uint8 array of them.
         verify: a row that does not match the block's checksum is a miss, and is counted in `corrupt`.
-        used: stamp the blocks as read, which is a reason to keep them.
+        used: stamp the blocks as read. The stamp is a reason to keep the blocks.
         Returns (n,) bool: which rows hold their block now. The content of the other rows is undefined.
-        DeviceError where a GPU fails, which says nothing about the blocks.
+        DeviceError where a GPU fails: that error says nothing about the blocks.
         """
         slots = self._find(locations, keys)
         rows = slots.checked(rows, writable=True)
@@ -168,8 +168,9 @@ class Arena(Mapping):
         """Like `write`, with bytes that come by other means than a copy.
 
         fill(which, addresses): put the blocks of an (n,) mask at these addresses, one address for each True, and return
-        their xxh3_64. It may take long, as the slots stay locked. It clears the mask where a block did not arrive. That
-        slot can be written again with the same grant. If `fill` raises, all slots can be written again.
+        their xxh3_64. `fill` may take long, since the slots stay locked. It clears the mask where a block did not
+        arrive. The slot of such a block can be written again with the same grant. If `fill` raises, all slots can be
+        written again.
         """
         return self._fill(self._find(locations, keys), fill, positions, expected)
 
@@ -308,7 +309,8 @@ class Arena(Mapping):
     def holds_other_length(self, locations: Locations, keys: Bytes) -> Mask:
         """(n,) which slots hold exactly that block, but with another length than the location's `bytes`.
 
-        That block was not altered: the reader is wrong about its size. locations: (n,) LOCATION. keys: (n, 16) uint8.
+        Such a block was not altered: the reader has a wrong size for the block. locations: (n,) LOCATION. keys: (n, 16)
+        uint8.
         """
         smallest = locations.copy()
         smallest["bytes"] = ALIGN  # a slab has such a slot whatever the block's size

@@ -20,7 +20,7 @@ Copies = NDArray[np.int64]  # (blocks, parts, 3): target address, source address
 T = TypeVar("T")
 
 SEGMENT = 2 << 20  # bytes of a plain copy that a thread takes at a time
-SPLIT = 8 << 20  # copies of at least so many bytes are shared between threads
+SPLIT = 8 << 20  # size from which on copies are shared between threads
 SHARE = 16 << 20  # bytes that a GPU copies before they are hashed
 THREADS = min(4, len(os.sched_getaffinity(0)))
 
@@ -70,7 +70,7 @@ def sums_behind(fetch: Callable[[slice], None], addresses: NDArray[np.int64], si
         for number, share in enumerate(shares):
             fetch(slice(number * step, number * step + step))
             hashing.append(_threads().submit(checksum.copy_summed, share, stream=True))
-        last_first = [  # this thread takes the last shares, which no other has begun
+        last_first = [  # this thread takes the last shares, which no other thread has begun
             checksum.copy_summed(share, stream=True) if future.cancel() else future.result()
             for share, future in zip(reversed(shares), reversed(hashing), strict=True)
         ]
@@ -137,7 +137,7 @@ def _threads() -> ThreadPoolExecutor:
 
 def _after_fork() -> None:
     global _executor, _mutex
-    _executor, _mutex = None, threading.Lock()  # a child has none of its parent's threads
+    _executor, _mutex = None, threading.Lock()  # a forked child has none of its parent's threads
 
 
 os.register_at_fork(after_in_child=_after_fork)

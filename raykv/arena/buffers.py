@@ -16,8 +16,8 @@ class Rows:
 
     Each block has one or more parts. addresses: (n, parts) int64. lengths: (parts,) int64, bytes. memory: a reference
     that keeps the addresses valid. device: UUID of the GPU with these addresses; None: host memory. after: CUDA events
-    that end once earlier reads and writes of the memory are done. registered: whether it is host memory that GPUs
-    reach.
+    that end once earlier reads and writes of the memory are done. registered: whether the memory is host memory that
+    GPUs reach.
     """
 
     addresses: NDArray[np.int64]
@@ -146,7 +146,7 @@ def rows_within(arrays: Sequence[NDArray[np.uint8]], row_bytes: int) -> Rows:
 
 
 class _Description:
-    """Memory of a GPU. numpy takes its shape and address from here. Nobody may read its elements."""
+    """Memory of a GPU. numpy takes the memory's shape and address from this object. Nobody may read the elements."""
 
     def __init__(self, interface: dict[str, Any]) -> None:
         names = ("shape", "typestr", "data", "strides")
@@ -154,7 +154,7 @@ class _Description:
 
 
 def _view(name: str, given: Any) -> NDArray[Any]:
-    """Like `_numpy`; for GPU memory, an array that only describes it."""
+    """Like `_numpy`; for GPU memory, an array that only describes the memory."""
     is_cuda = getattr(given, "is_cuda", True)  # torch is slow to say that a CPU tensor has no interface
     if is_cuda and hasattr(given, "__cuda_array_interface__"):
         return np.asarray(_Description(given.__cuda_array_interface__))

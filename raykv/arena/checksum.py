@@ -115,8 +115,8 @@ def copy(table: Copies, stream: bool = False) -> None:
 def copy_summed(table: Copies, stream: bool = False) -> list[int]:
     """Like `copy`. Returns xxh3_64 of each block's bytes in order.
 
-    table: (blocks, parts, 3); part i has one length in all blocks. Where source and target are equal, only computes the
-    checksum. stream: keep the copy out of the caches.
+    table: (blocks, parts, 3); part i has the same length in all blocks. Where source and target are equal, only
+    computes the checksum. stream: keep the copy out of the caches.
     """
     sums = np.empty(len(table), np.int64)
     if _in_stripes(table):

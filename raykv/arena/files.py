@@ -55,7 +55,7 @@ def adopt(path: str, fingerprint: bytes, slab_bytes: int, slabs: int, cluster: b
     """The file that a dead owner left behind, now owned. None without such a file.
 
     Leaves a file alone if its owner lives, is another user, or is of another running Ray cluster. Unlinks a file with
-    another fingerprint or geometry; clients that have mapped it survive that.
+    another fingerprint or geometry; clients that have mapped such a file survive its end.
     """
     try:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -85,7 +85,7 @@ def has_name(path: str, fd: int) -> bool:
 
 
 def attach(path: str, nonce: bytes) -> ArenaFile:
-    """The file that this node's store serves, told by its nonce. ArenaMismatch for another file.
+    """The file with the nonce of the arena that this node's store serves. ArenaMismatch for another file.
 
     path: see `Mapping.door`.
     """
@@ -102,7 +102,7 @@ def attach(path: str, nonce: bytes) -> ArenaFile:
 
 
 def arenas_of(pool: str, cluster: bytes = NO_CLUSTER) -> list[str]:
-    """Paths of this user's arenas of a pool on this machine, except those of other running Ray clusters."""
+    """Paths of this user's arenas of a pool on this machine, except arenas of other running Ray clusters."""
     ours, others = re.compile(rf"raykv-{pool}-{os.getuid()}-(gpu-)?\d+"), _others(cluster)
     found = [entry.path for entry in os.scandir(SHM) if ours.fullmatch(entry.name)]
     return [path for path in found if _cluster_of(path) not in others]
@@ -166,7 +166,7 @@ def _owned(path: str) -> bool:
     except OSError:
         return True
     try:
-        return held_elsewhere(fd, 0, ALIGN)  # asked, not taken: its store may be restarting
+        return held_elsewhere(fd, 0, ALIGN)  # leave the lock free: the file's store may be restarting
     finally:
         os.close(fd)
 

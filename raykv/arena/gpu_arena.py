@@ -1,6 +1,6 @@
 """An arena whose slots are in a GPU's memory, and copies between such an arena and others of its node.
 
-Its headers are in a file of shared memory, like those of every arena. The file's payload is never allocated.
+As in every arena, the headers are in a file of shared memory. The payload of this file is never allocated.
 """
 
 import itertools
@@ -134,15 +134,18 @@ class GpuArena(Arena):
         return region
 
     def disown(self) -> None:
-        """Owner: show others that the memory is lost. They have LET_GO_S from the first call to unmap it."""
+        """Owner: show other processes that the memory is lost.
+
+        From the first call on, they have LET_GO_S to unmap it.
+        """
         if self._ours and not self._let_go_by:
             self._let_go_by = time.monotonic() + LET_GO_S
             self._locks.disown(ALIGN)
 
     def close(self, unlink: bool = False) -> None:
-        """Like Arena.close. Memory of this process is freed once others have unmapped it: see `disown`.
+        """Like Arena.close. Memory of this process is freed once other processes have unmapped it: see `disown`.
 
-        CUDA does not define what happens if it is freed before: see cudaIpcOpenMemHandle.
+        CUDA does not define the effect of an earlier free: see cudaIpcOpenMemHandle.
         """
         self.disown()
         while self._locks.shared_elsewhere() and time.monotonic() < self._let_go_by:
@@ -213,7 +216,7 @@ def copy_between(
     target_locations: Locations,
     used: bool = True,
 ) -> NDArray[np.uint8]:
-    """Copy blocks of one size between two arenas of a node store. Usually one of them is a GPU's.
+    """Copy blocks of one size between two arenas of a node store. Usually one of the two arenas is a GPU's.
 
     used: as in Arena.read. Returns (n,) verdicts FAILED, PULLED or ALTERED. DeviceError where a GPU fails. ValueError
     unless each source has one target, in a slot of the same size.

@@ -54,7 +54,7 @@ MASK, FLAGS = types.Array(types.bool_, 1, "C"), types.Array(types.uint8, 1, "C")
 
 @intrinsic  # type: ignore[untyped-decorator]
 def _load(typing_context: Any, words: Any, at: Any) -> Any:
-    """Load the word, before anything that follows in program order (acquire)."""
+    """Load the word, before all later reads and writes in program order (acquire)."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         array = context.make_array(signature.args[0])(context, builder, args[0])
@@ -66,7 +66,7 @@ def _load(typing_context: Any, words: Any, at: Any) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def _store(typing_context: Any, words: Any, at: Any, value: Any) -> Any:
-    """Write the word, after everything that precedes in program order (release)."""
+    """Write the word, after all earlier reads and writes in program order (release)."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         array = context.make_array(signature.args[0])(context, builder, args[0])
@@ -84,7 +84,7 @@ def load(words: Words, at: int) -> int:
 
 @kernel(WORDS, INT, INT)
 def store(words: Words, at: int, value: int) -> None:
-    """Write one word, released and visible to all before this returns."""
+    """Write one word (release). It is visible to all processes before this returns."""
     _store(words, at, value)
     fence()
 
@@ -93,7 +93,7 @@ def store(words: Words, at: int, value: int) -> None:
 def locate(words: Words, shape: Shape, locations: Words, header: Words, payload: Words) -> None:
     """Fill `header`, and the offset of each slot in the file (`payload`).
 
-    The locations and the superblock may come from anybody, so no product here can overflow.
+    Any process may have written the locations and the superblock, so the products here are made not to overflow.
     """
     offered = min(_load(words, OFFERED), shape[3])
     for i in range(len(locations)):
@@ -125,7 +125,7 @@ def check(words: Words, header: Words, locations: Words, keys: Words, claims: Wo
 
 @kernel(WORDS, WORDS, ROWS, ROWS, MASK)
 def recheck(words: Words, header: Words, locations: Words, keys: Words, ok: Mask) -> None:
-    """After a copy: clear `ok` where the header has changed since `check`, as the copy may be of another block."""
+    """After a copy: clear `ok` where the header has changed since `check`: the copy may be of another block."""
     fence()
     for i in range(len(locations)):
         h = header[i]
@@ -214,7 +214,7 @@ def reclaim(words: Words, header: Words, locations: Words, ok: Mask, states: NDA
             word, generation, slab = _load(words, header[i]), locations[i, 3], locations[i, 0] >> 32
             states[i] = FREED
             if _load(words, TABLE + 2 * slab) != locations[i, 2]:
-                continue  # the slab has another format, so its headers are not this grant's to touch
+                continue  # the slab has another format, so this grant must not touch its headers
             if word & 3 == READY and word >> 2 >= generation and word >> 2 > floor:
                 states[i] = FINISHED
             elif word >> 2 <= generation:

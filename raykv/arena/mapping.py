@@ -76,7 +76,7 @@ class Mapping:
 
     @property
     def lost(self) -> bool:
-        """Whether its owner is dead and no store can adopt it, as somebody removed the file."""
+        """Whether the owner is dead and no store can adopt the arena, since somebody removed the file."""
         return not self._locks.named and not self._locks.owned_elsewhere(ALIGN)
 
     @property
@@ -120,7 +120,7 @@ class Mapping:
             return True
 
     def raise_floor(self, generation: int) -> None:
-        """Owner: leave blocks up to a generation, which were cleared, out of `Arena.inventory` from now on.
+        """Owner: blocks up to a generation were cleared. From now on leave these blocks out of `Arena.inventory`.
 
         ValueError for an impossible generation.
         """
@@ -142,7 +142,7 @@ class Mapping:
     def offer_next(self) -> bool:
         """Owner: allocate, fault in and offer one more slab. Slabs that were given back come first.
 
-        Returns False if all are offered. CapacityError if there is no room.
+        Returns False if all slabs are offered. CapacityError if there is no room.
         """
         with self._slab_lock:
             words, data = self._memory
@@ -170,10 +170,10 @@ class Mapping:
             return True
 
     def give_back(self, slab: int, generation: int) -> bool:
-        """Owner: forget a slab's blocks, so that its memory can go. Refuse grants up to a generation from then on.
+        """Owner: forget a slab's blocks, so that its memory can go. From then on, refuse grants up to a generation.
 
-        Returns False if somebody writes there, or if the generation is of a past epoch or not newer than the slab's.
-        The memory stays until `discard`: a reader that checked its headers before may still be copying.
+        Returns False if somebody writes to the slab, or if the generation is of a past epoch or not newer than the
+        slab's. The memory stays until `discard`: a reader that checked its headers before may still be copying.
         """
         with self._slab_lock:
             words, _ = self._memory
@@ -231,7 +231,7 @@ class Mapping:
     # ------------------------------------------------------------------ every process prepares its pages
 
     def populate(self, gpu: str | None = None) -> None:
-        """Fill this process's page tables for all slabs that may be used, so that the first copies need not.
+        """Fill this process's page tables for all slabs that may be used, so that the first copies find them filled.
 
         gpu: UUID of a GPU that must reach the slabs too.
         """
@@ -254,10 +254,10 @@ class Mapping:
 
     @contextlib.contextmanager
     def reachable(self, gpu: str, addresses: Addresses) -> Iterator[bool]:
-        """Page-lock the slabs of these slots, at least while the block runs. Gives whether GPUs reach them all.
+        """Page-lock the slabs of these slots, at least while the `with` block runs.
 
-        Does not wait for a slab that another thread is page-locking: gives False, as for a slab that CUDA refused. A
-        slab that CUDA refused because of a capture is tried again.
+        Gives whether GPUs reach all these slabs. Gives False at once for a slab that another thread is page-locking,
+        and for a slab that CUDA refused. A slab that CUDA refused because of a capture is tried again.
         """
         with self._slab_lock:
             (words, data), locks = self._memory, self._page_locks  # kept, as `close` may come meanwhile
@@ -280,9 +280,9 @@ class Mapping:
                 locks.leave(used or set())
 
     def _slabs_at(self, addresses: Addresses, words: header.Words, data: Bytes) -> set[int] | None:
-        """The slabs of these slots; None if they are not in this mapping, or if it was replaced just now.
+        """The slabs of these slots; None if they are not in this mapping, or if the mapping was replaced just now.
 
-        Follows what the owner discarded.
+        First unlocks slabs whose pages the owner has discarded.
         """
         if ((addresses < data.ctypes.data) | (addresses >= data.ctypes.data + len(data))).any():
             return None
@@ -309,7 +309,7 @@ class Mapping:
 
 
 def _version(words: header.Words, slab: int) -> int:
-    """A slab's version, which is another once its pages were discarded; -1 while they are to be discarded."""
+    """A slab's version, which changes when its pages are discarded; -1 while they are still to be discarded."""
     generation = header.load(words, header.TABLE + 2 * slab)  # before the stride: the owner writes it after the stride
     return -1 if header.load(words, header.TABLE + 2 * slab + 1) == header.GIVEN_BACK else generation
 
@@ -317,7 +317,7 @@ def _version(words: header.Words, slab: int) -> int:
 def _mmap(fd: int, size: int) -> mmap.mmap:
     """Map the file through a new open file description.
 
-    Otherwise a mapping that a forked child keeps would also keep the locks.
+    Otherwise a forked child that keeps a mapping would also keep the locks.
     """
     own = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
     try:

@@ -1,4 +1,4 @@
-"""Which slabs of a mapping are page-locked, so that GPUs reach them."""
+"""Notes which slabs of a mapping are page-locked: GPUs reach these slabs."""
 
 import logging
 from collections import Counter
@@ -12,7 +12,10 @@ log = logging.getLogger("raykv")
 
 
 class PageLocks:
-    """Of one mapping of an arena's file. The arena's lock guards all methods but `lock`, which takes 0.04 s a GiB."""
+    """Page-locks of one mapping of an arena's file.
+
+    The arena's lock guards all methods but `lock`, which takes 0.04 s a GiB.
+    """
 
     def __init__(self, first: int, slab_bytes: int) -> None:
         """first: address of slab 0."""
@@ -23,7 +26,10 @@ class PageLocks:
         self._users = Counter[int]()  # by slab, copies of GPUs that are under way
 
     def begin(self, slabs: set[int]) -> set[int]:
-        """The slabs that the caller is to lock. None of them if another thread is locking one: nobody waits for it."""
+        """The slabs that the caller is to lock.
+
+        No slabs if another thread is locking one of them: nobody waits for that thread.
+        """
         missing = slabs - self.gpus.keys()
         if missing & self._locking:
             return set()
@@ -31,7 +37,7 @@ class PageLocks:
         return missing
 
     def lock(self, gpu: str, slab: int, version: int) -> None:
-        """Page-lock a slab. version: of the slab now. A refusal is remembered, unless another call may succeed."""
+        """Page-lock a slab. version: of the slab now. A refusal is remembered, unless a later call may succeed."""
         try:
             device(gpu).register(self._first + slab * self._slab_bytes, self._slab_bytes)
         except DeviceError as error:
@@ -48,7 +54,7 @@ class PageLocks:
             self.gpus[slab] = gpu
 
     def end(self, missing: set[int]) -> None:
-        """The caller of `begin` has locked what it could."""
+        """The caller of `begin` has locked the slabs, as far as it could."""
         self._locking -= missing
 
     def is_busy(self, slab: int) -> bool:

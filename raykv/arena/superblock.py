@@ -31,7 +31,7 @@ class Layout(NamedTuple):
 
 
 def layout(slab_bytes: int, slabs: int) -> Layout:
-    """Regions of a file of so many slabs."""
+    """Regions of a file of `slabs` slabs."""
     headers = ALIGN + -(-slabs * 16 // ALIGN) * ALIGN
     payload = -(-(headers + slabs * (slab_bytes // ALIGN) * 8 * header.HEADER_WORDS) // HUGE_PAGE) * HUGE_PAGE
     return Layout(headers, payload, payload + slabs * slab_bytes)
@@ -83,7 +83,7 @@ def cluster_of(fd: int) -> bytes:
     """The Ray cluster of the file's last owner; NO_CLUSTER where the file names none."""
     try:
         return os.pread(fd, len(NO_CLUSTER), 8 * header.CLUSTER) or NO_CLUSTER
-    except OSError:  # it is no file
+    except OSError:  # the path is no file
         return NO_CLUSTER
 
 

@@ -20,7 +20,7 @@ from raykv.system.jit import kernel
 
 STRIPE = 64  # bytes that the accumulators take at a time
 ROW = 1024  # bytes between two scrambles; the specification calls it a block
-SHORTEST = 241  # bytes from which on this is the checksum; shorter input has other algorithms
+SHORTEST = 241  # bytes of the shortest input that has this algorithm; XXH3 has others for shorter input
 AHEAD = 4096  # bytes to prefetch ahead: the processor's prefetch stops at a page's end
 SUM, COPY, STREAM = range(3)  # only sum the bytes; also copy them; also copy them past the caches
 
@@ -173,7 +173,7 @@ def _row(mode: int, accumulators: int, target: int, source: int, secret: int) ->
 
 @kernel
 def stream_rows(target: int, source: int, rows: int) -> None:
-    """Copy so many rows past the caches, without a checksum. target: a multiple of STRIPE. See `intrinsics.fence`."""
+    """Copy `rows` rows past the caches, without a checksum. target: a multiple of STRIPE. See `intrinsics.fence`."""
     for done in range(0, rows * ROW, ROW):
         _stream_plain_row(0, target + done, source + done, 0)
 

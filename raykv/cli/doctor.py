@@ -48,7 +48,7 @@ class Report:
         return json.dumps({"ok": self.ok, "version": version("raykv"), "nodes": self.hosts, "checks": checks})
 
     def show(self) -> None:
-        """Print a table on a terminal; elsewhere a line for each finding, however long."""
+        """Print a table on a terminal; elsewhere a line of any length for each finding."""
         console = Console()
         if not console.is_terminal:
             for finding in self.findings:

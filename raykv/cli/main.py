@@ -154,7 +154,7 @@ def ui(name: str, host: str | None, port: int | None, end: bool, as_json: bool) 
 @NAME
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object a request.")
 def trace(name: str, as_json: bool) -> None:
-    """Print finished requests: what each asked for, found and read, how long that took, and why a hit was short."""
+    """Print finished requests: the tokens that each asked for, found and read, the times, and why a hit was short."""
     from raykv.cli import shell
     from raykv.cli.trace import run
 
@@ -213,7 +213,7 @@ def drain(node: str | None, own: bool, deadline: float, force: bool, cancel: boo
 @NAME
 @JSON
 def resize(node: str, cpu_memory: str, deadline: float, name: str, as_json: bool) -> None:
-    """Give a node more or less memory while the pool is in use. Name it as `raykv status` shows it."""
+    """Give a node more or less memory while the pool is in use. Name the node as `raykv status` shows it."""
     from raykv.cli import shell
     from raykv.cli.status.status import resized
     from raykv.ui.ray_nodes import find_node, living_nodes
@@ -230,7 +230,7 @@ def resize(node: str, cpu_memory: str, deadline: float, name: str, as_json: bool
 @JSON
 @click.pass_context
 def quota(context: click.Context, name: str, as_json: bool) -> None:
-    """Show the minimum and maximum share of the pool's memory of each tenant with a quota, and the memory it uses.
+    """Show each tenant with a quota: its minimum and maximum share of the pool's memory, and the memory that it uses.
 
     One more row is for all other tenants together.
     """
@@ -305,7 +305,7 @@ def dashboard(out: str | None) -> None:
 @JSON
 @click.pass_context
 def doctor(context: click.Context, name: str | None, as_json: bool) -> None:
-    """Check every node for what a pool needs, and say what to do. Exits with 1 if something is wrong."""
+    """Check every node for all that a pool needs, and give advice. Exits with 1 if something is wrong."""
     from raykv.cli.doctor import Report
 
     with spinner("looking at every node"):

@@ -14,12 +14,12 @@ SHELL_NAMESPACE = "_ray_internal_raykv_shell"
 
 
 def join(name: str) -> None:
-    """Join the Ray cluster of this machine. PoolNotFound, which names the pool `name`, if there is no cluster."""
+    """Join the Ray cluster of this machine. PoolNotFound if there is no cluster; the error names the pool `name`."""
     connect(name, SHELL_NAMESPACE, logging.WARNING)
 
 
 def confirm(question: str, yes: bool) -> None:
-    """Ask the user of a terminal; click.Abort unless the answer is yes. Scripts are not asked. yes: ask nobody."""
+    """Ask the user of a terminal; click.Abort unless the answer is yes. A script gets no question. yes: ask nobody."""
     if not yes and sys.stdin.isatty():
         click.confirm(question, abort=True, err=True)
 

@@ -31,9 +31,9 @@ class Follower:
         self._names: dict[int, str] = {}  # of nodes by index, also of nodes that are gone by now
 
     def poll(self) -> list[dict[str, Any]]:
-        """Entries reported since the last call, in the shape that `--json` prints (docs/cli-json.md).
+        """Entries reported since the last call, in the form that `--json` prints (docs/cli-json.md).
 
-        Empty at the first call, which only begins to follow. Also empty while no directory answers.
+        Empty at the first call: that call only begins to follow. Also empty while no directory answers.
         Raises PoolNotFound if the pool has ended.
         """
         try:

@@ -25,7 +25,7 @@ class Page(NamedTuple):
 
 
 def serve(pool: str, host: str | None, port: int | None) -> Page:
-    """Start the page's actor, or find it. host, port: None: where a page is served already, else HOST and PORT.
+    """Start the page's actor, or find it. host, port: None: as of a page that is served already, else HOST and PORT.
 
     Raises RayKVError if the page can't be served, and ValueError if another host or port serves it already.
     """
@@ -55,7 +55,7 @@ def said(page: Page) -> str:
 
 
 def stop(pool: str) -> None:
-    """Stop serving the page. PoolNotFound if it is not served."""
+    """Stop serving the page. PoolNotFound if nobody serves the page."""
     try:
         ray.kill(named_actors.find(named_actors.page_name(pool)))
     except ValueError:

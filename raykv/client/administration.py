@@ -22,7 +22,7 @@ DRAIN_GRACE_S = 60.0  # added to twice the deadline of a drain, for its last rou
 
 
 class Administration:
-    """Calls for which a process need not be a client. They map no memory and open no line to the directory.
+    """Calls for which a process need not be a client. These calls map no memory and open no line to the directory.
 
     name: the pool's. Every method raises PoolNotFound where the pool does not run (any more), and RayKVError in a
     process that has left its Ray cluster.
@@ -71,7 +71,7 @@ class Administration:
         Blocks that no other node has go to an external tier that all nodes share, or to other nodes.
         node_id: Ray's. deadline: seconds. force: drain even the last node that takes blocks.
         Returns how many blocks would still be lost with the node. Raises ValueError if no living node has that id, or
-        if it is the last node that takes blocks. Raises RayError if the pool's actors do not answer.
+        if the node is the last that takes blocks. Raises RayError if the pool's actors do not answer.
         """
         supervisor = self._supervisor_of(node_id)
         with _plainly(ValueError):
@@ -110,9 +110,9 @@ class Administration:
     def set_quota(self, tenant: str, minimum: float = 0.0, maximum: float = 1.0) -> None:
         """Set a tenant's smallest and largest share of the pool's memory, while the pool is in use.
 
-        Other tenants' blocks never take memory that the tenant needs below its minimum. They may use what the tenant
-        leaves of the minimum. Above the maximum, each new block of the tenant evicts another block of the tenant. The
-        pool keeps both shares until it stops.
+        Other tenants' blocks never take memory that the tenant needs below its minimum. They may use the unused rest of
+        the minimum. Above the maximum, each new block of the tenant evicts another block of the tenant. The pool keeps
+        both shares until it stops.
         tenant: as for `cache`; for a cache without a tenant, `pool.tenant_of(salt)`. minimum, maximum: shares of the
         memory of all nodes (GPUs do not count), 0 to 1.
         Raises ValueError for a bad name, for impossible shares, if the minima of all tenants would add up to more than
@@ -131,7 +131,7 @@ class Administration:
         return bool(ray_calls.get(removed, timeout=ADMIN_DEADLINE_S))
 
     def quotas(self) -> dict[str, dict[str, Any]]:
-        """Quotas and used memory of each tenant with a quota; under "", of all other tenants together.
+        """Quota and used memory of each tenant with a quota. Under "": used memory of all other tenants together.
 
         used: bytes of the tenant's blocks in memory, each block counted once. minimum, maximum: as in `set_quota`.
         minimum_bytes, maximum_bytes: those shares, in bytes. evicted: the tenant's blocks that made room for others
@@ -165,7 +165,7 @@ def _plainly(*kinds: type[Exception]) -> Iterator[None]:
 
 
 def directory_stats(pool: str, seconds: float = ADMIN_DEADLINE_S) -> dict[str, Any]:
-    """The counts of the directory in charge. Empty if the directory does not answer in so many seconds."""
+    """The counts of the directory in charge. Empty if the directory does not answer within `seconds`."""
     try:
         answer: dict[str, Any] = ray_calls.get(named_actors.find_directory(pool).stats.remote(), timeout=seconds)
         return answer
@@ -174,7 +174,7 @@ def directory_stats(pool: str, seconds: float = ADMIN_DEADLINE_S) -> dict[str, A
 
 
 def store_stats(pool: str, node_ids: set[str]) -> dict[str, dict[str, Any]]:
-    """Counts of node stores, by Ray node id. Without stores that do not answer in STORES_DEADLINE_S."""
+    """Counts of node stores, by Ray node id. Leaves out stores that do not answer in STORES_DEADLINE_S."""
     stores = named_actors.find_stores(pool, node_ids)
     asked = {node_id: store.stats.remote() for node_id, store in stores.items()}
     done = set(ray_calls.finished(asked.values(), STORES_DEADLINE_S))

@@ -88,7 +88,7 @@ class KVCache:
 
         The pool begins to fetch blocks of an external tier. Reads wait for these blocks no longer than the engine would
         take to compute their tokens. prefetch: also fetch blocks of other nodes now, for a prompt that waits in a
-        queue; not those that another reader fetches just now. Raises ValueError for keys of another cache.
+        queue; not blocks that another reader fetches just now. Raises ValueError for keys of another cache.
         """
         return self._match(keys, prefetch, counted=True)
 
@@ -190,13 +190,14 @@ class KVCache:
     def done(self, keys: Keys, *, again: bool = False) -> int:
         """Have the pool evict these blocks before all blocks in use. A look-up puts them back in use.
 
-        again: somebody will ask for the blocks, but later than for others: say, an agent waits for a person. They go
-        after the blocks of calls without `again`. Of such blocks those of the last call go first, since a person that
-        waits longer returns sooner. After a minute a person may not return at all: the blocks then go before. In a pool
-        with an external tier those of the first call go first, and a block that the tier lacks may stay as it is.
+        again: somebody will ask for the blocks, but later than for other blocks: say, an agent waits for a person.
+        Blocks of calls without `again` are evicted before blocks of calls with `again`. Among the latter, blocks of the
+        last call go first: the longer a person is away, the sooner the person returns. But after a minute a person may
+        not return at all: then the blocks of that call go first. In a pool with an external tier, blocks of the first
+        call go first, and a block that the tier lacks may stay in use.
         Leave out the beginning that other prompts share: `cache.done(keys[n:])`. Blocks that somebody reads or writes,
-        blocks of another tenant, and copies on a GPU stay as they are. The last key goes first. Returns how many copies
-        are evicted earlier now. Raises ValueError for keys of another cache.
+        blocks of another tenant, and copies on a GPU stay as they are. The block of the last key is evicted first.
+        Returns how many copies are evicted earlier now. Raises ValueError for keys of another cache.
         """
         return self.session.directory.done(key_chain.check(keys, self.id), again)
 

@@ -54,7 +54,7 @@ def connect(name: str, namespace: str = NAMESPACE, logging_level: int = logging.
 
 
 def _check_address(address: str) -> None:
-    """PoolNotFound unless a process listens at RAY_ADDRESS: Ray itself would try for minutes, and say nothing."""
+    """PoolNotFound unless a process listens at RAY_ADDRESS: Ray itself would try for minutes, without a message."""
     if address in ("", "auto", "local"):
         return
     what_to_do = (

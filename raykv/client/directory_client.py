@@ -66,19 +66,19 @@ def _to_match(
 
 
 class DirectoryClient:
-    """Calls the directory. Past its deadline a call is a miss. Later calls are misses too, until a probe returns.
+    """Calls the directory. A call past its deadline is a miss. Later calls are misses too, until a probe returns.
 
     The client chooses the ids of leases and reservations, and every call lists the held ids. So the directory releases
     the grants of a call that timed out. Thread-safe. A client needs a Tending, its thread: without heartbeats the
     directory would take the client for gone.
 
     line: the way to the directory. deadline: seconds that a call may take. client: id of this client. faults: number of
-    faults by kind. metrics: this process's counts for Ray. requests: lines for people who follow requests. held: what
-    the next call tells. lock: guards `held`, `requests`, `rests` and the order of calls. up: the directory answered
-    the last call in time. down_since: when `up` last became False. last_call: when the last call was sent. Both are of
-    time.monotonic(). closed: `close` has begun. left: `close` has ended. bell: wakes the client's thread. rests: that
-    thread waits for the next heartbeat, because nobody has called since it last looked. to_forget: blocks that the
-    directory shall forget, in pieces of at most KEYS_PER_CALL keys.
+    faults by kind. metrics: this process's counts for Ray. requests: lines for people who follow requests. held: the
+    ids and reports that the next call sends. lock: guards `held`, `requests`, `rests` and the order of calls. up: the
+    directory answered the last call in time. down_since: when `up` last became False. last_call: when the last call was
+    sent. `down_since` and `last_call` are of time.monotonic(). closed: `close` has begun. left: `close` has ended.
+    bell: wakes the client's thread. rests: that thread waits for the next heartbeat, because nobody has called since it
+    last looked. to_forget: blocks that the directory shall forget, in pieces of at most KEYS_PER_CALL keys.
     """
 
     def __init__(
@@ -218,7 +218,8 @@ class DirectoryClient:
     def preempted(self, keys: bytes) -> int | None:
         """Keep the blocks of a preempted request while this client is there, or until `forget_later`.
 
-        Returns how many blocks are kept: all, or 0. None if the directory did not answer; it may keep them anyway.
+        Returns how many blocks are kept: all, or 0. None if the directory did not answer; it may keep the blocks
+        anyway.
         """
         for some in _in_steps(keys):
             answer = self._ask(Counted, "preempted", some)
@@ -230,7 +231,10 @@ class DirectoryClient:
         return len(keys) // KEY_BYTES
 
     def forget_later(self, keys: bytes) -> None:
-        """Have the directory forget blocks that nobody will ask for again. The client's thread tries until it has."""
+        """Have the directory forget blocks that nobody will ask for again.
+
+        The client's thread repeats the call until it succeeds.
+        """
         self.to_forget += _in_steps(keys)
         self.bell.ring()
 
@@ -255,7 +259,7 @@ class DirectoryClient:
     # ------------------------------------------------------------------ what the next call tells
 
     def release(self, *held: int) -> None:
-        """End leases or reservations. The directory learns of all of them in one call."""
+        """End leases or reservations. One call tells the directory of all these ends."""
         with self.lock:
             self.held.release(held)
             self._rouse()
@@ -269,7 +273,7 @@ class DirectoryClient:
         self._dropped.append(held)
 
     def release_dropped(self) -> None:
-        """End the leases and reservations that `drop` was told of."""
+        """End the leases and reservations that `drop` has noted."""
         while self._dropped:
             held = self._dropped.popleft()
             self.release(*held)
@@ -282,19 +286,19 @@ class DirectoryClient:
             self._rouse()
 
     def corrupt(self, locations: Locations) -> None:
-        """Report locations where a reader did not find its block, or found altered bytes."""
+        """Report locations where a reader found another block, no block, or altered bytes."""
         with self.lock:
             self.held.corrupt(locations)
             self._rouse()
 
     def report(self, line: RequestLine) -> None:
-        """Tell followers of a finished request, in the background. If too many lines wait, only count this one."""
+        """Tell followers of a finished request, in the background. If too many lines wait, only count this line."""
         with self.lock:
             self.requests.add(line)
             self._rouse()
 
     def heartbeat(self) -> None:
-        """Tell the directory now that this client is there, and all that the next call would tell."""
+        """Tell the directory now that this client is there. Also send all reports that the next call would send."""
         self._ask(Counted, "client_heartbeat")
 
     # ------------------------------------------------------------------
@@ -324,7 +328,7 @@ class DirectoryClient:
             self.bell.ring()
 
     def _disconnect(self) -> None:
-        with self.lock:  # no call follows this one: under the lock each looks at `closed` first
+        with self.lock:  # no call follows this one: under the lock each call looks at `closed` first
             sent = self.line.send("disconnect", self.client) if ray.is_initialized() else None
         if sent is not None:
             self.line.wait(sent, self.deadline)
@@ -367,14 +371,14 @@ class DirectoryClient:
             raise
 
     def _believed(self, answer: A) -> A | None:
-        """The answer; None if a directory that was replaced gave it."""
+        """The answer; None if it is from a directory that was replaced."""
         if answer.epoch < self._newest_epoch():
             self.down("stale", f"a directory of epoch {answer.epoch} answered, which was replaced")
             return None
         return answer
 
     def down(self, kind: str, detail: str) -> None:
-        """Count a fault, after which every call is a miss until the client's thread has found a directory."""
+        """Count a fault. From now on every call is a miss, until the client's thread has found a directory."""
         if self.up:
             self.down_since = time.monotonic()
         self.up = False

@@ -1,4 +1,4 @@
-"""The ids that a client holds, and its reports about blocks. The client's next call tells the directory both."""
+"""The ids that a client holds, and its reports about blocks. The client's next call brings both to the directory."""
 
 import itertools
 from array import array
@@ -14,7 +14,7 @@ from raykv.protocol.location import Locations
 class Held:
     """Ids of leases and reservations, and locations to report. For one thread at a time.
 
-    news: whether there is something that no call has told yet.
+    news: whether some release or report has not been sent yet.
     """
 
     def __init__(self, client: int) -> None:
@@ -46,7 +46,7 @@ class Held:
         self.news = True
 
     def corrupt(self, locations: Locations) -> None:
-        """Report locations where a reader did not find its block, or found altered bytes."""
+        """Report locations where a reader found another block, no block, or altered bytes."""
         self._corrupt.append(locations)
         self.news = True
 

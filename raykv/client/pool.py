@@ -104,9 +104,9 @@ class KVPool(Administration):
         socket: host and port where the directory listens, and the number of `connections` of clients and node stores;
         None if all calls go through Ray.
         failed: why other nodes have no store, by Ray node id.
-        transports: an entry for each memory (`reader`) that has read from another memory (`from`). `transport`: the one
-        used last. `gbps`: its rate in GB/s (1e9 bytes). `bytes`, `failed`: the bytes read and the failures, both by
-        transport. Stores that do not answer in time have no entries.
+        transports: an entry for each memory (`reader`) that has read from another memory (`from`). `transport`: the
+        transport used last. `gbps`: its rate in GB/s (1e9 bytes). `bytes`, `failed`: the bytes read and the failures,
+        both by transport. Stores that do not answer in time have no entries.
         """
         return {**super().stats(), "faults": dict(self.session.directory.faults)}
 

@@ -86,7 +86,7 @@ class Reservation:
         return count
 
     def release(self) -> None:
-        """Give up slots that were not committed. The directory learns of it with the next call."""
+        """Give up slots that were not committed. The next call tells the directory."""
         self._ended = True
         self._session.directory.release(self._id)
 

@@ -55,7 +55,7 @@ class Session:
         self._gpu = gpu
         self.local = self._find_store()
         if self.local and not isinstance(self.local.arena, GpuArena):
-            self._gpu = None  # a GPU tier that opens later is another memory than the one that users were told
+            self._gpu = None  # a GPU tier that opens later is not the memory that users were told of
         if self.local is None and (why := internal_kv.failures(name).get(self.node_id)):
             log.warning("pool %s has no store on this node, so every block that is read here is a miss: %s", name, why)
         self.directory = DirectoryClient(
@@ -102,7 +102,7 @@ class Session:
     def local_with(self, nodes: NDArray[np.uint32], epoch: int) -> LocalStore | None:
         """This node's store, if its memory has the locations that a directory of this epoch gave.
 
-        Else None, and the session looks for the store again. nodes: `node` of the LOCATIONs.
+        Otherwise None, and the session looks for the store again. nodes: `node` of the LOCATIONs.
         """
         local = self.local
         if local is not None and local.has(nodes, epoch):
@@ -171,7 +171,7 @@ class Session:
             self.directory.fault("strange", self._of_another_secret())
 
     def _why_strange(self) -> str:
-        """Why the running pool is not the one that this process attached to; "" if it is, or if no pool runs."""
+        """Why the running pool is not the pool that this process attached to; "" if it is, or if no pool runs."""
         try:
             running = internal_kv.settings(self.name)
         except ProtocolMismatch as error:

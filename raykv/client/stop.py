@@ -1,4 +1,4 @@
-"""How a pool ends. Its actors are found by name, so a stop needs nothing else of the pool."""
+"""How a pool ends. Actors are found by name, so a stop needs nothing else of the pool."""
 
 import contextlib
 import json
@@ -88,7 +88,8 @@ def _clean_up(name: str, unstopped: set[str], silent: set[str]) -> int:
     """Remove the arenas of stores that did not answer `stop`. Returns how many arenas were removed.
 
     unstopped: Ray node ids of living nodes without a stopped store. silent: nodes whose store may still be dying. If a
-    raylet is gone, tasks on its machine's other raylets await its store's death: else the arena could stay for days.
+    raylet is gone, tasks on its machine's other raylets await the death of its store: otherwise the arena could stay
+    for days.
     """
     addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
     living = cluster.living() & addresses.keys()

@@ -16,11 +16,11 @@ from raykv.metrics.exporter import EXPORT_S
 log = logging.getLogger("raykv")
 TEND_S = HEARTBEAT_S / 2  # between two looks of a client's thread, while the client is in use
 HEARTBEAT_AFTER_S = CLIENT_TTL_S / 4  # from a call to a heartbeat: a client silent for CLIENT_TTL_S counts as gone
-RESTART_S = 0.05  # before a lost directory is looked for: while it restarts it refuses connections for a moment
+RESTART_S = 0.05  # before the search for a lost directory: a directory that restarts refuses connections for a moment
 
 
 class Tending:
-    """The thread. It ends when the client is closed, or is garbage."""
+    """The thread. It ends when the client is closed or collected as garbage."""
 
     def __init__(self, client: DirectoryClient) -> None:
         self._bell = bell = client.bell
@@ -71,7 +71,7 @@ class Tending:
             client.to_forget.pop(0)
 
     def _find(self, client: DirectoryClient) -> None:
-        """Find a lost directory again, or another one."""
+        """Find a lost directory again, or find another directory."""
         line = client.line
         if line.way == "socket" and line.look():
             client.up = client.probe()

@@ -39,13 +39,13 @@ class Kept(StrEnum):
     COMPILED = "compiled"  # number of kernels that the directory has compiled, and of all kernels
     ANSWER = "answer"  # by node, pickled: its answer before a pool starts
     FAILED = "failed"  # by node: why the node has no store
-    IDLE = "idle"  # by node that nobody else uses: whether its store has ended
+    IDLE = "idle"  # by node that only pools use: whether its store has ended
     LEAVING = "leaving"  # by node: the node is about to leave
     MEMORY = "memory"  # by node, JSON: the cpu_memory that `resize` gave it
     QUOTA = "quota"  # by tenant, JSON: its minimum and maximum
     MODEL = "model"  # by name, JSON: how prompts become keys, for routers
     RANK = "rank"  # by engine and number, JSON: where a worker of an engine is
-    OTHER_TOKENS = "other_tokens"  # by node and client: number of chunks with other tokens than their keys stand for
+    OTHER_TOKENS = "other_tokens"  # by node and client: number of chunks whose tokens do not match their keys
 
 
 LEFT = b"left"  # the value of IDLE for a node whose store has ended
@@ -80,7 +80,7 @@ def _key(pool: str, kind: Kept, name: str) -> str:
 
 
 def forget(pool: str) -> None:
-    """Remove all values of a pool but its lock and last epoch. Clients notice the next pool by its epoch."""
+    """Remove all values of a pool except its lock and last epoch. Clients notice the next pool by a new epoch."""
     kept = [f"{pool}/{key}".encode() for key in (Kept.LOCK, Kept.LAST_EPOCH)]
     for key in _internal_kv_list(f"{pool}/", namespace=NAMESPACE.encode()):
         if key not in kept:
@@ -102,7 +102,7 @@ def _values(pool: str, kind: Kept) -> dict[str, bytes]:
 
 
 class InCharge(NamedTuple):
-    """The directory in charge. address: where the directory listens; None: it does not listen (yet)."""
+    """The directory in charge. address: where the directory listens; None: it does not listen, or not yet."""
 
     name: str
     address: Address | None
@@ -173,12 +173,12 @@ def failures(pool: str) -> dict[str, str]:
 
 
 def put_other_tokens(pool: str, node_id: str, client: int, chunks: int) -> None:
-    """Report how many chunks, read by a client on a node, held other tokens than their keys stand for."""
+    """Report the number of chunks whose tokens did not match their keys. A client on a node has read these chunks."""
     put(pool, Kept.OTHER_TOKENS, str(chunks).encode(), f"{node_id}/{client}")
 
 
 def other_tokens(pool: str) -> dict[str, int]:
-    """Sums of what `put_other_tokens` reported since the last `clear`, by node."""
+    """Sums of the chunks that `put_other_tokens` reported since the last `clear`, by node."""
     found: dict[str, int] = {}
     for name, chunks in _values(pool, Kept.OTHER_TOKENS).items():
         node_id = name.partition("/")[0]
@@ -207,9 +207,9 @@ def put_quota(pool: str, tenant: str, quota: Quota | None) -> None:
 
 @contextlib.contextmanager
 def exclusive(pool: str, seconds: float) -> Iterator[None]:
-    """Lets one process at a time start or stop a pool. Waits for another process while that process's Ray job lives.
+    """Lets one process at a time start or stop a pool.
 
-    Raises TimeoutError after so many seconds.
+    Waits for another process as long as that process's Ray job lives. Raises TimeoutError after `seconds`.
     """
     job, end = ray_calls.get_runtime_context().get_job_id(), time.monotonic() + seconds
     mine = f"{job}/{os.getpid()}/{threading.get_ident()}".encode()

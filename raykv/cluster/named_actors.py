@@ -16,7 +16,7 @@ PREFIX = "raykv/"
 
 
 def directory_name(pool: str, number: int) -> str:
-    """Ray's name of a directory. A pool has two, 1 and 2: the one in charge and its successor."""
+    """Ray's name of a directory. A pool has two directories, 1 and 2: the directory in charge and its successor."""
     return f"{_actors(pool)}directory-{number}"
 
 
@@ -41,7 +41,10 @@ def is_ours(name: str) -> bool:
 
 
 def _actors(pool: str) -> str:
-    """The prefix of the pool's actor names. By it Ray's dashboard, which shows no namespace, tells pools apart."""
+    """The prefix of the pool's actor names.
+
+    With this prefix Ray's dashboard, which shows no namespace, tells pools apart.
+    """
     return f"{PREFIX}{pool}/"
 
 
@@ -81,9 +84,9 @@ def find_directory(pool: str) -> Any:
 def options(name: str, node_id: str | None, threads: int = 1) -> dict[str, Any]:
     """Options of a detached actor that stays on `node_id`, or on Ray's head if None. threads: calls at a time.
 
-    The affinity is hard: with a soft one Ray first asks any raylet, and that raylet takes an actor without CPUs.
+    The affinity is hard: with a soft affinity Ray first asks any raylet, and that raylet takes an actor without CPUs.
     """
-    head = {"resources": {cluster.HEAD: 0.001}}  # as Serve's controller has: a new head gets the actor too
+    head = {"resources": {cluster.HEAD: 0.001}}  # as for Serve's controller: a new head gets the actor too
     place = head if node_id is None else {"scheduling_strategy": NodeAffinitySchedulingStrategy(node_id, soft=False)}
     return {
         "name": name,

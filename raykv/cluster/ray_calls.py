@@ -1,6 +1,7 @@
-"""Ray's calls, for raykv's threads that may outlive `ray.shutdown()`. After it, they raise RaySystemError.
+"""Ray's calls, for raykv's threads that may outlive `ray.shutdown()`.
 
-Called as `ray.get` and so on, they would start or join a cluster in a process without one.
+After a shutdown these calls raise RaySystemError. In a process without a cluster, `ray.get` and so on would start or
+join a cluster.
 """
 
 from collections.abc import Callable, Collection
@@ -13,7 +14,7 @@ from raykv.errors import RayKVError
 
 
 class NotConnected(RayKVError, RayError):
-    """This process is in no Ray cluster. raykv's threads handle it like Ray's errors, and users like raykv's."""
+    """This process is in no Ray cluster. To raykv's threads this is an error of Ray's, to users an error of raykv's."""
 
 
 def check_connected(pool: str) -> None:
@@ -41,6 +42,6 @@ wait = _bare(ray.wait)
 
 
 def finished(answers: Collection[Any], seconds: float) -> list[Any]:
-    """The answers that come in so many seconds. Returns once all have come."""
+    """The answers that come within `seconds`. Returns early if all come."""
     done: list[Any] = wait(list(answers), num_returns=len(answers), timeout=seconds)[0] if answers else []
     return done

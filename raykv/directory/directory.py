@@ -1,4 +1,4 @@
-"""The directory: where every block of a pool is, and which blocks stay. No Ray, no clock, no I/O.
+"""The directory: it knows where every block of a pool is, and decides which blocks stay. No Ray, no clock, no I/O.
 
 It answers the calls of `raykv.protocol.calls`. kernels/placement.py chooses the slot of a new block,
 kernels/eviction.py the block to evict, and kernels/quotas.py whose blocks may go. state/holds.py ends leases.
@@ -13,9 +13,9 @@ class Directory(State):
     """All blocks, leases, reservations and nodes of one pool: a State, and the functions that answer calls.
 
     A state machine for a single thread: it has no locks, and its caller must not call it from two threads at a time.
-    Every call takes the time as `now` (seconds of any monotonic clock), and first does what time has made due. Late or
-    repeated calls raise no error. A call raises ValueError or TypeError if its arguments are no message, like a part of
-    a key or an impossible count. Then it neither holds nor drops a block.
+    Every call takes the time as `now` (seconds of any monotonic clock), and first does everything that is due by then.
+    Late or repeated calls raise no error. A call raises ValueError or TypeError if its arguments make no valid message:
+    say, a part of a key or an impossible count. Such a call neither holds nor drops a block.
     Keys are 16 bytes each, joined. `name` names a node or one of its GPUs: see `protocol.location.host_of`.
     """
 

@@ -25,7 +25,7 @@ CLOCK_ASKS = 3  # questions for a clock; the fastest answer is the most exact
 
 
 class Unanswered(NamedTuple):
-    """Stands for the answer of a node that gave none."""
+    """Stands for the answer of a node that did not answer."""
 
     why: str
 
@@ -33,8 +33,8 @@ class Unanswered(NamedTuple):
 def of_token() -> Finding:
     """The finding of this process's token, at its node: Ray's, here and in the cluster.
 
-    A process with a wrong token can't join, so it is never checked. If the finding is not OK, no node answers: Ray's
-    calls back are turned away.
+    A process with a wrong token can't join, so it is never checked. If the finding is not OK, no node can answer: this
+    process refuses Ray's calls back.
     """
     context = ray.get_runtime_context()
     node = context.get_node_id()
@@ -129,12 +129,12 @@ class Examination:
 
 
 def _ask(question: Any, nodes: Iterable[str], *args: Any) -> dict[str, Any]:
-    """Nodes' answers to a question of `examiner`; Unanswered for a node without an answer."""
+    """The nodes' answers to a question of `examiner`; Unanswered for a node without an answer."""
     return _answers(_asked(question, nodes, *args))
 
 
 def _asked(question: Any, nodes: Iterable[str], *args: Any) -> dict[str, Any]:
-    """Put a question to nodes. A task answers once; a generator gives one answer after another."""
+    """Put a question to nodes. A task gives one answer, a generator one answer after another."""
     return {
         node: question.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote(*args)
         for node in nodes

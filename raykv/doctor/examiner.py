@@ -1,6 +1,6 @@
 """The checks that run on a node, as tasks: an actor would stay on the Actors page of Ray's dashboard.
 
-Ray sends these functions whole, so they run even where there is no raykv. So they use nothing of raykv's.
+Ray sends these functions whole, so they run even where there is no raykv. For this reason they use no code of raykv.
 """
 
 import contextlib
@@ -61,7 +61,7 @@ def listen() -> Iterator[tuple[str, int]]:
     host = ray.util.get_node_ip_address()
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.create_server((host, 0), family=family, backlog=1024) as door:  # the system accepts connections
-        for _ in range(2):  # Ray goes on when somebody asks for the second answer, or drops the generator
+        for _ in range(2):  # Ray continues when somebody asks for the second answer, or drops the generator
             yield host, int(door.getsockname()[1])
 
 

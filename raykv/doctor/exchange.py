@@ -18,7 +18,7 @@ from raykv.doctor.finding import OK, WRONG, Finding
 from raykv.errors import reason_of
 
 BLOCK_BYTES, BLOCKS = 512 << 10, 8  # together half of the smallest arena
-TURNS = 3  # the first makes the connections, and the fastest counts
+TURNS = 3  # the first read makes the connections, and the fastest read counts
 DEADLINE_S = 60.0  # for a task on another node
 RATE = 1.0  # tokens a second: a read waits for a tier as long as computing takes, and here that is long
 
@@ -40,7 +40,7 @@ def store(pool: str, seed: int) -> int:
 
 @ray.remote(num_cpus=0, max_retries=0)
 def read(pool: str, seed: int) -> Reading:
-    """Read here the blocks that another node stored with that seed."""
+    """Read, on this node, the blocks that another node stored with that seed."""
     cache = opened(pool)
     keys, blocks = content(cache, seed)
     out = np.zeros_like(blocks)
@@ -67,7 +67,7 @@ def content(cache: raykv.KVCache, seed: int) -> tuple[Any, Any]:
 
 
 def findings(pool: raykv.KVPool, hosts: dict[str, str]) -> Iterator[Finding]:
-    """Findings of each node's store, and of each two nodes with a store. hosts: names by Ray node id."""
+    """Findings on each node's store, and on each two nodes with a store. hosts: names by Ray node id."""
     stats, idle = pool.stats(), internal_kv.left_nodes(pool.name)
     serve = []
     for node in hosts:
@@ -87,7 +87,7 @@ def findings(pool: raykv.KVPool, hosts: dict[str, str]) -> Iterator[Finding]:
 
 
 def _exchange(pool: raykv.KVPool, hosts: dict[str, str], reader: str, source: str, seed: int) -> Finding:
-    """Have the reader's node read blocks that the source's node stores."""
+    """Have one node store blocks, and another node read these blocks."""
     whose, see = f"{hosts[source]} ({source[:16]})", f"see `raykv status --name {pool.name}`"
     seconds = []
     for turn in range(TURNS):

@@ -1,4 +1,4 @@
-"""Facts that a node with raykv tells of itself."""
+"""Facts that a node with raykv reports about itself."""
 
 import os
 import re
@@ -25,8 +25,8 @@ class Facts(NamedTuple):
 
     machine: equal for nodes that share memory. room: free memory; total: all memory; shm: size of /dev/shm; in bytes.
     left: by pool, bytes in /dev/shm of dead stores. alive: pools in `left` with a live store here too.
-    kernels: folder of compiled kernels. unwritable: better folders that other users can write, or this user can't.
-    huge_pages: the kernel's setting for files in memory, or "". gpus: number of GPUs that raykv can use.
+    kernels: folder of compiled kernels. unwritable: better folders that other users can write, or that this user can't
+    write. huge_pages: the kernel's setting for files in memory, or "". gpus: number of GPUs that raykv can use.
     driver: version of NVIDIA's, or "". no_nixl: why NIXL can't be used, or "". rdma: whether there is an RDMA card.
     niceness: of Ray's workers. tls: whether Ray uses TLS. no_tls: why the pool then can't use it, or "".
     """
@@ -84,7 +84,7 @@ def _no_tls() -> str:
 
 
 def _found(path: str, pattern: str) -> str:
-    """The match in a file of the kernel's; "" where the file or the match is missing."""
+    """The match in one of the kernel's files; "" where the file or the match is missing."""
     try:
         match = re.search(pattern, Path(path).read_text(encoding="utf-8"))
     except OSError:

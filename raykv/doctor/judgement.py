@@ -37,7 +37,7 @@ def of_software(node: str, there: dict[str, str], here: dict[str, str]) -> list[
 
 
 def of_protocol(node: str, version: str, protocol: int) -> Finding:
-    """The finding about messages, of a node whose raykv has the driver's version."""
+    """The finding about messages, for a node whose raykv has the same version as the driver's."""
     if protocol != VERSION:
         text = f"{version} of other sources: its messages have version {protocol}, here they have {VERSION}"
         return Finding(node, "raykv", WRONG, f"{text}: {what_to_install()}")
@@ -45,7 +45,10 @@ def of_protocol(node: str, version: str, protocol: int) -> Finding:
 
 
 def of_facts(node: str, facts: Facts, neighbours: int, running: set[str]) -> Iterator[Finding]:
-    """neighbours: number of nodes that share its memory, with itself. running: names of pools of this Ray cluster."""
+    """neighbours: number of nodes that share the node's memory, with this node.
+
+    running: names of pools of this Ray cluster.
+    """
     yield _memory(node, facts, neighbours)
     yield from _left(node, facts.left, running | facts.alive)
     yield _kernels(node, facts)
@@ -57,7 +60,7 @@ def of_facts(node: str, facts: Facts, neighbours: int, running: set[str]) -> Ite
 
 
 def of_clock(node: str, ahead: float, unsure: float) -> Finding:
-    """ahead: seconds by which its clock is ahead of the driver's. unsure: error of `ahead` in seconds."""
+    """ahead: seconds by which the node's clock is ahead of the driver's clock. unsure: error of `ahead` in seconds."""
     text = f"{ahead:+.2f} s from here, give or take {unsure:.2f}"
     if abs(ahead) - unsure > CLOCKS_S:
         return Finding(node, "clock", ADVICE, f"{text}: logs will not match; run an NTP client such as chrony there")
@@ -65,7 +68,7 @@ def of_clock(node: str, ahead: float, unsure: float) -> Finding:
 
 
 def of_tokens(node: str, chunks: int) -> Finding:
-    """chunks: number that engines of the node found to hold other tokens than their keys stand for."""
+    """chunks: number of chunks that engines of the node found with tokens that do not match the keys."""
     text = (
         f"{chunks} chunks held other tokens than their keys stand for; engines with verify_tokens dropped and computed "
         f"them. That is a fault of raykv or of the engine: keep the engines' logs, and report it. `raykv clear` counts "
@@ -93,7 +96,7 @@ def _memory(node: str, facts: Facts, neighbours: int) -> Finding:
 
 
 def _left(node: str, left: dict[str, int], alive: set[str]) -> Iterator[Finding]:
-    """Findings on memory of dead stores. Like a start, this only warns; see `_memory`."""
+    """Findings on memory of dead stores. This only warns, as a start does; see `_memory`."""
     for pool, size in sorted(left.items()):
         text = f"{gib(size)} in /dev/shm of pool {pool}, "
         if pool in alive:

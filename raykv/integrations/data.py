@@ -5,7 +5,7 @@
 
 Ray Data hands a whole block of rows to one actor, and gives the next block to any actor with room. So a block has
 consecutive rows of `raykv.scheduling.order`. Actors take turns. So the order is cut into a stretch for each engine, and
-each next block comes from the next stretch.
+the blocks come from these stretches in turn.
 """
 
 import itertools
@@ -28,15 +28,15 @@ from raykv.keys import ROOT_BYTES, chain
 from raykv.scheduling import split
 from raykv.scheduling.batches import Prompts
 
-BLOCK_TOKENS = 64  # prompts are compared in pieces of so many tokens: a shorter shared prefix saves next to nothing
+BLOCK_TOKENS = 64  # tokens of the pieces in which prompts are compared: a shorter shared prefix saves next to nothing
 KEY_BYTES = 8  # kept of each key: if two keys are equal by chance, a row only gets a worse place
-BLOCKS = 8  # at least so many of Ray Data's blocks for each engine, so that loads are even
-ROWS = 1000  # at most about so many rows in a block
+BLOCKS = 8  # number of Ray Data's blocks for each engine, at least, so that loads are even
+ROWS = 1000  # rows of a block, at most, about
 RANK = "__raykv_rank"
 
 
 def prefix_ordered(dataset: ray.data.Dataset, tokenizer: Any, engines: int, column: str = "prompt") -> ray.data.Dataset:
-    """The rows of a dataset, materialized, in an order and blocks that let engines compute few prefixes twice.
+    """The rows of a dataset, materialized, in an order and in blocks with which engines compute few prefixes twice.
 
     tokenizer: of the engines' model. Or a function that turns a value of `column`, such as messages, into token ids; it
     runs in Ray tasks. engines: actors that will take blocks. Engines get about equally many prompt tokens to compute;
@@ -48,7 +48,7 @@ def prefix_ordered(dataset: ray.data.Dataset, tokenizer: Any, engines: int, colu
 
     Afterwards Ray's object store holds all rows. While they are put in order, it holds them twice. This process holds 8
     bytes for every 64 tokens of every prompt, and about 550 bytes for each prompt. KeyError for an unknown column.
-    ValueError for less than one engine, or for prompts that do not become lists of token ids.
+    ValueError for less than one engine, or for prompts that the tokenizer does not turn into lists of token ids.
     """
     encode = getattr(tokenizer, "encode", tokenizer)
     tables, put = dataset.to_arrow_refs(), ray.put(encode)
@@ -68,7 +68,7 @@ def prefix_ordered(dataset: ray.data.Dataset, tokenizer: Any, engines: int, colu
 
 
 def dealt(prompts: Prompts, engines: int) -> list[list[int]]:
-    """Indices of the prompts of each block, in the order in which engines that take turns get the blocks."""
+    """Indices of the prompts of each block. The engines take turns, and get the blocks in this order."""
     stretches = split(prompts, engines)
     blocks = max(BLOCKS, -(-len(prompts) // (engines * ROWS)))
     cut = [[[part[i] for i in run] for run in split([prompts[i] for i in part], blocks)] for part in stretches]

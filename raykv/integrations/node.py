@@ -16,7 +16,7 @@ from raykv.config import NAMESPACE
 def attach(pool: str, gpu: str | None = None) -> pools.KVPool:
     """Attach any process under a Ray actor to the pool on the actor's node. gpu: `device` of `raykv.attach`.
 
-    Such a process is a driver of its own. By itself it may join another raylet of the machine, with another arena.
+    Such a process is a driver of its own. Without help it may join another raylet of the machine, with another arena.
     """
     with _own_random():
         raylet = _raylet()
@@ -30,7 +30,7 @@ def attach(pool: str, gpu: str | None = None) -> pools.KVPool:
 
 @contextmanager
 def _own_random() -> Iterator[None]:
-    """Inside, random numbers differ in every process, although engines seed all ranks alike.
+    """In the block, random numbers differ in every process, although engines seed all ranks alike.
 
     Ray names its subscriptions by random numbers. Drivers with the same name would take each other's long polls, a
     thousand a second.

@@ -24,7 +24,7 @@ SHARE = 0.2  # part of the pool's deadline for which a router holds up a request
 class PrefixLookup:
     """Asks a pool's directory from an event loop, and keeps the announcements of models.
 
-    Once the directory has not answered in time, callers do not wait: a background task asks it once a second. Not
+    After a late answer of the directory, callers do not wait: a background task asks the directory once a second. Not
     thread-safe.
     """
 
@@ -40,7 +40,10 @@ class PrefixLookup:
         self._search: asyncio.Task[None] | None = None
 
     def announced_of(self, other: str) -> dict[str, Any] | None:
-        """The announcement of another name, such as a LoRA adapter's. None: not known yet; it will be looked up."""
+        """The announcement of another name, such as a LoRA adapter's.
+
+        None: not known yet; the next look asks for it.
+        """
         found = self._others.get(other)
         if found is None:
             self._wanted.add(other)
@@ -87,7 +90,7 @@ class PrefixLookup:
         if settings is None:
             raise ValueError(f"there is no pool {self._pool!r}")
         self._deadline = SHARE * settings["deadline"]
-        sha256.load()  # in this thread, so that the event loop, which makes keys, need not load it
+        sha256.load()  # load it in this thread: the event loop makes keys, and would wait for the load
         announced = self._announced(self._model)
         if announced is None:
             raise ValueError(f"nobody has announced {self._model!r} in pool {self._pool!r}")

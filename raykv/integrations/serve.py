@@ -45,7 +45,7 @@ from raykv.scheduling.routes import Found, Prompt, Replica, Routes
 
 log = logging.getLogger("raykv")
 
-ASKED = 64  # the directory is asked about at most so many blocks of a prompt, evenly spaced
+ASKED = 64  # blocks of a prompt for which the directory is asked, at most, evenly spaced
 NAME_CHARS = 256  # of a session's name count
 NO_KEYS = np.zeros((0, 16), np.uint8)
 
@@ -59,7 +59,10 @@ def announce(cache: KVCache, model: str) -> None:
 
 
 class Asked(NamedTuple):
-    """A request's prompt, and what the pool has of it. found: None if the pool was not asked or did not answer."""
+    """A request's prompt, and its part that the pool has.
+
+    found: None if nobody asked the pool, or if it did not answer.
+    """
 
     prompt: Prompt
     found: Found | None = None
@@ -68,12 +71,12 @@ class Asked(NamedTuple):
 class PrefixRouter(PowerOfTwoChoicesRequestRouter):  # type: ignore[misc]
     """Sends a request to the replica that has the least to compute until the request's first token.
 
-    `raykv.scheduling.routes.Routes` counts it. A session stays at its replica until another replica is sooner. Of a
-    request without a session's name and without keys nothing is known: Serve chooses the better of two random replicas.
+    `raykv.scheduling.routes.Routes` counts this work. A session stays at its replica until another replica is sooner.
+    For a request without a session's name and without keys, Serve chooses the better of two random replicas.
 
     request_router_kwargs: `model`, as announced, and `pool`. The request's keyword argument `token_ids` is the prompt.
-    Its `lora` and `salt` are those of KVCache.keys. Override `keys` for requests of another form. The name of its
-    session is the header x-session-id, the handle's option `session_id`, or the keyword argument `session`.
+    The arguments `lora` and `salt` are as in KVCache.keys. Override `keys` for requests of another form. The name of
+    its session is the header x-session-id, the handle's option `session_id`, or the keyword argument `session`.
     """
 
     def initialize_state(self, model: str, pool: str = "default") -> None:
@@ -120,8 +123,8 @@ class PrefixRouter(PowerOfTwoChoicesRequestRouter):  # type: ignore[misc]
             return by_chance
 
     async def _ranked(self, candidates: list[RunningReplica], request: PendingRequest) -> list[list[RunningReplica]]:
-        """[] if nothing is known of the request."""
-        adapter = request.metadata.multiplexed_model_id  # to load it would take longer than to compute a prefix
+        """[] if the router knows nothing of the request."""
+        adapter = request.metadata.multiplexed_model_id  # loading the adapter would take longer than computing a prefix
         able = [replica for replica in candidates if not adapter or adapter in replica.multiplexed_model_ids]
         if not hasattr(request, "raykv_asked"):  # a request that found no room is not asked for again
             request.raykv_asked = await self._ask(request, able)
@@ -145,7 +148,7 @@ class PrefixRouter(PowerOfTwoChoicesRequestRouter):  # type: ignore[misc]
         self.routes.complete(internal_request_id, replica_id)
 
     async def _ask(self, request: PendingRequest, able: list[RunningReplica]) -> Asked:
-        """What is known of a request's prompt. able: the replicas that may serve it."""
+        """The router's knowledge of a request's prompt. able: the replicas that may serve the request."""
         unknown = Asked(Prompt(None, (), self.session(request)[:NAME_CHARS]))
         announced = self.announced(request)
         if announced is None or len(able) < 2:
@@ -153,7 +156,7 @@ class PrefixRouter(PowerOfTwoChoicesRequestRouter):  # type: ignore[misc]
         try:
             keys = await self.keys(request, announced)
         except Exception as error:
-            if not isinstance(error, ValueError):  # for which the replica says what is wrong with the prompt
+            if not isinstance(error, ValueError):  # the replica's own error says what is wrong with the prompt
                 self._warn(error)
             return unknown
         size, packed = announced["block_tokens"], keys.tobytes()
@@ -163,7 +166,7 @@ class PrefixRouter(PowerOfTwoChoicesRequestRouter):  # type: ignore[misc]
         return Asked(prompt, None if on_one_node else await self._find(keys, size))
 
     async def _find(self, keys: NDArray[np.uint8], block_tokens: int) -> Found | None:
-        """What the pool has of a prompt. None if it does not answer."""
+        """The part of a prompt that the pool has. None if the pool does not answer."""
         if not len(keys):
             return None
         every = -(-len(keys) // ASKED)

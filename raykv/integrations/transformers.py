@@ -1,4 +1,4 @@
-"""Hugging Face transformers on a pool: a prefill that reads the blocks that the pool has and stores the others.
+"""Hugging Face transformers on a pool: a prefill that reads blocks of the pool and stores the missing blocks.
 
     cache = model_cache(raykv.attach(), model, name="meta-llama/Llama-3.1-8B")
     tokens = generate(model, cache, tokenizer(prompt).input_ids, max_new_tokens=100)  # as model.generate
@@ -89,10 +89,10 @@ def model_cache(
 
     pool: of raykv.start or raykv.attach. block_tokens: tokens of a block, equal in all engines that share.
     model: a causal language model of transformers, on one device, with full attention in every layer.
-    name, revision: must tell this model's weights and settings from any other's. Default: where it was loaded from, and
-    the commit that the hub named.
+    name, revision: must tell this model's weights and settings from any other model's. Default: the place from which
+    the model was loaded, and the commit that the hub named.
     tenant: charged for the blocks (see KVPool.cache).
-    Returns a KVCache whose other arguments are read off the model.
+    Returns a KVCache. Its other arguments come from the model.
     ValueError for a model without a name, or with a layer that is not full attention.
     """
     name = name or model.config.name_or_path
@@ -136,8 +136,8 @@ def prefill(
     input_ids: 1-D, at least one token. At least the last token is always computed, for its logits.
     lora: the active adapter, if any. salt: tells this request's tenant from others (see KVCache.keys).
     Returns a Prefill. With a pool that is down or empty this is an ordinary prefill.
-    ValueError for input that is not 1-D, or a cache whose blocks are not this model's. To generate with
-    `model.generate`, use `generate` of this module instead.
+    ValueError for input that is not 1-D, or for a cache of another model's blocks. To generate with `model.generate`,
+    use `generate` of this module instead.
     """
     ids = torch.as_tensor(input_ids)
     if ids.ndim != 1 or not len(ids):

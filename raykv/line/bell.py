@@ -1,4 +1,4 @@
-"""A bell wakes a resting thread, and so does the end of a connection. The thread need not poll for either."""
+"""A bell wakes a resting thread, and so does the end of a connection. So the thread need not poll."""
 
 import os
 import select
@@ -17,9 +17,10 @@ class Bell:
         os.eventfd_write(self._rung, 1)
 
     def wait(self, seconds: float | None, connection: Stream | None = None) -> bool:
-        """Wait for a ring, at most so many seconds (None: for ever). Returns whether it rang.
+        """Wait for a ring, at most for `seconds` (None: for ever). Returns whether it rang.
 
-        connection: its end ends the wait too. Bytes that arrive there do not, and are not read.
+        connection: the end of this connection ends the wait too. Bytes that arrive there stay unread, and do not end
+        the wait.
         """
         poll = select.poll()
         poll.register(self._rung, select.POLLIN)

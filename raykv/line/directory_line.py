@@ -17,7 +17,7 @@ from raykv.protocol.location import Address
 from raykv.protocol.packing import packed, unpacked
 
 log = logging.getLogger("raykv")
-SUCCESSION_S = 1.0  # after a directory's process ended, nobody calls it through Ray for so long: another replaces it
+SUCCESSION_S = 1.0  # after its process ended, nobody calls a directory through Ray for so long: another replaces it
 SOCKET_AGAIN_S = 5.0  # until a failed socket is tried again; meanwhile calls go through Ray
 
 ERRORS = (RayError, ConnectionError, TimeoutError, ValueError)  # errors of a call where the directory does not answer
@@ -67,7 +67,8 @@ class DirectoryLine:
     def find(self) -> bool:
         """Find the directory in charge and connect to it, unless connected. Returns whether there is a directory.
 
-        A call shows whether it answers. Waits for Ray's internal KV, and briefly for the directory's socket.
+        Only a call shows whether that directory answers. Waits for Ray's internal KV, and briefly for the directory's
+        socket.
         """
         try:
             name, address = internal_kv.in_charge(self._pool)
@@ -143,7 +144,7 @@ class DirectoryLine:
         """Call a method, and do not wait. ConnectionError where sending is known to fail.
 
         deliver: called with the answer by the thread that reads it; with None if the call failed. The directory sends
-        this answer together with its next answer.
+        the answer together with its next answer.
         """
         pipeline = self._pipeline
         if pipeline is None:

@@ -29,18 +29,18 @@ ACCEPT_AGAIN_S = 0.1  # until the next try to accept after a failure, such as a 
 RECEIVE_BYTES = 256 << 10  # that one call of the system receives
 UNHURRIED_BYTES = 16 << 10  # bytes of a connection's answers that wait for the next answer, at most
 SHAKE_S = 0.005  # for steps of TLS, between two rounds of answers
-BULK_BYTES = 128 << 10  # a frame of so many bytes is served alone, between two rounds of shorter ones
+BULK_BYTES = 128 << 10  # size from which on a frame is served alone, between two rounds of shorter frames
 
 
 class Unhurried(bytes):
-    """An answer that nobody waits for. It goes out with the next answer, which saves a system call."""
+    """An answer that nobody waits for. It goes out with the next answer, to save a system call."""
 
 
 class Connection:
-    """An accepted connection. The listener's thread uses it, or the thread that it is lent to.
+    """An accepted connection. Its user is the listener's thread, or the thread to which it is lent.
 
-    outbox: bytes of one answer at most. events: what the listener waits for; 0: nothing, as while lent. side: what the
-    peer proved to be. frame_bytes: bytes of the longest frame that the peer may send. greeted: it took a step of TLS.
+    outbox: bytes of one answer at most. events: what the listener waits for; 0: nothing, as while lent. side: the
+    peer's proven side. frame_bytes: bytes of the longest frame that the peer may send. greeted: it took a step of TLS.
     """
 
     def __init__(self, peer: socket.socket) -> None:
@@ -98,7 +98,7 @@ class Listener:
         self.served: set[Connection] = set()
         self._returned: deque[Connection] = deque()  # by `give_back`
         self._bulk: deque[tuple[Connection, bytes]] = deque()  # long frames that wait for their turn
-        self._shaking: deque[Connection] = deque()  # they wait for a step of TLS, which takes a millisecond
+        self._shaking: deque[Connection] = deque()  # connections that wait for a step of TLS, which takes a millisecond
         self._wake, self._waker = socket.socketpair()
         self._waker.setblocking(False)
         self._closed = False
@@ -123,7 +123,7 @@ class Listener:
             self.drop(connection)
 
     def next_frame(self, connection: Connection) -> bytes | None:
-        """The next frame of a connection that is lent; None while no whole frame came. For the thread that has it.
+        """The next frame of a lent connection; None while no whole frame came. For the thread that has the connection.
 
         OSError where the peer is gone, or sends a frame that is too long.
         """
@@ -140,7 +140,7 @@ class Listener:
         connection.socket.close()
 
     def _notify(self) -> None:
-        with contextlib.suppress(OSError):  # it is full, so the thread wakes up anyway; or it is closed
+        with contextlib.suppress(OSError):  # the waker is full, so the thread wakes up anyway; or it is closed
             self._waker.send(b"\0")
 
     # ------------------------------------------------------------------ the thread
@@ -253,7 +253,7 @@ class Listener:
         self._work(connection)
 
     def _work(self, connection: Connection) -> None:
-        """Serve the whole frames in the inbox, up to the first long one."""
+        """Serve the whole frames in the inbox, up to the first long frame."""
         if not connection.proven:
             self._prove(connection)
         while connection.proven and not connection.outbox:
@@ -271,7 +271,7 @@ class Listener:
         self._listen_to(connection)
 
     def _answer_bulk(self, body: bytes, connection: Connection) -> None:
-        """Serve a long frame, in turn, and go on with the connection."""
+        """Serve this long frame, and then go on with its connection."""
         self._watch(connection)
         if self._answer(connection, body):
             self._work(connection)
@@ -345,7 +345,7 @@ class Listener:
     def _resume(self, connection: Connection) -> None:
         connection.socket.setblocking(False)
         self._watch(connection)
-        self._work(connection)  # frames that came before it was lent
+        self._work(connection)  # frames that came before the connection was lent
 
     def _end(self, connection: Connection) -> None:
         self.unproven.pop(connection, None)
@@ -356,7 +356,7 @@ class Listener:
 
     def _hang_up(self, connection: Connection) -> None:
         """End a connection that may be lent. The thread that has it uses the descriptor, and closes it."""
-        with contextlib.suppress(OSError):  # it has ended already
+        with contextlib.suppress(OSError):  # the connection has ended already
             connection.socket.shutdown(socket.SHUT_RDWR)
         if connection.events:
             connection.socket.close()

@@ -41,20 +41,23 @@ class Periodic:
         self._bell.ring()
 
     def stop(self) -> None:
-        """Take no further step. The present step goes on; `join` waits for it."""
+        """Take no further step. The present step goes on; `join` waits for its end."""
         self._stopped.set()
         self._bell.ring()
 
     def join(self, seconds: float | None = None) -> None:
-        """Wait until the last step has ended, at most so many seconds."""
+        """Wait until the last step has ended, at most for `seconds`."""
         self._thread.join(seconds)
 
     def sleep(self, seconds: float) -> None:
-        """Wait so many seconds, or until `stop`."""
+        """Wait for `seconds`, or until `stop`."""
         self._stopped.wait(seconds)
 
     def rest_of(self, period: float) -> float:
-        """Seconds that remain of a period that began with this step. As a pause it spaces steps by the period."""
+        """Seconds that remain of a period that began with this step.
+
+        As a pause, this rest makes steps begin one period apart.
+        """
         return max(0.0, period - (time.monotonic() - self._began))
 
     def _run(self) -> None:

@@ -1,12 +1,12 @@
 """Requests and answers on one socket, several in flight, from any thread and any event loop.
 
-Answers come in the order of their requests. There is no thread that reads for the others. A thread that waits for an
-answer reads, and delivers other threads' answers, until its own answer comes. Then the next waiting thread reads. A
-loop that waits watches the socket.
+Answers come in the order of their requests. No thread reads for all others. A thread that waits for an answer reads,
+and delivers other threads' answers, until its own answer comes. Then the next waiting thread reads. An event loop that
+waits watches the socket.
 
-A signal's handler may raise in the main thread wherever a call returns or a function begins. If it did so between a
-lock's `acquire` and its `try`, the lock would stay taken for good. So the turn to read is an item of a dict. A thread
-takes the turn inside a `try`, and gives it up without any call.
+A signal's handler may raise in the main thread wherever a call returns or a function begins. If the handler raised
+between a lock's `acquire` and its `try`, the lock would stay taken for good. So the turn to read is an item of a dict.
+A thread takes the turn inside a `try`, and gives it up without any call.
 """
 
 import asyncio
@@ -27,14 +27,17 @@ from raykv.protocol.location import Address
 log = logging.getLogger("raykv")
 RECEIVE_BYTES = 256 << 10  # that one call of the system receives
 ANSWER_BYTES = 1 << 30  # of the longest answer
-SEND_S = 0.25  # for a peer to take a request; then the request fails
+SEND_S = 0.25  # for a peer to take a request; after that the request fails
 Answer = bytes | ConnectionError
 READER = "reader"
 Deliver = Callable[[Answer], None]  # called with an answer, or the connection's error, by the thread that reads
 
 
 class Request:
-    """A request whose answer a thread waits for. answer: None until it comes. gone: nobody waits any more."""
+    """A request whose answer a thread waits for.
+
+    answer: None until the answer comes. gone: whether nobody waits any more.
+    """
 
     __slots__ = ("answer", "gone", "woken")
 
@@ -98,7 +101,10 @@ class Pipeline:
         raise ConnectionError(why)
 
     def wait(self, request: Request, seconds: float) -> bytes:
-        """The answer to a request that was sent with `request.deliver`. TimeoutError or ConnectionError without one."""
+        """The answer to a request that was sent with `request.deliver`.
+
+        TimeoutError or ConnectionError without an answer.
+        """
         end = time.monotonic() + seconds
         try:
             self._waiting.append(request)
@@ -158,13 +164,16 @@ class Pipeline:
         self._fail("the connection was closed")
 
     def __del__(self) -> None:
-        with contextlib.suppress(AttributeError):  # it was never connected
+        with contextlib.suppress(AttributeError):  # the socket was never connected
             self.socket.close()
 
     # ------------------------------------------------------------------
 
     def _put(self, data: memoryview) -> None:
-        """Send all of `data` within SEND_S. Read meanwhile: a peer takes no requests while nobody reads its answers."""
+        """Send all of `data` within SEND_S.
+
+        Read answers meanwhile: a peer takes no requests while nobody reads its answers.
+        """
         end = time.monotonic() + SEND_S
         while data:
             try:
@@ -185,7 +194,7 @@ class Pipeline:
                 raise ConnectionError(self._why)
 
     def _read(self, seconds: float) -> None:
-        """Wait at most so many seconds for bytes, and deliver the whole answers."""
+        """Wait for bytes, at most for `seconds`, and deliver the whole answers."""
         if not self._readable.poll(seconds * 1e3):
             return
         try:
@@ -213,7 +222,7 @@ class Pipeline:
                 waiting.remove(first)
             if waiting and not self.is_read:
                 waiting[0].woken.put(None)
-        if self._due and not self.alive and not self.is_read:  # it failed while another thread read
+        if self._due and not self.alive and not self.is_read:  # the connection failed while another thread read
             self.look()
 
     def _fail(self, why: str) -> None:
@@ -231,7 +240,7 @@ class Pipeline:
     def _hang_up(self) -> None:
         """Wake threads that read or send. The socket stays open, as they may be using the descriptor."""
         self.alive = False
-        with contextlib.suppress(OSError):  # it is no longer connected
+        with contextlib.suppress(OSError):  # the socket is no longer connected
             self.socket.shutdown(socket.SHUT_RDWR)
 
 

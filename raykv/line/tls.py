@@ -18,12 +18,12 @@ FILES = "RAY_TLS_SERVER_CERT", "RAY_TLS_SERVER_KEY", "RAY_TLS_CA_CERT"
 TURNS = 3  # turns of each side, after which a handshake has ended
 ADDRESS_MISMATCH = 64  # OpenSSL's X509_V_ERR_IP_ADDRESS_MISMATCH
 RECEIVE_BYTES, SEND_BYTES = 128 << 10, 128 << 10  # that one call of the system moves
-HELLO_BYTES = 32 << 10  # at most, of one side's handshake, and of answers that TLS itself wants to give
+HELLO_BYTES = 32 << 10  # at most, of one side's handshake, and of answers that TLS itself sends
 WORN_BYTES = 1 << 38  # that a key may protect, below the 2^24.5 records of RFC 8446, 5.5: raykv does not renew keys
 
 
 def used() -> bool:
-    """Whether Ray uses TLS. Then all bytes between nodes must be encrypted."""
+    """Whether Ray uses TLS. If so, all bytes between nodes must be encrypted."""
     return os.environ.get("RAY_USE_TLS", "").lower() in ("1", "true")
 
 
@@ -69,8 +69,8 @@ def check(host: str) -> None:
 class TlsSocket:
     """A connection in TLS, with the calls and flags of a plain socket that raykv uses.
 
-    One thread may send while another receives. Nothing is ever sent in clear. plain: the socket; it waits as its
-    timeout and limits say.
+    One thread may send while another receives. Nothing is ever sent in clear. plain: the socket, whose timeout and
+    limits say how long calls wait.
     """
 
     def __init__(self, plain: socket.socket, host: str = "") -> None:
@@ -116,7 +116,7 @@ class TlsSocket:
 
     @property
     def worn(self) -> bool:
-        """Whether the keys have protected as many received bytes as they may."""
+        """Whether the keys have reached their limit of received bytes."""
         return self._received > WORN_BYTES
 
     def agree(self, end: float) -> None:
@@ -178,7 +178,10 @@ class TlsSocket:
         return bytes(data[: self.recv_into(data, 0, flags)])
 
     def recv_into(self, buffer: Any, nbytes: int = 0, flags: int = 0) -> int:
-        """Like a socket's. With a buffer below RECEIVE_BYTES, some bytes may stay here, where no poll sees them."""
+        """Like a socket's.
+
+        With a buffer below RECEIVE_BYTES, some bytes may stay in this object, where no poll sees them.
+        """
         view = memoryview(buffer)
         view = view[: nbytes or len(view)]
         limit = 0.0 if flags & socket.MSG_DONTWAIT else self._limit

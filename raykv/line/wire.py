@@ -1,10 +1,10 @@
 """Sockets between the processes of a pool: the proof of the token, and the frames of messages.
 
 The listener begins a connection with a challenge of 32 random bytes. The connecting side answers with its own challenge
-and its proof: the HMAC-SHA256 of its side's name and both challenges. The HMAC's key is the listener's token, which
-the connecting side got through Ray. The listener answers with its own proof. A side that gets a wrong proof ends the
-connection. Then each side sends frames: a length (uint32, little-endian) and so many bytes. If Ray uses TLS, all bytes
-are in TLS.
+and its proof: the HMAC-SHA256 of its side's name and both challenges. The HMAC's key is the listener's token, which the
+connecting side got through Ray. The listener answers with its own proof. A side that gets a wrong proof ends the
+connection. Then each side sends frames: a length (uint32, little-endian) and bytes of that length. If Ray uses TLS, all
+bytes are in TLS.
 """
 
 import hmac
@@ -25,13 +25,13 @@ LENGTH = struct.Struct("<I")
 TIMEVAL = struct.Struct("@ll")  # seconds and microseconds, as the kernel takes them
 CHALLENGE_BYTES = PROOF_BYTES = 32
 TOKEN_BYTES = 32
-LISTENER = b"listener"  # the third side, after CLIENT and STORE; a proof names its side, so it can't be sent back
+LISTENER = b"listener"  # the third side, after CLIENT and STORE; a proof names its side, so nobody can send it back
 HANDSHAKE_S = 1.0  # to connect, and for both sides to prove the token
 KEEPALIVE_IDLE_S = 5  # until TCP probes an idle peer
 KEEPALIVE_S = 2  # between TCP's probes of a peer that does not answer
 KEEPALIVE_PROBES = 3
 VIEWS = 64  # views of memory that one call of the system sends or receives
-GONE_S = KEEPALIVE_IDLE_S + KEEPALIVE_PROBES * KEEPALIVE_S  # a peer that says or takes nothing for so long is gone
+GONE_S = KEEPALIVE_IDLE_S + KEEPALIVE_PROBES * KEEPALIVE_S  # a peer that sends or takes nothing for so long is gone
 
 
 def connect(address: Address, side: bytes = CLIENT) -> Stream:
@@ -96,9 +96,9 @@ def frame(body: bytes) -> bytes:
 
 
 def take_frame(inbox: bytearray, longest: int) -> bytes | None:
-    """Remove the first message from the received bytes; None while it is not whole.
+    """Remove the first message from the received bytes; None while that message is not whole.
 
-    ConnectionError if it has more than `longest` bytes.
+    ConnectionError if the message has more than `longest` bytes.
     """
     if len(inbox) < LENGTH.size:
         return None
@@ -125,7 +125,7 @@ def receive(peer: Stream, count: int, end: float | None = None) -> bytes:
 
 
 def set_limits(peer: Stream, seconds: float) -> None:
-    """Make a connection block, but limit each system call to so many seconds: one call moves many bytes.
+    """Make a connection block, but limit each system call to `seconds`: one call moves many bytes.
 
     A call in which no byte moved raises BlockingIOError.
     """

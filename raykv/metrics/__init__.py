@@ -1,1 +1,4 @@
-"""A pool's metrics for Ray's agent, which Prometheus scrapes. `metric` names them all, `exporter` hands them over."""
+"""A pool's metrics for Ray's agent, which Prometheus scrapes.
+
+`metric` names all metrics, and `exporter` hands them over.
+"""

@@ -1,4 +1,4 @@
-"""The Grafana dashboard and the alert rules as files, where Ray provisions Grafana from."""
+"""The Grafana dashboard and the alert rules as files, in the folder from which Ray provisions Grafana."""
 
 import json
 import os
@@ -7,7 +7,7 @@ from typing import Any
 
 from raykv.metrics import dashboard
 
-FOLDER = "RAY_METRICS_GRAFANA_DASHBOARD_OUTPUT_DIR"  # where Ray has Grafana look, if it is set
+FOLDER = "RAY_METRICS_GRAFANA_DASHBOARD_OUTPUT_DIR"  # the folder where Ray has Grafana look, if set
 NAMES = (dashboard.DASHBOARD, dashboard.RULES)
 
 

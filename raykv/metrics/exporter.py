@@ -116,7 +116,7 @@ class Exporter:
                 self._observed[series] = [*values, *self._observed.get(series, ())][:OBSERVED_MAX]
 
     def forget(self, tag: str, value: str) -> None:
-        """Forget totals with this tag: they are given no more."""
+        """Forget totals with this tag: nobody gives them any more."""
         with self._lock:
             self._totals = {series: total for series, total in self._totals.items() if (tag, value) not in series[1]}
 

@@ -9,9 +9,11 @@ OFF: AbstractContextManager[None] = nullcontext()
 
 
 def span(name: str, **attributes: Any) -> AbstractContextManager[Any]:
-    """A span `raykv.<name>` around a `with` block, a child of the current span. Gives the block the span, or None.
+    """A span `raykv.<name>` around a `with` block, a child of the current span.
 
-    attributes: become `raykv.<attribute>`. Without a tracer provider in the process, it gives None and costs little.
+    The `with` block gets the span, or None.
+    attributes: become `raykv.<attribute>`. Without a tracer provider in the process, the block gets None, at little
+    cost.
     """
     trace = sys.modules.get("opentelemetry.trace")
     if trace is None:

@@ -6,14 +6,17 @@ SAMPLES_MAX = 4096
 
 
 class TickClock:
-    """Samples of (tick, time). The directory numbers uses of blocks by ticks, and has no clock."""
+    """Samples of (tick, time). The directory has no clock: it numbers uses of blocks by ticks."""
 
     def __init__(self) -> None:
         self._ticks: list[int] = []
         self._times: list[float] = []
 
     def sample(self, tick: int, now: float) -> None:
-        """tick: the present tick, no lower than before. now: seconds. Of many samples, every second old sample goes."""
+        """tick: the present tick, no lower than before.
+
+        now: seconds. If there are many samples, every second old sample goes.
+        """
         self._ticks.append(tick)
         self._times.append(now)
         if len(self._ticks) > SAMPLES_MAX:

@@ -1,8 +1,8 @@
 """The messages between clients, node stores and the directory.
 
-A message is a NamedTuple, and its class documents the fields. Arrays travel as bytes, which are fastest to copy. A
+A message is a NamedTuple, and its class documents the fields. Arrays travel as bytes, since bytes are copied fastest. A
 message travels as a plain tuple (`tuple(message)`), and the receiver makes the class again. The directory's socket
-carries it as msgpack (`packing`). Through Ray, pickling a class would cost more than all other arguments.
+carries it as msgpack (`packing`). Through Ray, pickling the class would cost more than all other arguments.
 
 A field of type `bytes` holds, little-endian and contiguous:
 

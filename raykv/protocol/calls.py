@@ -16,7 +16,7 @@ ADMINISTRATOR = b"administrator"  # through Ray only
 
 
 class Asked(NamedTuple):
-    """A call of the directory: a function of `raykv.directory.directory.Directory`, as a rule."""
+    """A call of the directory. As a rule, it is a function of `raykv.directory.directory.Directory`."""
 
     by: bytes  # CLIENT or STORE: over the socket or through Ray; ADMINISTRATOR: through Ray only
     answer: type[tuple[Any, ...]] | None = None  # class of the answer, where the answer is a message

@@ -10,7 +10,7 @@ class Call(NamedTuple):
 
     client: int  # its random id
     seq: int  # rises with every call
-    held: bytes = b""  # ids of leases, reservations and intents that it still has; older ones that are not listed end
+    held: bytes = b""  # ids of its leases, reservations and intents; earlier ids that are not listed end
     pulled: bytes = b""  # locations of staging slots that hold their block now
     corrupt: bytes = b""  # locations where a reader did not find the block, or where the checksum did not fit
 
@@ -19,7 +19,7 @@ class MatchRequest(NamedTuple):
     """Lease the longest ready prefix of `keys`. Answer: Matched.
 
     A tuple of MatchRequests is one question (`match_parts`), for blocks of several parts or for several readers. The
-    directory leases the longest prefix that all parts have. An Intent may go along. Answer: MatchedParts.
+    directory leases the longest prefix that all parts have. The call may also carry an Intent. Answer: MatchedParts.
 
     A part with a window needs only its last blocks before the end of that prefix, as a sliding-window layer does. A
     model's state needs one block. Earlier blocks may be gone, or may never have been stored.
@@ -33,11 +33,11 @@ class MatchRequest(NamedTuple):
     node: str  # name of the memory that the client reads into
     keys: bytes
     block_bytes: int
-    stage: int  # at most so many blocks get staging slots now; the others get theirs by NextWindowRequest
+    stage: int  # at most so many blocks get staging slots now; NextWindowRequest brings the others' slots
     window: int = 0  # for `match_parts`: how many last blocks the reader needs; 0: all
     tokens: int = 1  # for `match_parts`: tokens of a block of this part; parts may differ
     tenant: str = ""  # the tenant to charge for the found blocks
-    counted: bool = True  # count it in hit rates: an engine looks blocks up; False: a client only moves blocks
+    counted: bool = True  # hit rates count the call: an engine looks blocks up; False: a client only moves blocks
     ahead: int = 0  # for `match_parts`: blocks after the prefix that must be ready too; they are not leased
 
 
@@ -56,12 +56,12 @@ class NextWindowRequest(NamedTuple):
     start: int
     stop: int
     block_bytes: int
-    again: bool = False  # send `passed` again, as the answer that had it may have been lost
+    again: bool = False  # send `passed` again, as the earlier answer with `passed` may have been lost
     may_wait: bool = False  # the reader asks again, so it may get no slots while a copy arrives on another node
 
 
 class Matched(NamedTuple):
-    """Where leased blocks are. Both arrays have one length."""
+    """Where leased blocks are. Both arrays have equal lengths."""
 
     epoch: int
     source: bytes  # locations to read
@@ -69,14 +69,14 @@ class Matched(NamedTuple):
     # is 0 too), or gets its slot later. Empty if all blocks are on that node already.
     staged: bytes
     # None: nobody follows requests. Else the client reports this request (RequestLine). The text says why the match
-    # ended before the last key (see `raykv.directory.calls.why_missing`); "" if it did not.
+    # ended early (see `raykv.directory.calls.why_missing`); "" for a match of all keys.
     short: str | None = None
 
 
 class MatchedPart(NamedTuple):
     """Where the leased blocks of one part are. source, staged: as in Matched."""
 
-    node: int  # index of the reader's memory in locations; -1: it has none
+    node: int  # index of the reader's memory in locations; -1: the memory has no index
     nonce: bytes  # of the reader's arena
     source: bytes
     staged: bytes
@@ -88,21 +88,22 @@ class MatchedParts(NamedTuple):
 
     epoch: int
     parts: tuple[MatchedPart, ...]  # one for each request; empty where nothing is leased
-    pending: int = 0  # by how many blocks others will lengthen the prefix; above 0, nothing is leased
+    pending: int = 0  # how many blocks others will add to the prefix; above 0, nothing is leased
     short: str | None = None  # as in Matched
 
 
 class Window(NamedTuple):
     """Where blocks of a lease are, once the reader has passed the blocks before `start`.
 
-    source and staged are as in Matched, for the blocks from `start` on. They end before the first block that no longer
-    exists. source may name another copy than before: the client then reads that copy, as the directory holds it.
+    source and staged are as in Matched, for the blocks from `start` on. Both end before the first block that no longer
+    exists. source may name another copy than before: the client then reads that copy, since the directory holds this
+    copy.
     """
 
     epoch: int
     source: bytes
     staged: bytes
-    # Sources of all blocks before `start`. Empty unless some must now be read from another node, or `again` is set.
+    # Sources of all blocks before `start`. Empty, unless some sources are now on another node, or `again` is set.
     passed: bytes = b""
 
 
@@ -118,7 +119,7 @@ class ReserveRequest(NamedTuple):
 
 
 class Reserved(NamedTuple):
-    """Slots that were granted. `indices`, `locations` and `staged` have one length."""
+    """Slots that were granted. `indices`, `locations` and `staged` have equal lengths."""
 
     epoch: int
     covered: int  # leading keys that are stored, being written or granted now; the next key found no room
@@ -153,7 +154,7 @@ class Located(NamedTuple):
     """
 
     blocks: int  # of the longest ready prefix, in external tiers too
-    nodes: dict[str, int]  # how many of these blocks each node has, by name. Leaves out nodes without any
+    nodes: dict[str, int]  # how many of these blocks each node has, by name. Leaves out nodes without such blocks
 
 
 class Stored(NamedTuple):

@@ -8,8 +8,8 @@ from raykv.protocol.packing import packed, unpacked
 class RequestLine(NamedTuple):
     """A finished request. Its client reports it as bytes while somebody follows requests.
 
-    kind: "request": a look-up and its reads; "match": a look-up whose blocks another process reads; "read": the reads
-    of that process. A time is -1 where this process did not do that step. Counts are of tokens.
+    kind: "request": a look-up and its reads; "match": a look-up for another process, which reads the blocks; "read":
+    the reads of that other process. A time is -1 for a step that this process did not do. Counts are of tokens.
     """
 
     kind: str
@@ -30,7 +30,7 @@ class RequestLine(NamedTuple):
     lookup_us: int
     pull_us: int  # spent waiting for blocks from elsewhere
     copy_us: int
-    short: str  # why the hit is below `asked`, or `read` is below the hit; else ""
+    short: str  # why the hit is shorter than `asked`, or `read` is shorter than the hit; else ""
     about: int  # index of the node that `short` names; -1: none
 
     def packed(self) -> bytes:

@@ -24,7 +24,7 @@ class Joined(NamedTuple):
 class SlabReport(NamedTuple):
     """The slabs of a node's memory; comes with every `adopt` and `heartbeat`."""
 
-    offered: int  # slabs that were allocated so far, including slabs given back since
+    offered: int  # number of slabs allocated so far, including slabs given back since
     limit: int  # slabs that the node is to have
     given_back: bytes  # int32: slabs whose memory was given back, or is about to be
 
@@ -37,7 +37,7 @@ class SlabTarget(NamedTuple):
 
 
 class Inventory(NamedTuple):
-    """A piece of the list of an arena's blocks, the youngest blocks first. The first four fields have one length."""
+    """A piece of the list of an arena's blocks, the youngest blocks first. The first four fields have equal lengths."""
 
     locations: bytes  # of ready blocks
     keys: bytes
@@ -57,7 +57,7 @@ class Heartbeat(NamedTuple):
 
 
 class SweepResult(NamedTuple):
-    """A store's findings in quarantined slots. All arrays have one length."""
+    """A store's findings in quarantined slots. All arrays have equal lengths."""
 
     locations: bytes
     verdicts: bytes  # uint8: STILL_WRITTEN, FREED, or FINISHED with the block in `keys` and `generations`

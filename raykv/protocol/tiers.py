@@ -7,7 +7,7 @@ class TierReport(NamedTuple):
     """The state of a node's external tier. Answer: TierReply, or None where the node must `join` first."""
 
     capacity: int  # bytes
-    shared: bool  # all nodes see one content
+    shared: bool  # whether all nodes see one content
     reached: bool
     lost: bytes  # if the content was lost, name of the new content; all stores of a shared tier give the same name
 
@@ -20,7 +20,7 @@ class TierReply(NamedTuple):
 
 
 class ExistingBlocks(NamedTuple):
-    """Blocks that lay in a tier before, oldest first."""
+    """Blocks that a tier has from earlier, oldest first."""
 
     keys: bytes
     sizes: bytes  # int64: block_bytes
@@ -30,7 +30,7 @@ class ExistingBlocks(NamedTuple):
 class DemotionReport(NamedTuple):
     """The outcome of earlier Demotions, and a request for more. Answer: Demotions."""
 
-    locations: bytes  # targets; locations, keys and stored have one length
+    locations: bytes  # targets; locations, keys and stored have equal lengths
     keys: bytes
     stored: bytes  # uint8: 1 where the block is in the tier now
     seen: int  # `number` of the last answer whose deletions the store carried out
@@ -38,7 +38,7 @@ class DemotionReport(NamedTuple):
 
 
 class Demotions(NamedTuple):
-    """Blocks of a node's memory to copy to its external tier. `source`, `keys` and `target` have one length."""
+    """Blocks of a node's memory to copy to its external tier. `source`, `keys` and `target` have equal lengths."""
 
     source: bytes  # locations in memory; `bytes` is the slot's size, and the header has the block's
     keys: bytes
@@ -48,14 +48,14 @@ class Demotions(NamedTuple):
 
 
 class GpuDemotionReport(NamedTuple):
-    """The outcome of earlier GpuDemotions. Both arrays have one length. Answer: GpuDemotions."""
+    """The outcome of earlier GpuDemotions. Both arrays have equal lengths. Answer: GpuDemotions."""
 
     locations: bytes  # targets
     stored: bytes  # uint8
 
 
 class GpuDemotions(NamedTuple):
-    """Blocks of a GPU to copy to its node's memory. All arrays have one length."""
+    """Blocks of a GPU to copy to its node's memory. All arrays have equal lengths."""
 
     source: bytes  # locations on the GPU; `bytes` is the slot's size, and the header has the block's
     keys: bytes

@@ -12,7 +12,7 @@ FAILED, PULLED, ALTERED = range(3)  # verdicts on a block that was to cross node
 
 
 def seconds_left(end: float) -> float:
-    """Seconds until the time `end` (time.monotonic()). At least 0.001, as some calls take 0 for no deadline."""
+    """Seconds until the time `end` (time.monotonic()). At least 0.001, as some calls read 0 as "no deadline"."""
     return max(0.001, end - time.monotonic())
 
 
@@ -32,14 +32,20 @@ class StoreDescription(NamedTuple):
 
 
 class Transfer(NamedTuple):
-    """Blocks to fetch into granted slots. Arrays have one length. Answer: uint8 verdicts FAILED, PULLED or ALTERED."""
+    """Blocks to fetch into granted slots.
+
+    Arrays have equal lengths. Answer: uint8 verdicts FAILED, PULLED or ALTERED.
+    """
 
     source: bytes  # locations
     keys: bytes
     target: bytes  # locations
 
     def arrays(self) -> tuple[Locations, NDArray[np.uint8], Locations]:
-        """source (n,) LOCATION, keys (n, 16) and target (n,) LOCATION. ValueError unless all blocks have one size."""
+        """source (n,) LOCATION, keys (n, 16) and target (n,) LOCATION.
+
+        ValueError unless all blocks have the same size.
+        """
         source, target = np.frombuffer(self.source, LOCATION), np.frombuffer(self.target, LOCATION)
         keys = np.frombuffer(self.keys, np.uint8).reshape(-1, KEY_BYTES)
         if not len(source) == len(keys) == len(target):
@@ -62,7 +68,7 @@ def verdicts_of(answer: bytes, count: int) -> NDArray[np.uint8]:
 
 
 class BlocksRead(NamedTuple):
-    """Blocks that a store read for another. `mask`, `checksums` and `positions` have one length."""
+    """Blocks that a store read for another store. `mask`, `checksums` and `positions` have equal lengths."""
 
     mask: bytes  # uint8: whether the block is there
     checksums: bytes  # uint64, xxh3_64

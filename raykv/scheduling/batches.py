@@ -1,4 +1,4 @@
-"""In which order to run a batch, and on which engine, so that each shared prefix is computed once."""
+"""Puts the prompts of a batch in order, and divides them among engines, so that each shared prefix is computed once."""
 
 import itertools
 from collections.abc import Sequence
@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 BLOCKS_MAX = 1 << 24  # number of keys that are compared; longer batches are ordered by the first blocks of each prompt
-SLACK = 0.1  # of an engine's share; loads may differ by so much, so that a prefix stays on one engine
+SLACK = 0.1  # share of an engine's load by which loads may differ, so that a prefix stays on one engine
 
 Prompts = Sequence[NDArray[np.uint8]]  # a prompt is (n, k): keys of n full blocks; a key covers all blocks before too
 
@@ -39,8 +39,8 @@ def order(prompts: Prompts) -> list[int]:
 def split(prompts: Prompts, engines: int) -> list[list[int]]:
     """Indices of the prompts of each engine, in the order to run them. ValueError for less than one engine.
 
-    The prompts are in `order`. They are cut where neighbours share least, near the places that give all engines equally
-    many blocks to compute.
+    The prompts are in `order`. The order is cut where neighbours share least, near the places that give all engines
+    equally many blocks to compute.
     """
     if engines < 1:
         raise ValueError(f"engines={engines}: a batch needs one at least")
@@ -73,7 +73,10 @@ def _depth(lengths: list[int]) -> int:
 
 
 def _shared(one: NDArray[np.uint8], other: NDArray[np.uint8]) -> int:
-    """How many leading keys are equal. A key stands for all before it, so a binary search finds the difference."""
+    """How many leading keys are equal.
+
+    A key stands for all blocks up to it, so a binary search finds the first difference.
+    """
     begin, end = 0, min(len(one), len(other))
     while begin < end:
         middle = (begin + end) // 2
@@ -87,8 +90,8 @@ def _shared(one: NDArray[np.uint8], other: NDArray[np.uint8]) -> int:
 def _cut(done: NDArray[np.int64], shared: NDArray[np.int64], wanted: float, engines: int) -> int:
     """The index of the prompt that begins the next engine's part.
 
-    Looks at the prompts before which about `wanted` blocks are done, within SLACK. Takes the prompt that shares the
-    fewest blocks with the prompt before it. If there is no such prompt, takes the place nearest to `wanted`.
+    Looks at prompts with about `wanted` blocks before them, within SLACK. Takes the prompt that shares the fewest
+    blocks with the prompt before it. If there is no such prompt, takes the place nearest to `wanted`.
 
     done: (n + 1,), done[i] is the number of blocks to compute for the first i prompts. shared: (n,), shared[i] is the
     number of blocks that prompt i shares with the prompt before it.

@@ -12,15 +12,15 @@ LOAD = 0.25
 ANSWER, OF_PROMPT = 64, 1 / 16  # the cost of an answer, and more for each token of the prompt: every step reads its KV
 REMEMBERED = 50_000  # sessions and ends of prompts, together
 REMEMBERED_S = 900.0  # so long after its last prompt, a session's KV counts as evicted from its replica's own cache
-WAITING_S = 600.0  # so long after it was sent, a prompt counts as computed, even if nobody told of its end
+WAITING_S = 600.0  # so long after it was sent, a prompt counts as computed, even if nobody reported its end
 RECENT = 100  # prompts of known length; a request that another router sent costs as much as their median
 
 
 class Prompt(NamedTuple):
     """A request's prompt.
 
-    tokens: of the prompt; None if unknown. keys: of its full blocks, each for all blocks up to there. session: the name
-    of its session; "" if unknown.
+    tokens: of the prompt; None if unknown. keys: of its full blocks; each key stands for all blocks up to its own.
+    session: the name of its session; "" if unknown.
     """
 
     tokens: int | None
@@ -29,7 +29,10 @@ class Prompt(NamedTuple):
 
 
 class Found(NamedTuple):
-    """What a pool has of a prompt. tokens: of the longest stored prefix. by_node: tokens of it on each node."""
+    """The part of a prompt that a pool has.
+
+    tokens: of the longest stored prefix. by_node: tokens of that prefix on each node.
+    """
 
     tokens: float
     by_node: dict[str, float]
@@ -60,9 +63,9 @@ class Last(NamedTuple):
 
 
 class Routes:
-    """The prompts that a router sent: what each replica still has to compute, and which sessions its own cache has.
+    """The prompts that a router sent. They show each replica's work, and the sessions in each replica's own cache.
 
-    A prompt waits until its request has ended, as nobody tells of its first token. Not thread-safe.
+    A prompt waits until its request has ended, as nobody reports its first token. Not thread-safe.
     """
 
     def __init__(self) -> None:
@@ -71,7 +74,7 @@ class Routes:
         self._recent = deque[float](maxlen=RECENT)
 
     def costs(self, prompt: Prompt, found: Found | None, replicas: Sequence[Replica], now: float) -> list[float]:
-        """What each replica has to compute until the prompt's first token, with all that it does before.
+        """Tokens that each replica has to compute until the prompt's first token, with all earlier work of the replica.
 
         found: None if the pool does not answer. now: seconds.
         """
@@ -82,7 +85,7 @@ class Routes:
         return [tokens - _saved(found, each, own) + self._waiting(each, now) for each in replicas]
 
     def send(self, request: Hashable, prompt: Prompt, found: Found | None, replica: Hashable, now: float) -> None:
-        """A request has gone to a replica. What the replica reads from the pool keeps nobody waiting."""
+        """A request has gone to a replica. Tokens that the replica reads from the pool keep nobody waiting."""
         tokens = self._tokens(prompt)
         cost = tokens
         if prompt.tokens is not None:
@@ -105,7 +108,7 @@ class Routes:
             sent.remove(one)
 
     def keep(self, replicas: Container[Hashable]) -> None:
-        """Forget what waits at other replicas than these: they are gone."""
+        """Forget the prompts at all other replicas: those replicas are gone."""
         self._sent = {replica: sent for replica, sent in self._sent.items() if replica in replicas}
 
     def _tokens(self, prompt: Prompt) -> float:
@@ -126,7 +129,7 @@ class Routes:
         own: dict[Hashable, float] = {}
         if prompt.session and (last := self._remembered(prompt.session, now)):
             stored = min(last.tokens, found.tokens if found else self._tokens(prompt))
-            own[last.replica] = max(1.0, stored)  # of equal replicas the session's comes first
+            own[last.replica] = max(1.0, stored)  # among equal replicas, the session's replica comes first
         for count in range(len(prompt.keys), 0, -1):
             if prompt.keys[count - 1] in self._last and (last := self._remembered(prompt.keys[count - 1], now)):
                 tokens = self._tokens(prompt) * count / len(prompt.keys)
@@ -140,7 +143,7 @@ class Routes:
 
 
 def _saved(found: Found | None, replica: Replica, own: dict[Hashable, float]) -> float:
-    """Tokens that a replica need not compute of a prompt."""
+    """Tokens of a prompt that a replica need not compute."""
     cached = own.get(replica.name, 0.0)
     here = found.by_node.get(replica.node, 0.0) if found else 0.0
     return cached + (1 - LOAD) * max(0.0, here - cached)

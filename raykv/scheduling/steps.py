@@ -2,7 +2,7 @@
 
 Blocks of cached tokens that other requests hold cost no free blocks either.
 
-Names are those of vLLM's scheduler, where it has them (vllm/v1/core/sched/scheduler.py).
+Names are those of vLLM's scheduler (vllm/v1/core/sched/scheduler.py), where it has a name.
 """
 
 from collections.abc import Iterator, Sequence
@@ -33,7 +33,7 @@ class Request:
 
     @property
     def num_new_tokens(self) -> int:
-        """Number of tokens to compute before a token can be sampled: at least one, even if all are cached."""
+        """Number of tokens to compute before a token can be sampled: at least one, even if all tokens are cached."""
         return max(1, self.num_tokens - self.num_computed_tokens)
 
 
@@ -59,9 +59,9 @@ def plan(
 
     A waiting request starts if there are blocks for everything that it must compute, in later steps too. It waits while
     another request computes its next block. Requests that have waited `patience` seconds come before other waiting
-    requests, in order of arrival. Others pass them only while they wait for another request's block. A running request
-    without a free block is left out: preempt a request to free some. Refuse requests that need more blocks than the
-    engine has: they would hold up all others. now: seconds, on the clock of arrivals.
+    requests, in order of arrival. Other requests pass them only while they wait for another request's block. A running
+    request without a free block is left out: preempt a request to free some. Refuse requests that need more blocks than
+    the engine has: they would hold up all others. now: seconds, on the clock of arrivals.
     """
     step = _Step(budget)
     for request in sorted(running, key=lambda request: request.num_new_tokens):  # generation waits for no prompt
@@ -88,7 +88,10 @@ class _Step:
         self.scheduled: list[Scheduled] = []
 
     def run(self, request: Request) -> None:
-        """Go on with a running request, as far as the tokens suffice. In any case its blocks are kept for it."""
+        """Go on with a running request, as far as the tokens suffice.
+
+        In any case its blocks stay reserved for the request.
+        """
         blocks = self._blocks_of(request.num_tokens) - self._blocks_of(request.num_computed_tokens)
         if blocks <= self._blocks:
             self._take(request)

@@ -1,11 +1,11 @@
-"""Counts by kind, which several threads raise."""
+"""Counts by kind. Several threads raise them."""
 
 import threading
 from collections import Counter
 
 
 class Counts(Counter[str]):
-    """Raised by `add` only: `counts[kind] += 1` may lose what another thread adds meanwhile."""
+    """Raise these by `add` only: `counts[kind] += 1` may lose another thread's addition."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Events of a pool's actors: one line each, in logfmt, in the log file that Ray keeps of a worker.
+"""Events of a pool's actors: one logfmt line each, in the log file that Ray keeps for a worker.
 
 No event is about a single request, and none holds a secret. Only raykv's own processes call `begin`, so no other
 process's logging changes.
@@ -29,7 +29,7 @@ class Logfmt(logging.Formatter):
 
 
 def begin(restarted: bool, **who: object) -> None:
-    """Write this process's log to its standard error, and tell that the actor started.
+    """Write this process's log to its standard error, and log the actor's start.
 
     restarted: by Ray, after the earlier process died. who: names and values in every line, such as role and pool.
     """

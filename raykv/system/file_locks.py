@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from weakref import WeakSet
 
-AGAIN_S = 0.001  # between two tries to lock what others have
+AGAIN_S = 0.001  # between two tries to lock slots that others have
 SHARED = 1 << 62  # a byte behind the end of every file: see SlotLocks.share
 _FLOCK = "hhqqi4x"  # struct flock of 64-bit Linux: type, whence, start, len, pid
 
@@ -61,7 +61,7 @@ class SlotLocks:
 
     @contextmanager
     def locked(self, slots: Iterable[int], patience: float = 0.0) -> Iterator[set[int]]:
-        """Lock the slots that nobody else has, and give their set. Negative numbers are left out.
+        """Lock the slots that nobody else has, and give the set of their numbers. Negative numbers are left out.
 
         patience: seconds to wait for slots that other processes have.
         """
@@ -122,7 +122,10 @@ class SlotLocks:
                     _set(self.fd, fcntl.F_UNLCK, self._base + start * self._width, (stop - start) * self._width)
 
     def owned_elsewhere(self, length: int) -> bool:
-        """Whether another open file has a lock in the first `length` bytes. False after `close`: nobody knows."""
+        """Whether another open file has a lock in the first `length` bytes.
+
+        False after `close`, when nobody can know.
+        """
         with self._mutex:
             return self.fd >= 0 and held_elsewhere(self.fd, 0, length)
 
@@ -201,10 +204,10 @@ class SlotLocks:
             self.fd = -1
 
     def after_fork(self) -> None:
-        """In a forked child: open the file again. The parent's locks must not outlive the parent in a child."""
+        """In a forked child: open the file again. A child must not keep the parent's locks after the parent's end."""
         inherited, self.fd = self.fd, -1
         self._mutex, self._held = threading.Lock(), set()
-        for fd in self._shares:  # else their locks would outlive the parent
+        for fd in self._shares:  # else the locks would outlive the parent
             os.close(fd)
         self._shares = set()
         try:

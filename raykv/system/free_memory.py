@@ -17,9 +17,9 @@ class FreeMemory:
     """Free bytes, by their limits. free: bytes that an arena may take."""
 
     shm_free: int  # of the /dev/shm file system
-    memory_free: int  # of the machine, without what object stores in other mounts of /dev/shm may take
+    memory_free: int  # of the machine, less the memory that object stores in other mounts of /dev/shm may take
     cgroup_free: int | None  # of the tightest memory limit on this process; None: no limit
-    plasma_unfilled: int  # what local raylets' object stores may still take of this /dev/shm
+    plasma_unfilled: int  # bytes of this /dev/shm that local raylets' object stores may still take
 
     @property
     def free(self) -> int:
@@ -30,7 +30,7 @@ class FreeMemory:
 
 
 def free_bytes(proc: str = PROC, cgroup: str = CGROUP) -> FreeMemory:
-    """What is free now. proc, cgroup: where the kernel shows its state."""
+    """The memory that is free now. proc, cgroup: where the kernel shows its state."""
     stats = os.statvfs(SHM)
     found = [(_unfilled(process), _sees(process)) for process in raylets.processes(proc)]
     elsewhere = sum(unfilled for unfilled, ours in found if not ours)
@@ -50,7 +50,7 @@ def check(asked: int) -> None:
 
 
 def refusal(asked: int, found: FreeMemory, nodes: int = 1) -> str:
-    """The message of a CapacityError: `asked` bytes, for so many Ray nodes of one machine, are too much."""
+    """The message of a CapacityError: `asked` bytes, for `nodes` Ray nodes of one machine, are too much."""
     limit = "none" if found.cgroup_free is None else f"{gib(found.cgroup_free)} left"
     whom = f" for {nodes} Ray nodes of one machine" if nodes > 1 else ""
     return (
@@ -129,7 +129,7 @@ def _unfilled(process: Path) -> int:
 
 
 def _sees(process: Path) -> bool:
-    """Whether a process has this process's SHM: each container has its own. True where that can't be seen."""
+    """Whether a process has this process's SHM: each container has its own SHM. True where nobody can tell."""
     try:
         return os.stat(f"{process}/root{SHM}").st_dev == os.stat(SHM).st_dev
     except OSError:

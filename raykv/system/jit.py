@@ -50,13 +50,13 @@ def _kernel_sources() -> list[Path]:
 
 @functools.cache
 def cache_folder() -> tuple[str, list[str]]:
-    """(the folder of machine code, better folders that are not writable by this user alone).
+    """Returns (the folder of machine code, better folders that other users can write or this user can't).
 
-    If both better folders are unusable, each process has a folder of its own, and so every process compiles.
+    If both better folders are unusable, each process has its own folder, so every process compiles.
 
     The folder's name is a hash of these sources and their place: numba looks at the date of a kernel's own file only,
-    not at the kernels that it calls. The hash is also of numba's and Python's version: each numba overwrites what
-    another kept. The folder is private to this user, as numba unpickles what it finds there.
+    not at the kernels that it calls. The hash is also of numba's and Python's version: each version of numba overwrites
+    the files of another. The folder is private to this user, as numba unpickles what it finds there.
     """
     sources = hashlib.sha256(f"{Path(__file__)} {numba.__version__} {sys.implementation.cache_tag}".encode())
     for path in _kernel_sources():
@@ -76,7 +76,10 @@ def cache_folder() -> tuple[str, list[str]]:
 
 
 def _is_private(folder: str) -> bool:
-    """Make the folder if need be. Whether it is this user's, nobody else can write it, and this process can."""
+    """Make the folder if need be.
+
+    Returns whether the folder is this user's, nobody else can write it, and this process can write it.
+    """
     try:
         os.makedirs(folder, mode=0o700, exist_ok=True)
         info = os.lstat(folder)
@@ -91,7 +94,7 @@ def _is_private(folder: str) -> bool:
 
 
 def _keeps_its_names(folder: Path) -> bool:
-    """Whether nobody else can replace a folder in this folder."""
+    """Whether no other user can replace a folder inside this folder."""
     info = folder.stat()
     is_sticky = bool(info.st_mode & stat.S_ISVTX)
     return info.st_uid in (0, os.getuid()) and (is_sticky or not owners.others_write(info))
@@ -135,7 +138,7 @@ def _jitted(function: F, inline: bool) -> F:
             nogil=True,
             forceinline=inline,
             _nrt=False,
-            no_cpython_wrapper=inline,  # these two would be a third of the work, and nobody would call them
+            no_cpython_wrapper=inline,  # these two parts would be a third of the work, and nobody would call them
             no_cfunc_wrapper=True,
         )
         return cast(F, made(function))
@@ -158,7 +161,7 @@ def _mark(package: str) -> str:
 
 
 def _load(function: Any, types: tuple[Any, ...]) -> bool:
-    """Load a kernel's machine code from numba's cache. Returns whether it was there.
+    """Load a kernel's machine code from numba's cache. Returns whether the cache had the code.
 
     Does the same as the dispatcher's `compile`, but without importing numba's compiler. That import takes longer than
     loading the code of all kernels. If there is something to compile, numba imports its compiler by itself.
@@ -178,8 +181,8 @@ def _load(function: Any, types: tuple[Any, ...]) -> bool:
 def compile_all(package: str, on_progress: Progress = lambda done, kernels: None) -> None:
     """Load the machine code of every kernel of a package that Python calls, or compile it, on all cores.
 
-    Afterwards arguments of other types are a TypeError. Otherwise their first caller would wait for a compiler.
-    on_progress: called with (kernels done, kernels to compile) after each kernel that was compiled.
+    Afterwards arguments of other types are a TypeError. Otherwise the first caller with such types would wait for a
+    compiler. on_progress: called with (kernels done, kernels to compile) after each kernel that was compiled.
     """
     with _compiling:
         if package not in _complete:
@@ -196,7 +199,7 @@ def _compile_entries(package: str, on_progress: Progress) -> None:
             for function, types in missing:
                 if not _loaded(function, types):
                     function.compile(types)
-    for function, _ in kernels:  # now that no kernel is compiled into another any more
+    for function, _ in kernels:  # no kernel is compiled into another any more
         function.disable_compile()
     Path(_mark(package)).touch()
 

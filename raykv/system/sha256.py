@@ -84,7 +84,7 @@ def digests(parent: bytes, data: Bytes, ends: Ends, chained: bool) -> Bytes:
 
 
 def by_hashlib(parent: bytes, data: Bytes, ends: Ends, chained: bool) -> Bytes:
-    """Like `digests`, on any Python."""
+    """Like `digests`, but runs on any Python."""
     begin, joined, found = 0, data.tobytes(), []
     for end in ends.tolist():
         digest = hashlib.sha256(parent + joined[begin:end]).digest()

@@ -1,7 +1,7 @@
 """The interface of an external tier, the URL that opens it, and helpers of tiers: names of blocks, records, batches.
 
 A tier stores heads and bodies under keys, and knows nothing of pools. `raykv.tiers.guarded` writes and checks the
-heads, and keeps a slow or broken tier away from its callers. The directory decides what is stored and deleted.
+heads, and keeps a slow or broken tier away from its callers. The directory decides which blocks are stored and deleted.
 """
 
 import re
@@ -37,12 +37,13 @@ class Tier(Protocol):
     shared: bool  # whether all nodes see the same blocks
 
     def put_many(self, blocks: Sequence[Block]) -> list[bool]:
-        """Store blocks. Returns for each whether it is stored now; False: there is no room for it."""
+        """Store blocks. Returns for each block whether it is stored now; False: there is no room for the block."""
 
     def get_many(self, keys: Sequence[bytes], out: Sequence[memoryview]) -> list[bytes | None]:
         """Read the body of each block into its `out` (contiguous, writable, as long as the body), and return the heads.
 
-        None instead of a head: the block is absent, cut short, or not as long as its `out`. Then `out` is undefined.
+        None instead of a head: the block is absent, cut short, or not as long as its `out`. The content of that `out`
+        is undefined.
         """
 
     def delete_many(self, keys: Sequence[bytes]) -> None:
@@ -57,7 +58,7 @@ class Tier(Protocol):
 
 @runtime_checkable
 class ReadsHeads(Tier, Protocol):
-    """A tier that reads heads without bodies. By its head, a block differs from a stranger with a block's name."""
+    """A tier that reads heads without bodies. The head tells a block from a stranger that has a block's name."""
 
     def get_heads(self, keys: Sequence[bytes]) -> list[bytes | None]:
         """The first HEAD_BYTES under each key, or fewer if the record is shorter. None: there is no record."""
@@ -89,7 +90,7 @@ def key_of(path: str) -> bytes | None:
 
 
 def pieces(bodies: Sequence[memoryview], most: int) -> Iterator[slice]:
-    """Slices of a long batch: each has one body, or several of at most `most` bytes together."""
+    """Slices of a long batch: each slice has one body, or several bodies of at most `most` bytes together."""
     start = size = 0
     for i, body in enumerate(bodies):
         if i > start and size + body.nbytes > most:
@@ -107,7 +108,10 @@ def batches(blocks: list[tuple[bytes, int]]) -> Iterator[list[tuple[bytes, int]]
 
 
 def unpacked(record: bytes | None, out: memoryview) -> bytes | None:
-    """Copy a record's body into `out`, and return its head. None without a record, or if its length is another."""
+    """Copy a record's body into `out`, and return its head.
+
+    None without a record, or for a record of another length.
+    """
     if record is None or len(record) != HEAD_BYTES + out.nbytes:
         return None
     out[:] = memoryview(record)[HEAD_BYTES:]

@@ -1,4 +1,4 @@
-"""Copies blocks between a node's arena and its external tier. Every copy is verified, and none waits for Ray."""
+"""Copies blocks between a node's arena and its external tier. Every copy is verified. No copy waits for Ray."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,7 +22,7 @@ class TierCopier:
         """Copy blocks of the arena to the tier.
 
         source: (n,) LOCATION; `bytes` is the slot's size. The block's size is in its header. keys: (n, 16). Returns
-        (n,) bool: which blocks are in the tier now. A block whose slot was given away meanwhile is not.
+        (n,) bool: which blocks are in the tier now. A block that has lost its slot meanwhile is not stored.
         """
         source = self._arena.with_lengths(source)
         sums, positions, there = self._arena.read_headers(source, keys, used=False)

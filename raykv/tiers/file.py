@@ -1,8 +1,8 @@
 """Blocks as files, written and read past the page cache where the file system and the block's address allow it.
 
-A block is one file: a page with its head, then its body. It is written under another name and then renamed. So a file
-with a block's name is whole, unless the machine lost power; then its length or its checksum is wrong. Deleted files are
-kept for a while, to be written over: in a full tier every new block replaces a deleted block.
+A block is one file: a page with its head, then its body. A file is written under another name and then renamed. So a
+file with a block's name is whole. Only after a loss of power, its length or its checksum may be wrong. The tier keeps
+deleted files for a while, and writes over them: in a full tier every new block replaces a deleted block.
 """
 
 import contextlib
@@ -44,7 +44,10 @@ class _Pages(threading.local):
 
 
 class FileTier:
-    """A folder of files. Unless the folder is shared, each store takes a subfolder, the same after a restart."""
+    """A folder of files.
+
+    Unless the folder is shared, each store takes a subfolder, and takes the same subfolder after a restart.
+    """
 
     def __init__(self, url: TierUrl) -> None:
         """ValueError or OSError if the folder can't be written or the disk is too small. The text has advice."""
@@ -178,7 +181,7 @@ class FileTier:
         return temporary, os.open(temporary, flags | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=self._folder)
 
     def _remove(self, path: str) -> None:
-        """Delete a file, or keep it to be written over. A reader may then get other bytes, which its caller notices."""
+        """Delete a file, or keep it to be written over. A reader may then get other bytes; its caller notices that."""
         found = os.stat(path, dir_fd=self._folder, follow_symlinks=False)
         if not stat.S_ISREG(found.st_mode):  # a stranger
             return
@@ -226,7 +229,7 @@ class FileTier:
     def _read(self, key: bytes, flag: int, size: int | None, *views: memoryview) -> int | None:
         """Read a block's file from its start. Returns how many bytes were read; None where nothing has the name.
 
-        0: the name is no regular file's, or the file does not have `size` bytes or can't be read.
+        0: the name is not of a regular file, or the file does not have `size` bytes or can't be read.
         """
         try:
             flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | flag
@@ -256,7 +259,7 @@ class FileTier:
         return 0 if address % PAGE or body.nbytes % PAGE else self._direct
 
     def _files(self, strangers: Strangers) -> Iterator[tuple[str, os.stat_result]]:
-        """Files with names of blocks or of temporary files. strangers: gets everything else there."""
+        """Files with names of blocks or of temporary files. strangers: gets all other files and folders."""
         for name in sorted(set(os.listdir(self._folder)) - {*FOLDERS, "lock"}):
             if not name.startswith("probe-"):  # a store that opens a shared folder writes these
                 strangers.add(name)
@@ -314,7 +317,7 @@ def _folder(path: str, name: str, url: TierUrl) -> int:
 
 
 def _direct_flag(folder: int) -> int:
-    """O_DIRECT, or 0 where the file system refuses it. OSError where nothing can be written."""
+    """O_DIRECT, or 0 where the file system refuses O_DIRECT. OSError where nothing can be written."""
     try:
         _probe(folder, os.O_DIRECT)
     except OSError as error:

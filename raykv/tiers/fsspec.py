@@ -69,7 +69,7 @@ class FsspecTier:
 
     def _read(self, keys: Sequence[bytes], lengths: list[int]) -> list[bytes | None]:
         """The first bytes of each object, at most `lengths`. None: the object is absent."""
-        # a range even for all bytes: otherwise s3fs asks for the size first
+        # ask for a range even for all bytes: otherwise s3fs asks for the size first
         found: list[Any] = self._store.cat_ranges([self._path(key) for key in keys], 0, lengths)
         for data in found:
             if isinstance(data, Exception) and not isinstance(data, FileNotFoundError):
@@ -85,7 +85,7 @@ class FsspecTier:
     def _remove(self, paths: list[str]) -> None:
         try:
             self._store.rm(paths)
-        except FileNotFoundError:  # the error may have kept `rm` from deleting the others
+        except FileNotFoundError:  # after this error, `rm` may not have deleted the other objects
             for path in paths:
                 with contextlib.suppress(FileNotFoundError):
                     self._store.rm_file(path)
@@ -94,7 +94,7 @@ class FsspecTier:
         ages, strangers = [], Strangers()
         for path, info in self._store.find(self._root, detail=True).items():
             key, size = key_of(path), info["size"] or 0
-            if key is None and not path.removeprefix(self._root).startswith("/probe-"):  # of a store that opens it
+            if key is None and not path.removeprefix(self._root).startswith("/probe-"):  # a store's that opens the tier
                 strangers.add(path)
             elif key is not None and key != MARKER:
                 ages.append((_age(info), key, max(0, size - HEAD_BYTES)))

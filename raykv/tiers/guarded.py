@@ -1,7 +1,7 @@
-"""An external tier as a node store uses it: records that verify themselves, deadlines, and back-off after failures.
+"""A node store's view of an external tier: records that verify themselves, deadlines, and back-off after failures.
 
-A record is a block's Head and its body. The head names the tier's content: all that was stored since the last clear.
-A marker record has the present name, and tells the tier's pool and secret. Records of another content are void.
+A record is a block's Head and its body. The head names the tier's content: all blocks stored since the last clear. A
+marker record has the present name, and identifies the tier's pool and secret. Records of another content are void.
 """
 
 import hashlib
@@ -55,9 +55,9 @@ class LoadedPiece(NamedTuple):
 class GuardedTier:
     """A tier behind deadlines. Except `check` and `scan`, no method raises or waits past a deadline. Thread-safe.
 
-    After a failure or a late answer the tier is down: no call reaches it until a `probe` succeeds. It may be down from
-    the beginning; then a `probe` opens it. A tier that refuses writes with an error is still read. For a while nothing
-    is stored or deleted there, and `refusal` says why.
+    After a failure or a late answer the tier is down: no call reaches the tier until a `probe` succeeds. A tier may be
+    down from the beginning: then a `probe` opens it. A tier that refuses writes with an error is still read. For a
+    while no block is stored or deleted there: `refusal` has the reason.
 
     up: whether calls reach the tier. content: name of the stored content, CONTENT_BYTES long. faults: number of faults
     by kind. refusal: why the last write failed; "" after a success.
@@ -89,7 +89,7 @@ class GuardedTier:
 
     @property
     def storing(self) -> bool:
-        """Whether a `store` still reads its blocks' memory. It may have returned, past its deadline."""
+        """Whether a `store` still reads its blocks' memory, perhaps after it has returned past its deadline."""
         return bool(self._stores)
 
     @property
@@ -114,9 +114,10 @@ class GuardedTier:
             raise OSError(f"it can't be written: {error}") from error
 
     def open(self, seed: bytes) -> bool:
-        """Mark the tier as this pool's. Returns whether the tier is up. If not, `probe` tells later.
+        """Mark the tier as this pool's. Returns whether the tier is up.
 
-        seed: names the content of an empty tier; all stores of a shared tier give the same.
+        If it is down, `probe` tells later when it is up.
+        seed: names the content of an empty tier; all stores of a shared tier give the same seed.
         """
         self.content = self._marked = seed
         self.probe()
@@ -129,8 +130,8 @@ class GuardedTier:
     ) -> NDArray[np.bool_]:
         """Store n blocks. Returns (n,) bool: which are stored now.
 
-        keys: (n, 16). sums: (n,) xxh3_64. positions: (n,) in their chains. bodies: past the deadline they may still be
-        read after this returns; see `storing`.
+        keys: (n, 16). sums: (n,) xxh3_64. positions: (n,) in their chains. bodies: past the deadline, the tier may
+        still read these after the return; see `storing`.
         """
         blocks = [
             Block(key, Head(self.content, key, int(checksum), len(body), int(position)).packed(), body)
@@ -154,7 +155,7 @@ class GuardedTier:
         parts = [slice(start, min(start + step, len(keys))) for start in range(0, len(keys), step)]
         reading = deque(self._begin_load(keys[part], block_bytes) for part in parts[:1])
         for part, following in zip(parts, [*parts[1:], None], strict=True):
-            if following is not None:  # read ahead: the next piece loads while the caller uses this one
+            if following is not None:  # read ahead: the next piece loads while the caller uses this piece
                 reading.append(self._begin_load(keys[following], block_bytes))
             asked, buffer = reading.popleft()
             answers = self._answer(asked, data_deadline((part.stop - part.start) * block_bytes), "load")
@@ -174,7 +175,10 @@ class GuardedTier:
             self._buffers.give_back(buffer)
 
     def _miss(self, blocks: int) -> None:
-        """Blocks were missing. Perhaps all are, so the next probe, which looks for the marker, is due now."""
+        """Blocks were missing.
+
+        Perhaps all blocks are lost, so the next probe, which looks for the marker, is due now.
+        """
         self.faults.add("missing", blocks)
         with self._lock:
             if blocks and self.up:
@@ -187,7 +191,7 @@ class GuardedTier:
         return self._ask(self._reads, lambda: _each(self._tier.get_many, block_keys, out)), buffer
 
     def delete(self, keys: Sequence[bytes]) -> bool:
-        """Delete blocks. Returns whether none of the keys is there any more."""
+        """Delete blocks. Returns whether the tier no longer has any of the keys."""
         if not keys:
             return True
 
@@ -200,8 +204,8 @@ class GuardedTier:
     def scan(self) -> Iterator[list[tuple[bytes, int]]]:
         """Batches of (key, block_bytes) of all blocks there, oldest first. Ends early where the tier fails; see `up`.
 
-        Leaves out strangers, as far as the tier can tell them from blocks: they are counted, and named in a warning.
-        Has no deadline.
+        Leaves out strangers, as far as the tier can tell them from blocks: strangers are counted, and named in a
+        warning. Has no deadline.
         """
         strangers = Strangers()
         try:
@@ -378,7 +382,7 @@ class GuardedTier:
         return any(head_of(answer).content == self.content for answer in _each(self._tier.get_heads, keys))
 
     def _write_late(self) -> None:
-        """Write the marker that a clear could not write. The tier's present records are void before it and after it."""
+        """Write the marker that a clear could not write. The tier's present records were void before, and stay void."""
         if self.up and not self.writable:
             return
         try:
@@ -395,7 +399,10 @@ class GuardedTier:
         self._marked = content
 
     def _mark_cleared(self) -> None:
-        """Write a marker of a new content. If there is no room for it, delete some blocks, which are void now."""
+        """Write a marker of a new content.
+
+        If there is no room for the marker, delete some blocks, since all blocks are void now.
+        """
         try:
             self._mark()
         except OSError:
@@ -416,7 +423,7 @@ class GuardedTier:
 
 
 def _each(call: Callable[..., Sequence[T]], blocks: Sequence[object], *args: object) -> Sequence[T]:
-    """Call a tier, which a user may have written. TypeError unless there is one answer for each of the blocks."""
+    """Call a tier whose code may be a user's. TypeError unless there is one answer for each block."""
     answers = call(blocks, *args)
     if len(answers) != len(blocks):
         raise TypeError(f"the tier gave {len(answers)} answers for {len(blocks)} blocks")

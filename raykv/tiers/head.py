@@ -1,4 +1,7 @@
-"""The head of a record in an external tier. It tells which block the body is, and which content of the tier has it."""
+"""The head of a record in an external tier.
+
+It identifies the body's block, and the tier's content that has this block.
+"""
 
 import struct
 from typing import NamedTuple
@@ -27,7 +30,7 @@ NO_HEAD = Head(b"", b"", 0, 0, 0)  # equals no head that raykv writes
 
 
 def head_of(answer: bytes | None) -> Head:
-    """The head in a tier's answer. NO_HEAD if there is none, or if no raykv of this version wrote it."""
+    """The head in a tier's answer. NO_HEAD if there is no head, or if another program or version wrote it."""
     if not isinstance(answer, bytes) or len(answer) < FORMAT.size or not answer.startswith(MAGIC):
         return NO_HEAD
     return Head(*FORMAT.unpack_from(answer)[1:])

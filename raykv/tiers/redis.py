@@ -1,4 +1,7 @@
-"""Blocks in a redis or valkey server, each as a string of head and body. (A hash would cost the server a copy.)"""
+"""Blocks in a redis or valkey server, each as a string of head and body.
+
+(With a hash, the server would make one more copy.)
+"""
 
 import os
 import re
@@ -22,7 +25,7 @@ _DIGITS = re.compile(rb"[0-9a-f]{32}")  # of a block's key, in its name
 
 
 class RedisTier:
-    """A server that all nodes reach. It may evict by itself: an evicted block is a miss."""
+    """A server that all nodes reach. The server may evict blocks by itself: such a block is a miss."""
 
     def __init__(self, url: TierUrl) -> None:
         """ValueError or OSError where the server refuses or doesn't answer. The text says what to change."""
@@ -48,7 +51,7 @@ class RedisTier:
         try:
             found: Any = self._client.info("cluster")
             return bool(found.get("cluster_enabled"))
-        except RedisError:  # this user may not ask, or a proxy does not know
+        except RedisError:  # this user must not ask, or a proxy does not know
             return False
 
     def put_many(self, blocks: Sequence[Block]) -> list[bool]:
@@ -65,7 +68,7 @@ class RedisTier:
             connection.send_packed_command(chunks)
             return [_answer(connection) for _ in range(count)]
         except BaseException:
-            connection.disconnect()  # later calls would take the rest of the answers for theirs
+            connection.disconnect()  # later calls would take the rest of the answers for their own
             raise
         finally:
             self._client.connection_pool.release(connection)
@@ -139,7 +142,7 @@ def _client(url: TierUrl) -> redis.Redis:
         username=username or None,
         password=password or None,
         ssl=url.scheme in ("rediss", "valkeys"),
-        protocol=2,  # every server knows it, and it is enough here
+        protocol=2,  # every server knows this command, and it is enough here
         socket_timeout=TIMEOUT_S,
         socket_connect_timeout=TIMEOUT_S,
         socket_read_size=READ_BYTES,
@@ -148,7 +151,7 @@ def _client(url: TierUrl) -> redis.Redis:
 
 
 def _commands(name: bytes, block: Block) -> tuple[bytes, memoryview, bytes]:
-    """A SET as it is sent. redis-py would join head and body first."""
+    """A SET command in the form that is sent. redis-py would first join head and body."""
     key = b"$%d\r\n%s\r\n" % (len(name), name)
     value = b"$%d\r\n%s" % (HEAD_BYTES + block.body.nbytes, block.head)
     return b"*3\r\n$3\r\nSET\r\n%s%s" % (key, value), block.body, b"\r\n"
@@ -162,7 +165,7 @@ def _answer(connection: Any) -> Any:
 
 
 def _of_strings(answers: list[Any]) -> list[Any]:
-    """Answers about keys; None for a value that is no string, and so no block. Raises any other error."""
+    """Answers about keys; None for a value that is no string and therefore no block. Raises any other error."""
     for error in answers:
         if isinstance(error, Exception) and not str(error).startswith("WRONGTYPE"):
             raise error

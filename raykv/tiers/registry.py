@@ -15,9 +15,9 @@ _registered: dict[str, Maker] = {}  # by scheme
 def register_tier(scheme: str, make: Maker) -> None:
     """Let `make` open `external=` URLs of this scheme, in this process.
 
-    scheme: of the URL, in any case. make: takes a TierUrl and returns an open Tier. If it can't, it raises ValueError
-    or OSError with a text that says what to change. Other processes find a maker by an entry point with the scheme's
-    name in the group "raykv.tiers".
+    scheme: of the URL, in any case. make: takes a TierUrl and returns an open Tier. If `make` fails, it raises
+    ValueError or OSError, and the text says what to change. Other processes find a maker by an entry point with the
+    scheme's name in the group "raykv.tiers".
     """
     _registered[scheme.lower()] = make
 

@@ -16,7 +16,7 @@ def parse(url: str) -> TierUrl:
     if len(params) < len(given):
         raise ValueError(f"external={text}: a parameter is given twice")
     if "capacity" not in params:
-        tier_for(TierUrl(parts.scheme, text, parts, 0, None, ()))  # first of all tell of an unknown scheme
+        tier_for(TierUrl(parts.scheme, text, parts, 0, None, ()))  # first of all report an unknown scheme
         raise ValueError(f"external={text}: append how much may be kept there: ?capacity=200GiB")
     capacity, shared = _capacity(params.pop("capacity"), text), _shared(params.pop("shared", None), text)
     if params and not registered(parts.scheme):
@@ -39,7 +39,7 @@ def _split(url: str) -> SplitResult:
     try:
         parts = urlsplit(url)
         sound = url.lower().startswith(f"{parts.scheme}://") and bool(parts.scheme) and parts.port != 0
-    except ValueError:  # urlsplit's text repeats an address or a port, which may be half a password
+    except ValueError:  # urlsplit's text repeats an address or a port: that may be half a password
         sound = False
     if not sound:
         raise ValueError(
@@ -58,7 +58,7 @@ def _capacity(value: str, text: str) -> int:
         capacity = parse_size("capacity", value)
     except ValueError:
         capacity = 0.0
-    if not isinstance(capacity, int):  # a fraction means nothing here
+    if not isinstance(capacity, int):  # a fraction has no meaning here
         raise ValueError(f"external={text}: capacity={value!r}: write bytes, such as 200GiB or 500GB")
     return capacity
 

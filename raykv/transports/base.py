@@ -18,11 +18,11 @@ from raykv.protocol.transfers import seconds_left
 
 
 class Peer(NamedTuple):
-    """Memory of another node, or its external tier, to read from."""
+    """A source of reads: the memory of another node, or its external tier."""
 
     name: str  # the directory's name of the memory: see `raykv.protocol.location.host_of`
     store: Any  # handle of the node store's actor
-    external: bool = False  # read the node's external tier: that is slow, so the store has separate threads for it
+    external: bool = False  # read the node's external tier: this is slow, so the store has separate threads for it
 
 
 class PullRequest(NamedTuple):
@@ -42,14 +42,14 @@ class Transport:
     concurrent: ClassVar[bool] = False  # whether it takes several pulls from one peer at the same time
 
     def offer(self) -> Any:
-        """What peers need to read from here; new in every process. None: they can't read from here."""
+        """Facts that peers need to read from here; new in every process. None: peers can't read from here."""
         return None
 
     def serve(self, *args: Any) -> Any:
         """Answer a question of a peer's `pull`, which comes through `NodeStore.serve`.
 
-        args: sent by this transport's own `pull`; check every index and length. Returns what `pull` expects. ValueError
-        for a question that makes no sense.
+        args: sent by this transport's own `pull`; check every index and length. Returns an answer in the form that
+        `pull` expects. ValueError for a question that makes no sense.
         """
         raise ValueError(f"transport {self.name} answers no questions of peers")
 
@@ -59,14 +59,15 @@ class Transport:
     def connecting(self, peer: Peer, offer: Any) -> bool:
         """Begin to connect with a peer, and return at once. True until connected: other transports read meanwhile.
 
-        peer: whose memory. offer: the peer's. If connecting fails, this is False, and `pull` raises the error.
+        peer: the owner of the memory. offer: the peer's. After a failure to connect, this returns False, and `pull`
+        raises the error.
         """
         return False
 
     def pull(self, peer: Peer, offer: Any, request: PullRequest) -> NDArray[np.uint8]:
         """Copy blocks of a peer.
 
-        peer: whose memory. offer: the peer's. request: which blocks, and the slots for them.
+        peer: the owner of the memory. offer: the peer's. request: the blocks, and the slots for them.
         Returns (n,) uint8 verdicts FAILED, PULLED, or ALTERED (the peer no longer has that block).
         TimeoutError at the request's `end`; bytes that arrive later are written under the slots' locks. OSError or
         RayError where this transport can't read from the peer; another transport may.
@@ -74,7 +75,7 @@ class Transport:
         raise NotImplementedError
 
     def withdraw(self, slab: int) -> None:
-        """Stop reading from and serving a slab of this node's arena, as its memory is about to go. slab: its number."""
+        """A slab's memory is about to go. Read into the slab no more, and serve it no more. slab: its number."""
 
     def close(self) -> None:
         """Stop serving. Nothing is pulled any more."""
@@ -90,7 +91,7 @@ def ask(peer: Peer, end: float, transport: str, *args: Any) -> Any:
 
 
 def records_of(answer: bytes, kind: np.dtype[np.void], count: int) -> NDArray[np.void]:
-    """A peer's answer about `count` blocks: a record of `kind` for each, whose `there` is a bool.
+    """A peer's answer about `count` blocks: a record of `kind` for each, with a bool `there`.
 
     ConnectionError for other answers: another transport may read from that peer.
     """
@@ -103,7 +104,7 @@ def records_of(answer: bytes, kind: np.dtype[np.void], count: int) -> NDArray[np
 
 @contextlib.contextmanager
 def translated(library: str) -> Iterator[None]:
-    """Raise every error of a library as a ConnectionError. The library's exceptions have no base class."""
+    """Raise every error of a library as a ConnectionError: the library's exceptions have no common base class."""
     try:
         yield
     except ConnectionError:

@@ -1,8 +1,8 @@
 """Serves an arena's blocks over TCP.
 
 A connection begins as raykv.line.wire says. Then the reader sends requests, each a frame of n LOCATIONs and n keys. An
-answer is n CLAIMs, and then the bytes of the blocks that are there. A CLAIM says whether a block is there, and what its
-header says. The reader must verify the bytes.
+answer is n CLAIMs, and then the bytes of the blocks that are there. A CLAIM says whether a block is there, and gives
+the facts in its header. The reader must verify the bytes.
 """
 
 import contextlib
@@ -32,7 +32,10 @@ SENDERS = 64  # threads that send blocks; a slow reader keeps its thread
 
 
 class BlockServer:
-    """Serves an arena's blocks to readers that know its token. A connection has a thread only while blocks are sent."""
+    """Serves an arena's blocks to readers that know its token.
+
+    A connection has a thread only while its blocks are sent.
+    """
 
     def __init__(self, arena: Arena, host: str) -> None:
         """host: an address of this node to listen at. OSError where that is not possible."""
@@ -52,7 +55,7 @@ class BlockServer:
             self._senders.submit(self._send_blocks, connection, request)
 
     def _send_blocks(self, connection: Connection, request: bytes) -> None:
-        """Answer a request, and requests that came meanwhile: the reader asks ahead."""
+        """Answer a request, and requests that come meanwhile, since the reader sends requests ahead."""
         more: bytes | None = request
         try:
             while more is not None:

@@ -1,10 +1,10 @@
-"""Blocks cross nodes by NCCL, from one GPU's slots into another's, packed on neither side.
+"""Blocks cross nodes by NCCL, from one GPU's slots into another GPU's slots. Neither side packs the blocks.
 
 NCCL takes seconds to connect two GPUs. Connecting begins when the peer's offer has come, and another transport reads
 meanwhile.
 
 A pull makes two calls to the peer's actor, which both return at once. The first asks the peer to send. The answer has
-what the headers say, and both ends post the blocks that are there. A slot may be overwritten while it is sent, and
+the facts in the headers. Then both ends post the blocks that are there. A slot may be overwritten while it is sent, and
 nothing computes checksums on a GPU. So the reader asks for the headers again when it has the bytes, and drops the
 blocks that are no longer there.
 """
@@ -36,8 +36,8 @@ Offer = tuple[str, str]  # a name that outlives restarts, and a token that is ne
 class Nccl(Transport):
     """Reads from GPUs of other nodes, and lets them read from a GPU here.
 
-    Each direction between two nodes has its own Pair. In a common Pair, two ends that both receive first would wait for
-    ever.
+    Each direction between two nodes has its own Pair. With one Pair for both directions, two ends that both receive
+    first would wait for ever.
     """
 
     name = "nccl"
@@ -58,7 +58,7 @@ class Nccl(Transport):
     # ------------------------------------------------------------------ for peers
 
     def serve(self, token: str, what: str, *args: Any) -> bytes:
-        """Answer a reader that has this process's token: "join" a pair, "send" by it, or tell "headers" of blocks."""
+        """Answer a reader that has this process's token: "join" a pair, "send" through a pair, or give "headers"."""
         if token != self._token:
             raise ValueError(f"{self._name} belongs to another process now: ask for the offer again")
         answers: dict[str, Callable[..., bytes]] = {"join": self._join, "send": self._send, "headers": self._claims}
@@ -67,7 +67,10 @@ class Nccl(Transport):
         return answers[what](*args)
 
     def _join(self, reader: str, unique: bytes) -> bytes:
-        """Make this end of a pair. A reader that joins again has given up its earlier pair. ValueError: a bad name."""
+        """Make this end of a pair.
+
+        If a reader joins again, it has given up its earlier pair. ValueError: a bad name.
+        """
         if len(unique) != UNIQUE_BYTES:
             raise ValueError(f"a pair is named by {UNIQUE_BYTES} bytes, not {len(unique)}")
         with self._mutex:
@@ -77,9 +80,12 @@ class Nccl(Transport):
         return b""
 
     def _send(self, reader: str, unique: bytes, locations: bytes, keys: bytes) -> bytes:
-        """Like `_claims`, and begin to send the blocks that are there. ValueError unless all have one size."""
+        """Like `_claims`, and begin to send the blocks that are there.
+
+        ValueError unless all blocks have the same size.
+        """
         source = np.frombuffer(locations, LOCATION)
-        if len(np.unique(source["bytes"])) != 1:  # more bytes than the smaller slots have would be sent
+        if len(np.unique(source["bytes"])) != 1:  # otherwise the send would go past the end of the smaller slots
             raise ValueError(f"{len(source)} blocks of {np.unique(source['bytes']).tolist()} bytes: ask for one size")
         with self._mutex:  # so that `withdraw` waits for every promised send
             pair = self._sending.get(reader)
@@ -101,7 +107,7 @@ class Nccl(Transport):
         with self._mutex:
             pairs = list(self._sending.values())
         for pair in pairs:
-            if not pair.ready.done():  # nothing moves there, and no send may begin from a slab that is gone
+            if not pair.ready.done():  # nothing moves in this slab, and no send may begin from a slab that is gone
                 pair.drop()
         sent = wait([pair.idle() for pair in pairs if pair.ready.done()], data_deadline(self._arena.slab_bytes))
         if sent.not_done:
@@ -110,7 +116,7 @@ class Nccl(Transport):
             )
 
     def close(self) -> None:
-        """Abort all transfers, and wait until nothing moves: the GPU's memory may go next."""
+        """Abort all transfers, and wait until nothing moves: after that the GPU's memory may go."""
         with self._mutex:
             pairs = [*self._sending.values(), *(pair for _, pair in self._reading.values())]
         drops = [(pair.ready.done(), pair.drop()) for pair in pairs]
@@ -135,7 +141,7 @@ class Nccl(Transport):
             pair.drop()
 
     def pull(self, peer: Peer, offer: Offer, request: PullRequest) -> NDArray[np.uint8]:
-        """Like Transport's. ConnectionError after half of the time, which leaves the rest for another transport."""
+        """Like Transport's. ConnectionError after half of the time: the other half is for another transport."""
         source, keys, arena, target, end = request
         stop = time.monotonic() + (end - time.monotonic()) / 2
         pair = self._pair_with(peer, offer)
@@ -159,7 +165,7 @@ class Nccl(Transport):
             raise
 
     def _pair_with(self, peer: Peer, offer: Offer) -> Pair:
-        """The pair with a peer; a new pair begins to connect. ConnectionError if NCCL makes none."""
+        """The pair with a peer; a new pair begins to connect. ConnectionError if NCCL can't make a pair."""
         name, token = offer
         with self._mutex:
             before, pair = self._reading.get(name, ("", None))
@@ -176,7 +182,7 @@ class Nccl(Transport):
 
 
 class IncomingBlocks(NamedTuple):
-    """Blocks that the peer has posted. All of them must be received."""
+    """Blocks that the peer has posted. The reader must receive them all."""
 
     pair: Pair
     claims: NDArray[np.void]  # (n,) CLAIM: the headers before the blocks were sent
@@ -213,7 +219,7 @@ def _ask(peer: Peer, stop: float, *args: Any) -> bytes:
 
 
 def _result(job: "Future[NDArray[np.uint8]]", end: float) -> NDArray[np.uint8]:
-    """Wait for a task. TimeoutError where not even its abort ends in time."""
+    """Wait for a task. TimeoutError if even the task's abort does not end in time."""
     try:
         return job.result(seconds_left(end))
     except TimeoutError as error:

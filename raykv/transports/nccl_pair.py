@@ -1,7 +1,7 @@
 """Two GPUs of two processes, joined by an NCCL communicator for one direction.
 
-NCCL blocks until the peer comes: in a communicator's init, and in the first group, which connects. So a thread of the
-pair makes all calls. If NCCL has not connected in CONNECT_S, another thread aborts the communicator, which ends the
+NCCL blocks until the peer comes, both in a communicator's init and in the first group, which connects. So a thread of
+the pair makes all calls. If NCCL has not connected in CONNECT_S, another thread aborts the communicator, which ends the
 call. Tested with CuPy 14 and NCCL 2.28 and 2.32.
 """
 
@@ -49,7 +49,7 @@ def why_not() -> str:
 
 
 def memory_of(pairs: int) -> int:
-    """Bytes of a GPU that so many pairs take."""
+    """Bytes of GPU memory that `pairs` pairs take."""
     return KERNELS_BYTES + pairs * PAIR_BYTES if pairs else 0
 
 
@@ -63,7 +63,7 @@ def new_unique() -> bytes:
 
 @contextlib.contextmanager
 def translated() -> Iterator[None]:
-    """Inside, NCCL's errors become ConnectionErrors."""
+    """In the block, NCCL's errors become ConnectionErrors."""
     with base.translated("NCCL"):
         try:
             yield
@@ -76,7 +76,7 @@ def _nothing() -> None:
 
 
 class Pair:
-    """This process's end of a pair. Its tasks (`do`) run in order; after an error no more run. Thread-safe."""
+    """This process's end of a pair. Its tasks (`do`) run in order; after an error no more tasks run. Thread-safe."""
 
     def __init__(self, ordinal: int, unique: bytes, rank: int, invite: Callable[[], object] = _nothing) -> None:
         """Returns at once. `ready` is done when the peer is connected; it fails after CONNECT_S.
@@ -96,7 +96,7 @@ class Pair:
 
     @property
     def usable(self) -> bool:
-        """Whether its tasks run, or will once it is connected."""
+        """Whether its tasks run now, or will run once it is connected."""
         return not self.dropped and not self._ended.is_set()
 
     def do(self, task: Callable[[], Result]) -> "Future[Result]":
@@ -108,7 +108,7 @@ class Pair:
         return future
 
     def idle(self) -> "Future[None]":
-        """Done when all tasks given until now are done, or never will run."""
+        """Done when each task given so far is done, or will never run."""
         return self.do(_nothing)
 
     def drop(self) -> "Future[None]":
@@ -170,7 +170,10 @@ class Pair:
             self._wait(time.monotonic() + CONNECT_S)
 
     def _call(self) -> None:
-        """Make the communicator, and move a byte: that connects, so later groups need not. Waits for the peer."""
+        """Make the communicator, and move a byte: the first group connects, and later groups need not.
+
+        Waits for the peer.
+        """
         kind = self._nccl.NcclCommunicator
         self._comm = kind.__new__(kind)  # kept before NCCL fills it, so that a failure or hang is aborted too
         self._comm.__init__(2, self.unique, self._rank)

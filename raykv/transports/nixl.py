@@ -1,9 +1,9 @@
 """Blocks cross nodes by NIXL: one-sided reads from a peer's arena straight into ours, with no copy on either side.
 
-UCX carries them: over RDMA where there is a card, else over shared memory or TCP. In every pull the reader asks the
-peer's actor once what its headers say and where the slots are. Then the bytes come without the peer's processor. NIXL's
-metadata travels in that answer, so only processes of the Ray cluster can have it. https://github.com/ai-dynamo/nixl,
-version 1.5.
+UCX carries the bytes: over RDMA where there is a card, else over shared memory or TCP. In every pull the reader asks
+the peer's actor once for the headers and the addresses of the slots. Then the bytes come without the peer's processor.
+NIXL's metadata travels in that answer, so only processes of the Ray cluster get this metadata.
+https://github.com/ai-dynamo/nixl, version 1.5.
 """
 
 import contextlib
@@ -28,9 +28,9 @@ from raykv.system.extras import to_install
 from raykv.transports.base import Peer, PullRequest, Transport, ask, records_of, translated
 from raykv.transports.block_server import CLAIM
 
-RDMA = "/sys/class/infiniband"  # it has a folder for each card, of RoCE too
+RDMA = "/sys/class/infiniband"  # this folder has a folder for each card, also for RoCE cards
 POLL_S = 1e-4  # between checks whether a transfer is done
-PROGRESS_US = 100_000  # between looks of NIXL's progress thread; UCX wakes it earlier if there is something to do
+PROGRESS_US = 100_000  # between looks of NIXL's progress thread; UCX wakes this thread earlier if there is work
 LATE_S = 1.0  # for running requests of a failed transfer: neither its release nor `_forget` stops them
 BLOCK_INFO = np.dtype([*CLAIM.descr, ("address", "<i8")])  # a peer's answer about a block, and its slot's address
 Addresses = NDArray[np.int64]
@@ -81,7 +81,7 @@ class Nixl(Transport):
     name = "nixl"
 
     def __init__(self, arena: Arena) -> None:
-        """arena: of host memory, to read into and from. ImportError without NIXL."""
+        """arena: in host memory; peers read from it, and this node reads into it. ImportError without NIXL."""
         self._agent = _open_agent(f"raykv-{secrets.token_hex(8)}")
         self._arena = arena
         self._registered: dict[int, Any] = {}  # NIXL's handles by slab
@@ -141,7 +141,10 @@ class Nixl(Transport):
         return verdicts
 
     def _forget(self, offer: str) -> None:
-        """Drop a peer's agent, as the peer may never come back. If it does, its metadata is loaded again."""
+        """Drop a peer's agent, as the peer may never come back.
+
+        If the peer comes back, its metadata is loaded again.
+        """
         remote = self._remote.pop(offer)
         remote.thread.shutdown(wait=False)
         with contextlib.suppress(ConnectionError), translated("NIXL"):
@@ -158,7 +161,7 @@ class Nixl(Transport):
         """Transfer blocks, and return their verdicts. info: their BLOCK_INFO.
 
         Runs in this process's thread for that peer. The thread keeps the slots' locks until the transfer ends: if a
-        stalled peer continues, NIXL writes on, even after the transfer was released.
+        stalled peer continues, NIXL goes on writing, even after the transfer was released.
         """
         try:
             self._load_metadata(remote, version, metadata)

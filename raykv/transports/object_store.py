@@ -14,7 +14,7 @@ from raykv.transports.base import Peer, PullRequest, Transport
 
 
 class ObjectStore(Transport):
-    """Calls `NodeStore.read` of the peer: one copy into Ray's object store there, one copy out of it here."""
+    """Calls `NodeStore.read` of the peer: a copy into Ray's object store on its node, and a copy out on this node."""
 
     name = "object_store"
     concurrent = True

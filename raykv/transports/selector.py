@@ -1,4 +1,4 @@
-"""Which transport reads from which node: the best that both have; while that fails, the next."""
+"""Which transport reads from which node: the best transport that both have; while that transport fails, the next."""
 
 import logging
 import threading
@@ -50,7 +50,8 @@ class PeerState:
     # Held while the peer is asked for its offers, and during a pull of a transport that does one pull at a time. Taken
     # before the locks of the transport and of the slots.
     turn: threading.Lock = field(default_factory=threading.Lock)
-    # Held by large pulls of the other transports: with too many at a time, all would be late on a slow link.
+    # Held by large pulls of the other transports: with too many large pulls at a time, all would be late on a slow
+    # link.
     large: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(LARGE_PULLS))
     mutex: threading.Lock = field(default_factory=threading.Lock)  # guards the other fields; taken last
     offers: dict[str, Any] | None = None  # by transport; None: ask for them
@@ -71,12 +72,12 @@ class TransportSelector:
         self._mutex = threading.Lock()  # guards `_states`; nothing else is locked meanwhile
 
     def offers(self) -> dict[str, Any]:
-        """What peers need to read from here, by transport."""
+        """Facts that peers need to read from here, by transport."""
         offers = {transport.name: transport.offer() for transport in self._transports}
         return {name: offer for name, offer in offers.items() if offer is not None}
 
     def serve(self, name: str, *args: Any) -> Any:
-        """Answer a question of a peer's transport of that name. ValueError if there is none here."""
+        """Answer a question of a peer's transport of that name. ValueError if this node has no such transport."""
         for transport in self._transports:
             if transport.name == name:
                 return transport.serve(*args)
@@ -123,7 +124,7 @@ class TransportSelector:
         raise ConnectionError(f"no transport reads from node {host_of(peer.name)[:8]}")
 
     def stats(self) -> dict[str, dict[str, Any]]:
-        """For each peer: `transport`, the one used last, and `gbps`, its rate in GB/s (1e9 bytes).
+        """For each peer: `transport`, the transport used last, and `gbps`, its rate in GB/s (1e9 bytes).
 
         `bytes`: the pulled bytes by transport. `failed`: the failures by transport.
         """

@@ -1,7 +1,7 @@
-"""Blocks cross nodes over TCP, from one store's slots into the other's, over several streams.
+"""Blocks cross nodes over TCP, from one store's slots into another store's slots, over several streams.
 
 Measured at three times the speed of Ray's object store, which copies into shared memory on both nodes.
-`raykv.transports.block_server` says what the two sides send each other.
+`raykv.transports.block_server` describes the messages of the two sides.
 """
 
 import contextlib
@@ -26,13 +26,13 @@ from raykv.transports.tcp_pull import TcpPull
 
 log = logging.getLogger("raykv")
 
-FEWEST, MOST = 2, 8  # streams of a pull: a cloud limits each TCP flow, and so does the core that receives it
+FEWEST, MOST = 2, 8  # streams of a pull: a cloud limits each TCP flow, and so does the core that receives the flow
 GAIN = 1.1  # a pull takes one more stream if that raises the rate by this factor
 RATE_BYTES = 64 * MIB  # bytes over which a rate is measured
 SETTLED_S = 60.0  # until one more stream is tried again after it did not help
-SMALL_BYTES = 16 * MIB  # a pull of at most so many bytes goes first
-GIVE_WAY_S = 0.1  # that a piece of a large pull waits for small pulls, at most
-RECEIVERS = 64  # threads beside those that pull
+SMALL_BYTES = 16 * MIB  # size up to which a pull goes first
+GIVE_WAY_S = 0.1  # longest wait of a large pull's piece for small pulls
+RECEIVERS = 64  # threads beside the threads that pull
 TRIES = 3  # of a pull whose streams break
 
 
@@ -69,7 +69,7 @@ class Lane:
             self._idle.append(connection)
 
     def _give_way(self, pull: TcpPull) -> None:
-        """Let small pulls go first: they only wait for a large pull's present pieces."""
+        """Let small pulls go first: they wait only for the pieces of large pulls that are under way."""
         if pull.size > SMALL_BYTES:
             with self._mutex:
                 self._none_small.wait_for(lambda: not self._small, GIVE_WAY_S)

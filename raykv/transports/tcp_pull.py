@@ -19,8 +19,8 @@ from raykv.protocol.transfers import ALTERED, FAILED, PULLED, seconds_left
 from raykv.transports.base import PullRequest, records_of
 from raykv.transports.block_server import CLAIM
 
-PIECE_BYTES = 4 * MIB  # of a piece, which is lost when its stream breaks, and late on a slow stream
-AHEAD = 2  # pieces that a stream has asked for, so that the peer always has one to send
+PIECE_BYTES = 4 * MIB  # of a piece; a piece is lost when its stream breaks, and late on a slow stream
+AHEAD = 2  # pieces that a stream has asked for, so that the peer always has a piece to send
 STALLED_S = 1.0  # a stream that brought nothing for so long is given up, if other streams brought their pieces
 
 Mask = NDArray[np.bool_]
@@ -36,7 +36,7 @@ class TcpPull:
     """
 
     def __init__(self, request: PullRequest, streams: int) -> None:
-        """streams: how many are likely to carry it."""
+        """streams: how many streams will probably carry the pull."""
         source, self._size = request.source, int(request.source["bytes"][0])
         order = np.lexsort((source["slot"], source["slab"]))  # neighbours are sent in one go
         self.size = len(source) * self._size
@@ -93,7 +93,7 @@ class TcpPull:
         stream.sendall(wire.frame(self._request.source[piece].tobytes() + self._request.keys[piece].tobytes()))
 
     def _receive(self, stream: Stream, piece: Indices) -> None:
-        """Of a piece, receive the blocks that the peer has. Set the verdicts of all blocks of the piece."""
+        """Receive the blocks of a piece that the peer has. Set the verdicts of all blocks of the piece."""
         data = bytearray(len(piece) * CLAIM.itemsize)
         self._receive_into(stream, [memoryview(data)])
         claims = records_of(bytes(data), CLAIM, len(piece))

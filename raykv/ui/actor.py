@@ -40,7 +40,7 @@ class PageActor:
     def __init__(self, pool: str, host: str, port: int) -> None:
         """port: 0: any free port.
 
-        Raises RayKVError without Starlette and uvicorn, and if the port is not available.
+        Raises RayKVError if Starlette or uvicorn is missing, or if the port is not available.
         """
         self._pool = pool
         events.begin(named_actors.restarted(), role="ui", pool=pool, pid=os.getpid())

@@ -18,7 +18,10 @@ class Event(NamedTuple):
 
 
 def changes(before: Overview | None, after: Overview, took_over: bool, now: float) -> Iterator[Event]:
-    """Events between two looks. before: None at the first look. took_over: by a new directory. now: Unix time."""
+    """Events between two looks.
+
+    before: None at the first look. took_over: whether a new directory took over. now: Unix time.
+    """
     if before is None:
         yield Event(now, "note", "the page began to watch")
         return

@@ -68,7 +68,7 @@ class History:
 
 
 def _counts(overview: Overview) -> Iterator[tuple[str, str, int]]:
-    """(counter's owner, what it counts, count). Leaves out counts that are not known now."""
+    """(counter's owner, what it counts, count). Leaves out counts that are unknown now."""
     if counts := overview.counts:
         yield "directory", "asked", counts["lookups"]
         yield "directory", "fault:corrupt", counts["corrupt"]

@@ -32,11 +32,11 @@ FAULTS = {  # texts that follow a number
 class Member:
     """A living Ray node, and its part in the pool.
 
-    roles: some of "head" (Ray's), UPKEEP and "store". state: see `state_of`. why: why it is not alive; "" if it is.
-    uptime_s: of its store; None while the store does not run. restarts: of its store by Ray; None without a store.
-    pulled: blocks that its store has copied from other nodes or a tier since it started; None if it does not answer.
-    faults: counts of its store since it started, by kind. refusal: why its external tier can't be written; "" if it
-    can, or if there is no tier.
+    roles: some of "head" (Ray's), UPKEEP and "store". state: see `state_of`. why: why the node is not alive; "" if it
+    is alive. uptime_s: of its store; None while the store does not run. restarts: of its store by Ray; None without a
+    store. pulled: blocks that its store has copied from other nodes or a tier since it started; None if it does not
+    answer. faults: counts of its store since it started, by kind. refusal: why its external tier can't be written; ""
+    if it can, or if there is no tier.
     """
 
     host: str
@@ -166,7 +166,7 @@ class Overview:
 
 
 def hit_sources(counts: dict[str, Any]) -> dict[str, int]:
-    """Found blocks by where they were, seen from the reader's node."""
+    """Numbers of found blocks, by their place as seen from the reader's node."""
     elsewhere = counts["remote_hits"] + counts["external_hits"] + counts["gpu_hits"]
     return {
         "this node": counts["hits"] - elsewhere,
@@ -222,11 +222,11 @@ class Seen:
 def state_of(store: Seen, failed: str | None, supervisor: str, idle: bool = False) -> tuple[str, str]:
     """(state of a node, why it is not alive).
 
-    failed: why its store could not start. supervisor: the supervisor's fault; "" if it is well. idle: nothing but the
-    pool ran there; see PoolConfig.idle_node_s.
+    failed: why its store could not start. supervisor: the supervisor's fault; "" if the supervisor is well. idle:
+    nothing but the pool ran there; see PoolConfig.idle_node_s.
     States: alive; joining: the directory takes up its blocks; leaving: it is being drained; starting: the store's first
     process starts; restarting: the store died, and Ray starts another; silent: the store does not answer; idle: the
-    store ended, since nothing else runs there; no store: `why` says what to expect.
+    store ended, since nothing else runs there; no store: see `why`.
     """
     actor, counts = store.actor, store.counts
     if failed is not None:

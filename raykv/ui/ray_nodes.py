@@ -7,7 +7,7 @@ import ray
 
 from raykv import cluster
 
-SHORT = 8  # characters of a node id to show, if they tell the nodes apart
+SHORT = 8  # characters of a node id that are shown, if these tell the nodes apart
 
 
 class RayNode(NamedTuple):

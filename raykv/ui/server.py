@@ -62,7 +62,7 @@ def application(state: Callable[[float], dict[str, Any]], host: str) -> Starlett
 
 
 async def _guarded(request: Request, answer: Answer) -> Response:
-    """Answer, or say why not. If the token is missing, "/" shows the page that asks for the token."""
+    """Answer, or give the reason for a refusal. If the token is missing, "/" shows the page that asks for the token."""
     refusal = _refusal(request)
     if refusal is None:
         response = await answer(request)
@@ -96,7 +96,7 @@ def _refusal(request: Request) -> HTTPStatus | None:
 
 
 def _is_ours(request: Request) -> bool:
-    """Whether the request names this host. Otherwise another site's page could have a browser read this page."""
+    """Whether the request names this host. Otherwise another site's page could make a browser read this page."""
     asked = (request.url.hostname or "").lower()
     try:
         ipaddress.ip_address(asked)
@@ -112,7 +112,7 @@ def _cookie() -> str:
 
 
 async def _authenticate(request: Request) -> Response:
-    """Set the cookie if a header has the token. The cookie opens this page, and nothing of Ray's."""
+    """Set the cookie if a header has the token. The cookie opens only this page, and no page of Ray."""
     given = request.headers.get(names.AUTHORIZATION_HEADER_NAME, "")
     if not is_token_auth_enabled() or not validate_request_token(given):
         return PlainTextResponse(_WHY[HTTPStatus.FORBIDDEN], HTTPStatus.FORBIDDEN)

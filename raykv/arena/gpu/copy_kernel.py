@@ -1,9 +1,9 @@
 """How a whole table of copies is done on a GPU: in one kernel launch, or by the GPU's copy engines.
 
 cudaMemcpyAsync takes microseconds for each piece, and a block may have a piece for every layer. A kernel reads and
-writes page-locked host memory and GPU memory alike, by the same addresses. But it takes multiprocessors from the
-engine. So across PCIe it gets only as many thread blocks as fill the link. Long pieces go by cudaMemcpyAsync, which
-takes no multiprocessor.
+writes page-locked host memory and GPU memory alike, by the same addresses. But a kernel takes multiprocessors from the
+engine. So across PCIe the kernel gets only as many thread blocks as fill the link. Long pieces go by cudaMemcpyAsync,
+which takes no multiprocessor.
 """
 
 from collections.abc import Sequence
@@ -111,7 +111,7 @@ class CopyStream:
     def copy(self, table: Copies, after: Sequence[Any], way: Way) -> None:
         """Do (n, 3) copies after the CUDA events `after`. Waits until they are done."""
         runtime = self._cupy.cuda.runtime
-        for event in after:  # the GPU waits, not this thread, which prepares the copies meanwhile
+        for event in after:  # only the GPU waits: this thread prepares the copies meanwhile
             runtime.streamWaitEvent(self._stream.ptr, event.ptr)
         try:
             if way != "within" and int(table[:, 2].sum()) >= LONG * len(table):

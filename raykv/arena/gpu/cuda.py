@@ -34,7 +34,7 @@ def cupy() -> Any:
 
 @contextlib.contextmanager
 def translated(who: str) -> Iterator[Any]:
-    """Gives CuPy. Inside, CUDA's errors become DeviceErrors, whose text begins with `who`."""
+    """Gives CuPy. In the block, CUDA's errors become DeviceErrors, whose text begins with `who`."""
     module = cupy()
     try:
         yield module
@@ -46,7 +46,7 @@ def translated(who: str) -> Iterator[Any]:
 
 @contextlib.contextmanager
 def on(ordinal: int) -> Iterator[Any]:
-    """Like `translated`. Inside, this thread uses that GPU, even while other threads capture CUDA graphs.
+    """Like `translated`. In the block, this thread uses that GPU, even while other threads capture CUDA graphs.
 
     Leaves the thread as it was. CuPy's Device would leave a thread without a GPU at GPU 0, with a context of half a GiB
     there.
@@ -118,7 +118,7 @@ def ordinal_at(address: int) -> int:
 def stream_of(array: Any) -> int | None:
     """Handle of the stream that writes and reads an array on a GPU; None: no copy need wait.
 
-    For a torch tensor it is this thread's current stream of the device: torch's interface (version 2) names none.
+    For a torch tensor it is this thread's current stream of the device: torch's interface (version 2) names no stream.
     """
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(array, torch.Tensor):
@@ -167,5 +167,8 @@ def when_gone(owner: object, function: Callable[P, None], *args: P.args, **kwarg
 
 
 def page_locked(module: Any, size: int) -> NDArray[np.uint8]:
-    """(size,) uint8 of host memory that GPUs reach, from CuPy's pool. The last reference returns it there."""
+    """(size,) uint8 of host memory that GPUs reach, from CuPy's pool.
+
+    When the last reference goes, the memory returns to the pool.
+    """
     return np.frombuffer(module.cuda.alloc_pinned_memory(size), np.uint8, size)

@@ -75,7 +75,7 @@ class Region:
 
 
 class Device:
-    """A GPU of this machine. Get one from `device(uuid)`. Thread-safe. CUDA's errors are DeviceErrors."""
+    """A GPU of this machine. Get one from `device(uuid)`. Thread-safe. Errors of CUDA become DeviceErrors."""
 
     def __init__(self, uuid: str, ordinal: int) -> None:
         """For `device`. ordinal: its number in this process."""
@@ -164,7 +164,7 @@ class Device:
             cupy.cuda.runtime.hostRegister(address, length, _PORTABLE)
 
     def unregister(self, address: int) -> None:
-        """Undo `register` of the range that begins there, before the memory goes."""
+        """Undo the `register` of the range that begins at this address. Call this before the range's memory goes."""
         with cuda.on(self.ordinal) as cupy:
             cupy.cuda.runtime.hostUnregister(address)
 
@@ -174,7 +174,7 @@ class Device:
             return cuda.page_locked(cupy, BOUNCE_BYTES)
 
     def _memory(self) -> tuple[int, int]:
-        """Bytes free, and in all."""
+        """(free bytes, all bytes) of the GPU's memory."""
         with cuda.on(self.ordinal) as cupy:
             free, total = cupy.cuda.runtime.memGetInfo()
         return int(free), int(total)

@@ -52,7 +52,10 @@ def copy(gpu: str, table: Copies, registered: bool, to_gpu: bool, after: Sequenc
 
 
 def _through(buffer: NDArray[np.uint8], batch: Copies) -> tuple[Copies, Copies]:
-    """The same copies by way of a buffer: into it, and out of it. batch: of `batches`."""
+    """The same copies through a buffer: (copies into the buffer, copies out of the buffer).
+
+    batch: an item of `batches`.
+    """
     target, source, length = batch
     between = buffer.ctypes.data + np.cumsum(length) - length
     return np.stack([between, source, length], axis=1), np.stack([target, between, length], axis=1)

@@ -19,7 +19,7 @@ from raykv.keys import Keys
 POOL, POOL_BYTES = "bench-sizes", 1024 * MIB
 FILL = 1280 * MIB  # stored ahead: more than the pool has, so every slot is mapped, and stores evict
 SPAN = 768 * MIB  # bytes of slots that copies take in turn: a slot has left the CPU caches when its turn comes again
-BUFFERS = 256 * MIB  # bytes of the caller's buffers: calls take the buffers in turn, for the same reason
+BUFFERS = 256 * MIB  # bytes of the caller's buffers: calls take these buffers in turn, for the same reason
 LARGEST = 128 * MIB  # bytes of a call, at most
 CHUNK = 32 * MIB
 PAIRS_MIN, PAIRS_MAX, PAIRS_BYTES = 16, 200, 1024 * MIB
@@ -147,7 +147,8 @@ class Worker:
         """Find the slots of the newest SPAN bytes of blocks before keys[stop]. A read maps the slots."""
         first, step = stop - SPAN // self.shape.block_bytes, CHUNK // self.shape.block_bytes
         self.slots = []
-        # by pieces: a match touches its blocks last to first, so one match of all would reverse the order of eviction
+        # by pieces: a match touches its blocks last to first, so one match of all blocks would reverse the order of
+        # eviction
         for at in range(first, stop, step):
             runs = self._views(self.keys[at : min(at + step, stop)])
             self.slots += [block for run in runs for block in run.reshape(-1, self.shape.block_bytes)]

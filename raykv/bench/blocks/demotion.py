@@ -1,7 +1,7 @@
 """`raykv bench demotion`: reads, stores and matches while blocks are demoted to a disk, and without demotion.
 
-Only the blocks of a backlog are demoted, because only these are matched. Blocks that a timed window stores are not
-matched.
+Only matched blocks are demoted. The bench matches the blocks of a backlog, but not the blocks that a timed window
+stores.
 """
 
 import statistics
@@ -117,7 +117,7 @@ class Bench:
         for _ in range(WINDOWS):
             window = ray.get(self.engine.window.remote())
             now, seconds = self.demoted(), time.monotonic() - begin
-            if now >= before + BACKLOG * BATCH:  # demotion ended during this window, so it does not count
+            if now >= before + BACKLOG * BATCH:  # demotion ended during this window, so the window does not count
                 break
             busy.append(window)
             down = (now - first) * BLOCK_BYTES / seconds / 1e9

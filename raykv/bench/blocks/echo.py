@@ -10,7 +10,7 @@ from raykv.protocol.packing import packed
 
 
 class Echo:
-    """An actor that only answers, with as many bytes as the directory's answer to a match."""
+    """An actor that answers with as many bytes as the directory's answer to a match, and does nothing else."""
 
     def __init__(self, answer_bytes: int) -> None:
         self.answer = (1, bytes(answer_bytes), b"")

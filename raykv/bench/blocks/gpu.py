@@ -36,8 +36,8 @@ FIRST = 1 << COUNTER_BITS | 1
 def run() -> dict[str, Any]:
     """Median GB/s (1e9 bytes). `<what>_of_hand`: time of the copy by hand, divided by the time of raykv's copy.
 
-    Blocks lie scattered at source and target. raykv and the copy by hand both hash blocks that come to host memory, the
-    copy by hand after all blocks. `pages_...`: an engine's pages of LAYER_BYTES, beside whole blocks by hand.
+    Blocks lie scattered at source and target. raykv and the copy by hand both hash blocks that come to host memory. The
+    copy by hand hashes after all copies. `pages_...`: an engine's pages of LAYER_BYTES, beside whole blocks by hand.
     ValueError if this process can use no GPU.
     """
     gpu = device.device(device.uuid_of(0))

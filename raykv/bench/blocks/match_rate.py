@@ -1,4 +1,4 @@
-"""Keys per second that one directory finds for several clients, over its socket and through Ray in turn."""
+"""How many keys per second one directory finds for several clients, over its socket and through Ray in turn."""
 
 import contextlib
 import statistics
@@ -62,7 +62,7 @@ def run(pool: str, node: str, count: int) -> tuple[float, float]:
 
 
 def stored_keys(cache: KVCache, count: int) -> Keys:
-    """Store so many blocks. Returns their keys."""
+    """Store `count` blocks. Returns their keys."""
     keys = cache.keys(np.arange(count * cache.block_tokens))
     store_all(cache, keys, np.zeros((count, cache.block_bytes), np.uint8))
     return keys

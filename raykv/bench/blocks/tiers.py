@@ -44,7 +44,7 @@ class Floor(Protocol):
         """Load the blocks of the last `store`."""
 
     def delete(self) -> None:
-        """Delete these blocks, unless the tier too overwrites deleted blocks."""
+        """Delete these blocks. Does nothing if the tier overwrites deleted blocks too."""
 
     def close(self) -> None: ...
 
@@ -212,7 +212,7 @@ def _folder(directory: str) -> Iterator[str]:
 
 
 def _missing() -> str | None:
-    """The part that redis's bench lacks here."""
+    """The missing requirement of the redis bench."""
     try:
         import redis  # noqa: F401
     except ModuleNotFoundError:

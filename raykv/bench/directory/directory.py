@@ -33,7 +33,7 @@ BLOCK_BYTES = 4096
 PER_CALL = 4096  # keys of a call while filling
 STORE = 1024  # blocks of a timed store: a prompt of 16,384 tokens
 TURNS = 12
-IN_A_TURN = 5  # calls on one side; the first does not count, since the caches hold the other side's data
+IN_A_TURN = 5  # calls on one side; the first call does not count, since the caches hold the other side's data
 WRITERS = 16 * LONG  # blocks of the chains that grow at the same time, interleaved at random
 CHURN = 0.4  # share of blocks that are replaced before the first timing
 

@@ -86,7 +86,7 @@ def cost(directory: Directory, request: Callable[[int], Message]) -> dict[str, A
         server.count(side == 1)
         sides[side].append(server.seconds([packed(("match", *request(turn * CALLS + i))) for i in range(CALLS)]))
     server.close()
-    plain, counted = (statistics.quantiles(times)[0] for times in sides)  # other work on the machine only adds time
+    plain, counted = (statistics.quantiles(times)[0] for times in sides)  # other work on the machine can only add time
     calls = 100 * (counted / plain - 1)
     export = _export_s(directory, server._metrics)
     return {

@@ -1,9 +1,9 @@
 """A process that simulates nodes for `raykv bench scale`, and puts their load on a directory by its protocol.
 
 A node is a store, with a connection for its inventory and heartbeats, and ENGINES clients. Each client has its own
-connection, as in production. RATE requests of an engine fall due each second, whether or not earlier requests were
-answered. A request matches KEYS keys, whose first half earlier requests stored. Then it reserves the second half, and
-commits without waiting for the answer.
+connection, as in production. Each second RATE requests of an engine fall due, even if earlier requests wait for
+answers. A request matches KEYS keys. Earlier requests stored the first half. Then the request reserves the second half,
+and commits without waiting for the answer.
 """
 
 import heapq
@@ -307,7 +307,7 @@ class Load:
     def connect(self, address: Address) -> None:
         """Have all lines connect, in a random order."""
         for line in self.lines:
-            if line.socket is not None:  # it leads to the earlier directory
+            if line.socket is not None:  # this connection leads to the earlier directory
                 self._lose(line)
         self.address, self.connect_at = address, 0.0
         self.to_connect = deque(random.sample(self.lines, len(self.lines)))

@@ -72,7 +72,10 @@ def run() -> dict[str, Any]:
 
 
 def _round(turn: int, pool: Any, engines: dict[str, list[Any]]) -> dict[str, float]:
-    """First one engine computes a prompt alone. In rounds that warm up, every engine does so, to learn its speed."""
+    """First one engine computes a prompt alone.
+
+    In rounds that warm up, every engine computes the prompt, to learn its speed.
+    """
     import ray
 
     figures: dict[str, float] = {}

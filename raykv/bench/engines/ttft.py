@@ -20,9 +20,9 @@ from raykv.config import MIB
 
 POOL = "bench-ttft"
 PROMPT_TOKENS, BLOCK_TOKENS = 3529, 32
-ARENA_BYTES = 2048 * MIB  # an eighth of it is staging: room for a whole prompt
-LANE_FACTOR = 1.1  # factor on the pool's own transfer, in the floor of a hit on another node
-IDLE_S = 0.2  # for an engine that answered before to store its blocks, which takes cores
+ARENA_BYTES = 2048 * MIB  # an eighth of the memory is staging: room for a whole prompt
+LANE_FACTOR = 1.1  # factor on the pool's own transfer, in the floor for a hit on another node
+IDLE_S = 0.2  # for the engine that answered before to store its blocks: storing takes cores
 WARM, ROUNDS = 1, 8
 AFTER = WARM + ROUNDS + 2  # first turn whose prompts no earlier turn has asked
 PAUSE_S = 0.05  # between two stores of filler blocks
@@ -232,7 +232,10 @@ def _round(turn: int, pool: Any, kept: Kept, writer: Any, reader: Any, plain: An
 
 
 def _long_round(turn: int, pool: Any, kept: Kept, writer: Any, reader: Any) -> dict[str, float]:
-    """A round with a reader whose node keeps little of the prompt. Both of its requests read the whole prompt."""
+    """A round with a reader whose node keeps little of the prompt.
+
+    Both requests of the reader read the whole prompt.
+    """
     import ray
 
     pool.clear()
@@ -317,7 +320,7 @@ def _figures(rounds: list[dict[str, float]], long: list[dict[str, float]], kept:
 
 
 def _interval(ordered: list[float]) -> tuple[float, float]:
-    """The two values between which the median lies with 95% confidence. Of few values: the least and the greatest."""
+    """The two values between which the median lies with 95% confidence. For few values: the least and the greatest."""
     n, outside, cut = len(ordered), 0.0, -1
     while cut + 1 < n / 2 and outside + 2 * math.comb(n, cut + 1) / 2**n <= 0.05:
         outside += 2 * math.comb(n, cut + 1) / 2**n

@@ -1,4 +1,7 @@
-"""Floors and ceilings of a pool: exact caches that serve a trace. Each counts served leading blocks by request."""
+"""Floors and ceilings of a pool: exact caches that serve a trace.
+
+Each function counts the served leading blocks of each request.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +51,7 @@ def optimum(requests: Sequence[Request], capacity: int) -> list[int]:
         hits.append(leading(request, due))
         for depth, (block, again) in enumerate(zip(request.ids, later, strict=True)):
             due[block] = again
-            heapq.heappush(farthest, (-again, -depth, block))  # if due together, a child goes before its parent
+            heapq.heappush(farthest, (-again, -depth, block))  # of blocks due together, a child goes before its parent
         while len(due) > capacity:
             again, _, block = heapq.heappop(farthest)
             if due.get(block) == -again:  # else the block was asked for since

@@ -42,7 +42,10 @@ class Trace(NamedTuple):
 
 
 def read(path: str | PathLike[str]) -> Trace:
-    """A trace in any of the formats. ValueError that names a malformed line, or a trace without requests."""
+    """A trace in any of the formats.
+
+    ValueError for a malformed line, which it names, and for a trace without requests.
+    """
     requests, sizes, parents = list[Request](), set[int](), dict[int, int]()
     with open(path, encoding="utf-8") as file:
         for number, line in enumerate(file, 1):
@@ -91,7 +94,7 @@ def _of_session(given: Mapping[str, Any], session: int) -> Iterator[Request]:
 
 
 def _nested(requests: list[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
-    """The requests of a session and of its sub-agents, whose times are by the session's clock too."""
+    """The requests of a session and of its sub-agents. The sub-agents' times are by the session's clock too."""
     for request in requests:
         if request.get("type") == "subagent":
             yield from _nested(request["requests"])

@@ -19,7 +19,7 @@ from raykv.protocol.tiers import DemotionReport, ExistingBlocks, TierReport
 BLOCK_BYTES = 4 * MIB - ALIGN  # with its header in a tier a block has 4 MiB, so tiers have few spare slots
 CLIENT = 1
 PLAN_EVERY = 50  # requests between two plans
-LONG_WAIT_S = 10.0  # after so long a person answers, not a tool
+LONG_WAIT_S = 10.0  # a longer wait is for a person, not a tool
 MIN_WINDOW = 64  # staging slots of a node, at least
 
 KeyArray = NDArray[np.uint64]  # (n, 2)
@@ -62,8 +62,8 @@ class Pool:
     def serve(self, trace: Trace, nodes: Sequence[int], waits: Sequence[float] = ()) -> Served:
         """Send each request to its node. nodes: of the requests.
 
-        waits: seconds from each request to the next of its session; inf: the session ends. Before a long wait the pool
-        is told that the session is done with the blocks that its first request did not find.
+        waits: seconds from each request to the next of its session; inf: the session ends. Before a long wait, the
+        session tells the pool that it is done with the blocks that its first request did not find.
         """
         asked, own, begin = [], dict[int | None, int](), self.now
         for number, (node, request) in enumerate(zip(nodes, trace.requests, strict=True)):
@@ -107,7 +107,10 @@ class Pool:
         return read, crossed
 
     def read(self, node: int, keys: KeyArray) -> tuple[int, int]:
-        """Match and read. Remote blocks come through staging, a window at a time. Returns the same as `ask`."""
+        """Match and read.
+
+        Remote blocks come through the staging slots, one window of blocks after another. Returns the same as `ask`.
+        """
         lease = next(self.calls)
         held = np.uint64(lease).tobytes()
         request = MatchRequest(lease, str(node), keys.tobytes(), BLOCK_BYTES, len(keys))

@@ -1,4 +1,7 @@
-"""Share of a trace's prompt tokens that a pool serves, by capacity and by routing of requests. It needs no cluster."""
+"""Share of a trace's prompt tokens that a pool serves, by capacity and by routing of requests.
+
+The bench needs no cluster.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +22,12 @@ def run(path: str | PathLike[str], nodes: int, capacities: list[int], external: 
     capacities: blocks of all nodes, without staging; a block is as long as the trace's. external: blocks of all
     external tiers; 0: no tiers.
     ceiling: hit percent of an endless cache.
-    results: one row for each capacity. Caches: exact_lru, isolated, optimum (a cache that knows what comes). Pools:
-    pool_strict (locality 1), pool. With all requests on one node: pool_one_writer, pool_one_writer_strict.
+    results: one row for each capacity. Caches: exact_lru, isolated, optimum (a cache that knows all later requests).
+    Pools: pool_strict (locality 1), pool. With all requests on one node: pool_one_writer, pool_one_writer_strict.
     local_stores: percent of the pool's stores that stayed on the writer's node. hit_curve: the pool's own estimate of
     exact_lru, by blocks. `pool` has three more figures (see Served): tokens read here, tokens crossed, crossed_bytes.
     If the trace has sessions, two more pools: `sticky`, in which each session stays on a node (with the same three
-    figures), and `told`, in which sessions tell of long waits and of their end.
+    figures), and `told`, in which sessions report long waits and their end.
     With `external`: exact_lru_external (an LRU of as many blocks), pool_shared_tier (all nodes share a tier) and
     pool_own_tiers (each node has a tier).
     Raises ValueError for a malformed trace, nodes < 1, or less than one block for each node.

@@ -11,7 +11,7 @@ Rates = deque[float | None]  # oldest first; None: not known
 
 
 class LastMinute:
-    """Rates between the latest LOOKS looks. hit_rate: share of the blocks asked for that was found.
+    """Rates between the latest LOOKS looks. hit_rate: found blocks as a share of the blocks asked for.
 
     pulled, evicted: blocks per second. pulled_by: the same by node id, of nodes whose store answered the last two
     looks.
@@ -34,7 +34,7 @@ class LastMinute:
         self._last = overview, now
 
     def _add_counts(self, before: Overview, after: Overview, seconds: float) -> None:
-        """Add None if a new directory took charge: it counts from 0."""
+        """Add None if a new directory took charge: such a directory counts from 0."""
         old, new = before.counts, after.counts
         same = bool(old and new) and old["epoch"] == new["epoch"]
         asked = new["lookups"] - old["lookups"] if same else 0

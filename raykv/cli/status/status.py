@@ -1,4 +1,4 @@
-"""`raykv status`: a pool as text. It cuts nothing off: a table that is too wide becomes paragraphs."""
+"""`raykv status`: a pool as text. Nothing is cut off: a table that is too wide becomes paragraphs."""
 
 import contextlib
 import shutil
@@ -18,7 +18,7 @@ from raykv.ui.overview import ANSWER_S, Member, Overview, fault_text, hit_source
 
 GIB = 1 << 30
 LOOK_S = 0.2  # between looks whether the size is reached
-STANDSTILL_S = 30.0  # growth has failed if no slab comes for so long: ten times as long as a slab of 1 GiB takes
+STANDSTILL_S = 30.0  # if no slab comes for so long, growth has failed: a slab of 1 GiB takes a tenth of this time
 COLORS = {"alive": "green", "silent": "red", "no store": "red"}  # of other states: yellow
 Row = dict[str, str]  # cells by column
 
@@ -121,7 +121,7 @@ def colored(line: str, member: Member) -> str:
 
 
 def _growing(counts: dict[str, Any]) -> Iterator[str]:
-    """How much memory is there, while nodes still prepare slabs."""
+    """How much memory the nodes offer so far, while they still prepare slabs."""
     offered, planned = growth(counts)
     if offered < planned:
         yield f"{size_text(offered)} of {size_text(planned)} of memory are there: the nodes are preparing the rest"
@@ -183,7 +183,7 @@ def hit_rate(counts: dict[str, Any]) -> str:
 
 
 def hit_curve(counts: dict[str, Any]) -> Iterator[str]:
-    """A line on the hit rates that other sizes of memory would give, if it is known."""
+    """A line on the hit rates that other sizes of memory would give, if these are known."""
     if curve := counts.get("hit_curve"):
         names = {"0.5": "half", "1": "as now", "2": "twice", "4": "four times", "ceiling": "any"}
         yield "hit rate by memory: " + ", ".join(f"{names[times]} {rate:.1%}" for times, rate in curve.items())
@@ -266,7 +266,7 @@ def held_by(pool: str) -> str:
 
 
 def growth(counts: dict[str, Any]) -> tuple[int, int]:
-    """(bytes of memory that all nodes offer by now, bytes that they will offer)."""
+    """(bytes of memory that all nodes offer now, bytes that they will offer)."""
     nodes = counts["nodes"].values()
     offered = sum((node["slabs"] + node["spare_slabs"]) * node["slab_bytes"] for node in nodes)
     return offered, sum(node["limit"] * node["slab_bytes"] for node in nodes)

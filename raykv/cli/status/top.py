@@ -24,7 +24,7 @@ from raykv.ui.overview import Overview, look
 
 LOOK_S = 1.0  # between two looks
 STALE_S = 3.0  # without news: the terminal shows a warning
-GIVE_UP_S = 20.0  # without news: the command ends; Ray would end it after 60 s and not restore the terminal
+GIVE_UP_S = 20.0  # without news: the command ends; Ray would end it after 60 s without restoring the terminal
 STOP_S = 2.0  # for a look under way to end
 SORTS = ("node", "state", "memory", "pulled")
 DROPPED = ("roles", "restarts", "up", "host")  # columns to leave out, in this order, in a narrow terminal
@@ -115,7 +115,7 @@ def run(pool: str) -> None:
 
 @contextmanager
 def _keys_at_once() -> Iterator[None]:
-    """Have the terminal hand out each key press at once, without showing it."""
+    """Have the terminal hand out each key press at once, without showing the key."""
     before = termios.tcgetattr(sys.stdin)
     tty.setcbreak(sys.stdin)
     try:
@@ -125,7 +125,7 @@ def _keys_at_once() -> Iterator[None]:
 
 
 def _key(seconds: float) -> str:
-    """The key that a user presses in so many seconds; "" for none, "q" if the terminal is gone."""
+    """The key that a user presses within `seconds`; "" for no key, "q" if the terminal is gone."""
     if not select.select([sys.stdin], [], [], seconds)[0]:
         return ""
     return os.read(sys.stdin.fileno(), 1).decode(errors="replace") or "q"

@@ -18,9 +18,9 @@ from raykv.protocol.clients import Intent, MatchedPart
 class Part(NamedTuple):
     """One part of a prompt's blocks, for one reader.
 
-    memory: the directory's name of the memory to read into (the reader's `Session.memory_name`). window: how many
-    last blocks the reader needs; 0: all. A sliding-window layer needs the blocks of its window, a state needs one.
-    ahead: how many blocks after the prefix must be ready too. They are not leased. A drafter's layer needs one.
+    memory: the directory's name of the memory to read into (the reader's `Session.memory_name`). window: how many last
+    blocks the reader needs; 0: all. A sliding-window layer needs the blocks of its window, a state needs one. ahead:
+    how many blocks after the prefix must be ready too. These blocks are not leased. A drafter's layer needs one.
     """
 
     memory: str
@@ -30,7 +30,10 @@ class Part(NamedTuple):
 
 
 class LeasedCall(NamedTuple):
-    """The leases of one call, by part. tokens: how many it found. firsts: number of each part's first leased block."""
+    """The leases of one call, by part.
+
+    tokens: how many the call found. firsts: number of each part's first leased block.
+    """
 
     tokens: int
     firsts: list[int]
@@ -165,9 +168,9 @@ class JointMatch:
         count_saved(self._session, self._cache, tokens, self._tokens_per_s)
 
     def fetch_external(self) -> int:
-        """Have the readers' stores fetch blocks of an external tier: as many as staging windows hold and come in time.
+        """Have the readers' stores fetch blocks of an external tier, as far as staging windows and time suffice.
 
-        Returns the number of leading tokens whose needed blocks are all in nodes' memory then.
+        Returns the length in tokens of the prefix whose needed blocks are then all in the memory of nodes.
         """
         tokens = 0
         for call in self._calls:
@@ -201,7 +204,7 @@ class JointMatch:
         return found
 
     def release(self) -> None:
-        """Let the blocks go. The directory learns of it with the next call, so this costs nothing."""
+        """Let the blocks go. The next call tells the directory, so the release costs nothing."""
         self._released = True
         self._session.directory.release(*self._ids())
         record, self._record = self._record, None
@@ -217,6 +220,6 @@ class JointMatch:
             self._session.directory.drop(held)
 
     def end_intent(self) -> None:
-        """The caller has stored the blocks, or will not compute them. The directory learns of it with the next call."""
+        """The caller has stored the blocks, or will not compute them. The next call tells the directory."""
         self._intends = False
         self._session.directory.release(self._intent)

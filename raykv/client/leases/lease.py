@@ -33,8 +33,8 @@ class Leased(NamedTuple):
 class Lease:
     """Leased blocks of one call.
 
-    blocks: where the blocks are. cut: why it has fewer blocks than the directory leased, and the index of the node to
-    blame (-1: none).
+    blocks: where the blocks are. cut: why this Lease has fewer blocks than the directory leased, and the index of the
+    node to blame (-1: none).
     """
 
     def __init__(self, session: Session, store: StoreClient | None, blocks: LeasedBlocks) -> None:
@@ -93,7 +93,7 @@ class Lease:
 
     @classmethod
     def borrowed(cls, session: Session, block_bytes: int, leased: Leased) -> Self:
-        """A Lease that reads by another process's lease. That lease was made for this node's memory."""
+        """A Lease that reads under another process's lease. That lease was made for this node's memory."""
         source = np.frombuffer(leased.source, LOCATION)
         keys = np.frombuffer(leased.keys, np.uint8).reshape(-1, KEY_BYTES)
         return cls(session, session.local, LeasedBlocks(session.directory, block_bytes, leased.name, source, keys))
@@ -120,7 +120,7 @@ class Lease:
         )
 
     def release(self) -> None:
-        """Let the blocks go. The directory learns of it with the next call."""
+        """Let the blocks go. The next call tells the directory."""
         self._session.directory.release(self.id)
 
     def read(self, rows: Rows, verify: bool) -> int:

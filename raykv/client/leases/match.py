@@ -22,7 +22,7 @@ from raykv.system.fork import refuse_forked
 class Match:
     """Leases on the leading ready blocks: no leased block is evicted before `release`. A context manager.
 
-    If the reader asks the directory for nothing for ten minutes, its leases end, and a later read may be a miss.
+    If the reader sends the directory no question for ten minutes, its leases end, and a later read may be a miss.
     num_blocks, num_tokens: how many blocks and tokens are leased. After `release` every read raises ValueError: other
     blocks may have the slots.
     """
@@ -192,7 +192,7 @@ class Match:
         return done
 
     def release(self) -> None:
-        """Let the blocks go. The directory learns of it with the next call, so this costs nothing."""
+        """Let the blocks go. The next call tells the directory, so the release costs nothing."""
         self._released = True
         for lease in self._leases:
             lease.release()

@@ -22,7 +22,7 @@ PIECES_AHEAD = 2
 LATE_S = 0.5  # a pull that failed after so long was late, not refused
 WAIT_BUDGET_S = 0.05  # shortest wait of a read for a tier, however fast the engine could compute the tokens
 WINDOW_S = 2.0  # a read waits at least so long for staging slots, or for a copy that another reader pulls
-WINDOW_DEADLINES = 8  # a read waits at least so many pool deadlines for them
+WINDOW_DEADLINES = 8  # as WINDOW_S, in pool deadlines
 WINDOW_POLL_S = 0.005  # between a read's first questions for staging slots
 WINDOW_REST_S = 0.02  # between a read's later questions for staging slots
 
@@ -69,9 +69,10 @@ class Stream:
             first += len(piece)
 
     def piece(self, away: Blocks, first: int) -> Blocks:
-        """The piece of `away` that begins at index `first`. It has as many blocks as all pieces before it together.
+        """The piece of `away` that begins at index `first`.
 
-        It has at least a quarter of `piece_blocks`, and at most `piece_blocks`.
+        This piece has as many blocks as all pieces before it together. It has at least a quarter of `piece_blocks`, and
+        at most `piece_blocks`.
         """
         return away[first : first + min(self.piece_blocks, max(1, self.piece_blocks // FIRST, first))]
 
@@ -79,8 +80,8 @@ class Stream:
         """Bring blocks before `stop` to this node, piece by piece. Yields (blocks, where they are now), as they arrive.
 
         Blocks that are here already come first, while the first pieces are on their way. If a copy does not give a
-        block, the block is pulled from where it was leased. If that pull does not bring all of its blocks either, no
-        further pull begins. passes: after each step, reuse the staging slots of the yielded blocks.
+        block, the block is pulled from where it was leased. If that pull also lacks some of its blocks, no further pull
+        begins. passes: after each step, reuse the staging slots of the yielded blocks.
         """
         blocks, store, here = self.blocks, self._store, self.blocks.here()[:stop]
         if store is None:
@@ -177,7 +178,7 @@ class Stream:
         return True
 
     def _deadline(self, parts: list[Blocks]) -> float:
-        """Seconds to wait for pulls. If all come from a tier: no longer than computing the tokens would take."""
+        """Seconds to wait for pulls. If all pulls are from a tier: no longer than computing the tokens would take."""
         size = self.blocks.block_bytes * sum(map(len, parts))
         if self.wait_budget_s is None or not all(self.blocks.external[part[0]] for part in parts):
             return data_deadline(size)
@@ -226,7 +227,10 @@ class _Pulls:
         self.under_way[self._stream.pull(self._store, part)] = Pull(part, source)
 
     def try_again(self, missing: Pull) -> None:
-        """Pull missing blocks from where they were leased. If they were to come from there, begin no more pulls."""
+        """Pull missing blocks from where they were leased.
+
+        If the pull that failed was from there already, begin no more pulls.
+        """
         blocks = self._stream.blocks
         blocks.go_back()
         if not self.broken and (blocks.source[missing.blocks] != missing.source).any():
@@ -236,7 +240,7 @@ class _Pulls:
             self.broken = True
 
     def pass_by(self, blocks: Blocks | NDArray[np.bool_]) -> None:
-        """The reader needs these blocks no more."""
+        """The reader no longer needs these blocks."""
         if self._passed is not None:
             self._passed[blocks] = True
 

@@ -17,8 +17,9 @@ DESCRIBE_DEADLINE_S = 60.0  # a store that has just started waits for the direct
 
 
 class LocalStore(StoreClient):
-    """The store of this process's node. While it is down, its memory serves, and other nodes' blocks are misses.
+    """The store of this process's node.
 
+    While the store is down, its memory stays in use, and other nodes' blocks are misses.
     name: the directory's name of the memory. index: of the memory, in locations. arena: the memory, mapped.
     """
 
@@ -47,8 +48,8 @@ class LocalStore(StoreClient):
         return epoch <= self.arena.epoch and not np.count_nonzero(nodes != self.index)
 
     def wrong(self, locations: Locations, keys: NDArray[np.uint8]) -> Locations:
-        """Which of these locations, whose blocks could not be read, to report as corrupt.
+        """Which of these locations to report as corrupt. Their blocks could not be read.
 
-        Leaves out good blocks whose length is not the reader's block size: the reader is wrong about them.
+        Leaves out good blocks whose length is not the reader's block size: the reader is wrong about their size.
         """
         return locations[~self.arena.holds_other_length(locations, keys)]

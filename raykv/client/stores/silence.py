@@ -1,4 +1,4 @@
-"""Silent stores and nodes: this node's store if it does not answer, and other nodes whose blocks come late."""
+"""Silence: of this node's store when it does not answer, and of other nodes when their blocks come late."""
 
 import threading
 import time
@@ -19,8 +19,8 @@ PING_S = 0.25  # for a store to say that it is there
 class Silence:
     """Which nodes were late for one process, and whether its own node's store is silent. Thread-safe.
 
-    A store that does not answer a ping is silent until it answers. The process asks a late node for nothing for
-    SUSPECT_AFTER_S. If the node is down, the directory knows after that time, and sends no reader there.
+    A store that does not answer a ping is silent until it answers. For SUSPECT_AFTER_S the process asks a late node for
+    nothing. After that time the directory knows of a node that is down, and sends no reader there.
     """
 
     def __init__(self) -> None:
@@ -36,7 +36,7 @@ class Silence:
                 self._ping, self._asked = store.ping.remote(), time.monotonic()
 
     def of_store(self, store: Any) -> bool:
-        """Whether the store is silent. After ray.shutdown() every store is."""
+        """Whether the store is silent. After ray.shutdown() every store is silent."""
         with self._lock:
             if not ray.is_initialized():
                 return True

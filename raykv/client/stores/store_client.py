@@ -36,14 +36,15 @@ class StoreClient:
     def reaches(self, nodes: NDArray[np.integer[Any]]) -> NDArray[np.bool_]:
         """(n,) bool: whether this store can pull from and push to each node or tier, by index in locations.
 
-        False for nodes that were late in the last SUSPECT_AFTER_S, and for all while this store does not answer.
+        False for nodes that were late in the last SUSPECT_AFTER_S, and for all nodes while this store does not answer.
         """
         silent = self.silence.of_store(self.store)
         return np.zeros(len(nodes), np.bool_) if silent else ~self.silence.of_nodes(nodes)
 
     def pull(self, source: Locations, keys: NDArray[np.uint8], target: Locations, external: bool = False) -> Any:
-        """Begin to fetch blocks into slots of this store's node. `first` waits for the answer, `verdicts` reads it.
+        """Begin to fetch blocks into slots of this store's node.
 
+        `first` waits for the answer, and `verdicts` reads the answer.
         source, target: (n,) LOCATION. keys: (n, 16) uint8. external: the source is an external tier.
         """
         pull = self.store.pull.options(concurrency_group="promote") if external else self.store.pull
@@ -72,7 +73,7 @@ class StoreClient:
     ) -> NDArray[np.uint8]:
         """Have other nodes fetch blocks from staging slots of this store's node. Returns `verdicts`.
 
-        Arguments as of `pull`.
+        The arguments are as for `pull`.
         """
         answer = self.store.push.remote(_transfer(source, keys, target))
         if self.first([answer], data_deadline(int(target["bytes"].sum()))) is None:

@@ -49,8 +49,8 @@ def coldest(state: State, name: str) -> int:
 def memory_stats(state: State, name: str, now: float, slots_a_step: int) -> Iterator[dict[str, Any] | None]:
     """Slots by state, and bytes, of the memory of that name. KeyError for an unknown name.
 
-    Looks at every slot, in steps. Yields None after about every `slots_a_step` slots, so that others can call in
-    between, and the answer at the end.
+    Looks at every slot, in steps. Yields None after about every `slots_a_step` slots, so that other calls can come in
+    between. Yields the answer at the end.
     """
     return state.allocator.stats_in_steps(state.nodes[name], now, slots_a_step)
 
@@ -61,10 +61,10 @@ def tier_fill(state: State) -> dict[str, dict[str, Any]]:
 
 
 def largest_prefixes(state: State, n: int, now: float) -> list[dict[str, Any]]:
-    """At most `n` prefixes at which look-ups ended since this directory began; the most blocks found first.
+    """At most `n` prefixes at which look-ups ended since this directory began, by found blocks, the most first.
 
-    key: of the last block, in hex. blocks, bytes: of the prefix. hits: look-ups that ended there. idle_s: since the
-    last of them. nodes: names of the nodes that have the last block in memory.
+    key: of the last block, in hex. blocks, bytes: of the prefix. hits: look-ups that ended there. idle_s: seconds since
+    the last such look-up. nodes: names of the nodes that have the last block in memory.
     """
     return [
         {

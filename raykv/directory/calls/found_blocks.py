@@ -35,7 +35,7 @@ class FoundBlocks(NamedTuple):
         return cls(locations, keys, positions, stamps, np.frombuffer(found.writing, LOCATION), found.left)
 
     def in_arena(self, node: int, slabs: int) -> "FoundBlocks":
-        """Leave out locations that the arena of a node with so many slabs can't have."""
+        """Leave out locations that the arena of a node with `slabs` slabs can't have."""
         there, writing = _in_arena(self.locations, node, slabs), _in_arena(self.writing, node, slabs)
         return FoundBlocks(
             self.locations[there],

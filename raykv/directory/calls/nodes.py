@@ -27,7 +27,7 @@ from raykv.protocol.stores import (
 
 SOLE_COPIES_PER_CALL = 4096  # of each size
 ARENA_BYTES_MAX = 1 << 50
-EPOCHS_AHEAD = 1 << 16  # an arena's epoch may be so far ahead of the directory's; no pool takes so many in years
+EPOCHS_AHEAD = 1 << 16  # an arena's epoch may be so far ahead of the directory's; no pool uses so many epochs in years
 GPUS = 64  # of a node, at most
 
 
@@ -56,7 +56,7 @@ def join(state: State, name: str, arena: ArenaDescription, now: float, window: i
 
 
 def _check_gpus(state: State, name: str) -> None:
-    """ValueError for more GPUs than a node can have: each costs memory."""
+    """ValueError for more GPUs than a node can have: each GPU costs memory."""
     host = host_of(name)
     others = sum(node.on_gpu and node.host == host and node.name != name for node in state.nodes.values())
     if name != host and others >= GPUS:
@@ -64,7 +64,7 @@ def _check_gpus(state: State, name: str) -> None:
 
 
 def adopt(state: State, name: str, found: Inventory, now: float, offered: int = 0) -> None:
-    """Take up the blocks that a node store found in its arena. Of a joined node, the inventory only drops rows.
+    """Take up the blocks that a node store found in its arena. For a node that has joined already, it only drops rows.
 
     The inventory may come in pieces, the youngest blocks first. Other calls may come between two pieces; nothing is
     offered on the node until the last piece. offered: the node's allocated slabs; without the number, blocks would be
@@ -120,9 +120,9 @@ def _veto(state: State, found: FoundBlocks) -> None:
 
 
 def heartbeat(state: State, name: str, offered: int, now: float) -> Heartbeat | None:
-    """A node store is alive and has allocated `offered` slabs. None: the directory does not know it; it must `join`.
+    """A node store is alive and has allocated `offered` slabs.
 
-    ValueError for a bad count of slabs.
+    None: the directory does not know the node, which must `join`. ValueError for a bad count of slabs.
     """
     check(state, now)
     _check_slabs(offered)
@@ -137,7 +137,7 @@ def heartbeat(state: State, name: str, offered: int, now: float) -> Heartbeat | 
 
 
 def sweep_result(state: State, result: SweepResult, now: float) -> None:
-    """A node store reports what it found in quarantined slots."""
+    """A node store reports its findings in quarantined slots."""
     check(state, now)
     rows, gens = state.size_classes.rows_of(np.frombuffer(result.locations, LOCATION))
     verdicts, keys = np.frombuffer(result.verdicts, np.uint8), key_array(result.keys)
@@ -172,10 +172,11 @@ def set_slab_target(state: State, name: str, report: SlabReport, now: float) -> 
 
 
 def follow(state: State, name: str, plan: Plan, now: float) -> None:
-    """Use the memory by a plan from now on, and make the node's room for copies.
+    """From now on use the memory by a plan. Make room on the node for copies.
 
     While tenants have quotas, no node makes room: their minima are shares of memory without copies. A pool's only node
-    makes none, as it has no node to copy from. A leaving node makes none either: its primaries are yet to be copied.
+    makes no room, as it has no node to copy from. A leaving node makes no room either: its primaries still have to be
+    copied.
     """
     check(state, now)
     alone = sum(not node.on_gpu for node in state.nodes.values()) < 2
@@ -224,7 +225,7 @@ def stay(state: State, name: str, now: float) -> None:
 
 
 def sole_copies(state: State, name: str, now: float) -> SoleCopies | None:
-    """Blocks that would be lost with a node. None: the directory does not know yet what the node has."""
+    """Blocks that would be lost with a node. None: the directory does not know the node's blocks yet."""
     check(state, now)
     nodes, shared = state.of_host(name), state.tier_catalog.tiers.get("")
     if name not in state.nodes or any(node.state == "joining" for node in nodes):
@@ -276,7 +277,7 @@ def _remove(state: State, name: str) -> int:
 def _check_arena(arena: ArenaDescription, epoch: int) -> None:
     """ValueError for an impossible arena, whose numbers come from outside.
 
-    epoch: the directory's. An arena too far ahead would bring the directory to the last epoch that a header can keep.
+    epoch: the directory's. An epoch too far ahead would bring the directory to the last epoch that a header can keep.
     """
     _check_slabs(arena.slab_count)
     if not 0 < arena.slab_bytes <= ARENA_BYTES_MAX:

@@ -131,7 +131,7 @@ def match_parts(
 
 
 def _ready_prefix(state: State, requests: tuple[MatchRequest, ...], keys: list[KeyArray]) -> int:
-    """Tokens up to which all parts without a window and their blocks ahead are ready. Touches and holds nothing."""
+    """Tokens up to which all parts without a window are ready, with their blocks ahead. Touches and holds nothing."""
     whole = _whole(requests, keys)
     limits = whole or zip(requests, keys, strict=True)
     tokens = min(_less_ahead(request, len(part)) for request, part in limits)
@@ -163,10 +163,10 @@ def _boundary(state: State, requests: tuple[MatchRequest, ...], keys: list[KeyAr
 
 
 def _pending(state: State, client: int, requests: tuple[MatchRequest, ...], keys: list[KeyArray], prefix: int) -> int:
-    """By how many blocks of the first part the ready prefix will grow through other clients.
+    """How many blocks of the first part other clients will add to the ready prefix.
 
-    Counts blocks that they write, or are about to compute. Intents name keys of the first part only: a client computes
-    all parts of a block together.
+    Counts blocks that other clients write, or are about to compute. Intents name keys of the first part only: a client
+    computes all parts of a block together.
     """
     first, whole = requests[0], _whole(requests, keys)
     tokens = min((_less_ahead(request, len(part)) for request, part in whole), default=0)
@@ -289,7 +289,7 @@ def _provide_staging(state: State, hold: Hold, staged: RowArray, stride: int, no
 
     The reader waits while it can take no slot of its window, as other leases probably hold the slots. After HELD_UP_S
     it gets the slots of the oldest primaries: the other leases' readers may themselves wait for this reader. A leaving
-    node keeps its primaries, which are yet to be copied.
+    node keeps its primaries, which still have to be copied.
     """
     since, hold.held_up = hold.held_up, None
     lack = leases.staging_lack(state.c, hold.size_class, staged) if hold.size_class >= 0 else 0
@@ -317,7 +317,7 @@ def locate_prefix(state: State, keys: bytes) -> Located:
 
 
 def stored(state: State, keys: bytes) -> Stored:
-    """Which keys are stored, in memory or in an external tier, whether or not their node answers just now."""
+    """Which keys are stored, in memory or in an external tier, even if their node does not answer just now."""
     if any(node.state == "joining" for node in state.nodes.values()):
         return Stored(state.epoch, b"")
     found = state.find(keys)

@@ -37,7 +37,7 @@ def check(state: State, now: float) -> None:
 
 
 def mark(state: State, now: float) -> None:
-    """Note the tick. Users are late that began to wait before the tick of a while ago."""
+    """Note the tick. Users that began to wait before the tick of a while ago are late."""
     marks = state.marks
     if not marks or now - marks[-1][0] >= state.late / MARKS:
         marks.append((now, state.tick))

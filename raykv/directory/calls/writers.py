@@ -84,7 +84,7 @@ def _refused(state: State, request: ReserveRequest) -> Reserved:
 def commit(state: State, call: Call, request: CommitRequest, now: float) -> Counted:
     """Offer the blocks that were written, and end the reservation.
 
-    Idempotent: each block counts by its location, key and generation, even after the reservation is gone.
+    Idempotent: location, key and generation identify each block, even after the reservation is gone.
     """
     client = on_call(state, call, now)
     locations, keys = np.frombuffer(request.locations, LOCATION), key_array(request.keys)

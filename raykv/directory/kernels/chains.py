@@ -1,9 +1,9 @@
 """Chains of readers: the readers of a long lease pull each block one after another, each from the copy before.
 
-Without a chain all of them would read the same copy, on one node. A reader waits while another reader pulls a copy of
+Without a chain all readers would read the same copy, on one node. A reader waits while another reader pulls a copy of
 its next block. When that copy has arrived, the reader pulls the block from there, and the next reader waits for its
-copy in turn. A reader that has waited too long gives up the copies on their way: from then on nobody waits for them.
-`leases.next_window` grants the slots.
+copy in turn. A reader that has waited too long gives up the copies on their way: from then on nobody waits for these
+copies. `leases.next_window` grants the slots.
 """
 
 import numpy as np
@@ -18,16 +18,16 @@ GIVEN_UP = 0  # `last` of a STAGING row for which no reader waits
 
 @kernel
 def in_chains(c, size_class):
-    """Whether readers on a node form chains. Readers on GPUs do not: their host is nearer than any copy.
+    """Whether readers on a node form chains. Readers on GPUs form no chains: their host is nearer than any copy.
 
-    Nor do readers on nodes that leave or are late with heartbeats.
+    Readers on nodes that leave, or that are late with heartbeats, form no chains either.
     """
     return size_class >= 0 and c.size_classes[size_class].offered == TO_ALL
 
 
 @kernel
 def is_crowded(c, row):
-    """Whether a copy is in memory, and somebody beside the reader holds it."""
+    """Whether a copy is in memory, and somebody besides the reader holds the copy."""
     return c.rows[row].holds > 1 and not is_tier_row(c, row)
 
 
@@ -35,8 +35,8 @@ def is_crowded(c, row):
 def copies_elsewhere(c, first, node):
     """Look at a key's copies on other nodes. Returns (row of the newest copy in memory or -1, whether a copy arrives).
 
-    A copy arrives while a reader pulls it into a staging slot, unless others have given it up. Leaves out GPUs, and
-    nodes that leave or are late with heartbeats.
+    A copy arrives while a reader pulls it into a staging slot, unless other readers have given the copy up. Leaves out
+    GPUs, and nodes that leave or are late with heartbeats.
     """
     newest, arrives = np.int64(-1), False
     row = np.int64(first)
@@ -51,7 +51,7 @@ def copies_elsewhere(c, first, node):
 
 @kernel
 def arrives_elsewhere(c, firsts, n, reader, blocks):
-    """Whether a reader has to wait: a copy arrives of the first of its n blocks that has no slot."""
+    """Whether a reader has to wait: a copy of its first block without a slot arrives. n: number of its blocks."""
     for i in range(n):
         if blocks.staged[i] == UNSTAGED:
             crowded = in_chains(c, reader.size_class) and is_crowded(c, np.int64(blocks.source[i]))

@@ -1,7 +1,8 @@
 """Demotion to an external tier, and from a GPU to the memory of its node: which blocks are copied one tier down.
 
 An external tier's blocks are rows of size classes of its own: DEMOTING while they are written, then EXTERNAL. The block
-stays in memory too, where it is clean from then on: an eviction loses nothing. The tier may evict blocks for it.
+stays in memory too, where it is clean from then on: an eviction loses nothing. The tier may evict other blocks to make
+room.
 
 A block copied from a GPU becomes a primary in memory and a replica on the GPU: evicting that replica loses nothing.
 During the copy the row in memory is DEMOTING and held, so that nobody evicts or reads it.
@@ -62,7 +63,7 @@ CHANCES = 8  # blocks that one eviction from a tier passes over because they are
 def shortfall(c, goal):
     """How many blocks to demote until `share` of a size class's `slots` can be taken without losing a block.
 
-    Such slots are free, hold a replica, or hold a clean block. Staging slots do not count.
+    These slots are free, hold a replica, or hold a clean block. Staging slots do not count.
     """
     oldest(c, goal.size_class)  # takes held rows, which are no victims, off the old end
     want, short = _wanted(c, goal), np.int64(0)
@@ -115,7 +116,7 @@ def in_memory(c, row):
 def take_tier_slot(c, tier_class, evicted, count):
     """Take a free row of a tier's size class. Without one, evict the oldest block, and append its key to `evicted`.
 
-    A block that is in memory too is read from memory, so its row in the tier looks older than the block is. The
+    Readers read a block from memory if it is there. So the block's row in the tier looks older than the block is. The
     eviction passes over CHANCES such blocks. Returns (row or -1, new count of evicted keys).
     """
     row = np.int64(c.lists[tier_class * LISTS_PER_CLASS + FREE_LIST].head)
@@ -140,8 +141,8 @@ def take_tier_slot(c, tier_class, evicted, count):
 def demote(c, goal, min_uses, tier_class, examined, pinned, chosen):
     """Demote a size class's oldest blocks that are not in a tier yet, until there is no `shortfall`.
 
-    min_uses: matches of a block that is worth demoting. tier_class: the tier's size class. examined: rows to look at,
-    at most. pinned: rows to demote once no others are left. Returns (number of blocks, number of evicted keys).
+    min_uses: a block with so many matches is worth demoting. tier_class: the tier's size class. examined: rows to look
+    at, at most. pinned: rows to demote once no other rows are left. Returns (number of blocks, number of evicted keys).
     """
     n, count, row = 0, 0, np.int64(0)
     for _ in range(examined):
@@ -201,7 +202,7 @@ def _start_in_tier(c, row, tier_class, chosen, n, count):
 def demoted(c, rows, gens, stored, lost):
     """If a DEMOTING row was stored, set it to EXTERNAL, else free it. Idempotent.
 
-    lost[i], out: the row is not this demotion's any more, so the stored bytes are not wanted. Returns how many became
+    lost[i], out: the row no longer belongs to this demotion, so nobody wants the stored bytes. Returns how many became
     EXTERNAL.
     """
     count = 0
@@ -274,8 +275,9 @@ def forget_clean_tail(c, size_class):
 def demote_gpu(c, size_class, host_class, want, source, target):
     """Demote a GPU's oldest primaries that nobody holds, `want` at most.
 
-    Each block takes a slot of the node's memory (`host_class`): a slot that costs nothing, else the slot of the oldest
-    block there that may go for the block's tenant. Returns how many were demoted.
+    Each block takes a slot of the node's memory (`host_class`): a slot that costs nothing, else the slot of an evicted
+    block. That is the oldest block there that may go for the tenant of the demoted block. Returns how many were
+    demoted.
     source[i], out: the row on the GPU; it is not held, as the copier checks its generation.
     target[i], out: the DEMOTING row in memory.
     """
@@ -318,7 +320,8 @@ def _being_demoted(c, row):
 def gpu_demoted(c, rows, stored):
     """If a DEMOTING row was stored, make it the primary. Its copies on GPUs become replicas that are evicted first.
 
-    A row that was not stored is quarantined, since somebody may still write there. Returns how many rows were stored.
+    A row that was not stored is quarantined, since somebody may still write to its slot. Returns how many rows were
+    stored.
     """
     count = 0
     for i in range(len(rows)):

@@ -1,8 +1,8 @@
 """Reuse distances: how many bytes of blocks are used between two uses of a key, measured on a sample of the keys.
 
 SHARDS: Waldspurger, Park, Garthwaite, Ahmad, "Efficient MRC Construction with SHARDS", FAST 2015. A key is in the
-sample if its hash is below a limit, so all uses of a key are seen or none. The distance of a use is the bytes of all
-keys used since the key's last use, its own included: an LRU with that much memory would have had the key.
+sample if its hash is below a limit, so the sample sees all uses of a key, or no use. The distance of a use is the bytes
+of all keys used since the key's last use, its own included: an LRU with that much memory would have had the key.
 """
 
 from typing import NamedTuple
@@ -37,7 +37,7 @@ NEXT, COUNT, BYTES, SHIFT, USES, WAITING, CALL = range(7)  # of Sample.state
 FINENESS = 16  # entries of `counts` for each doubling of a distance
 LEAST_BITS, MOST_BITS = 12, 52  # log2 of the shortest and longest distances (bytes) that are told apart
 DISTANCES = (MOST_BITS - LEAST_BITS) * FINENESS
-SHIFT_MAX = 20  # at most so many upper bits of a hash say whether a key is in the sample; the table uses lower bits
+SHIFT_MAX = 20  # upper bits of a hash that say whether a key is in the sample, at most; the table uses lower bits
 HASHES = np.uint64(0xFFFFFFFFFFFFFFFF)
 
 
@@ -47,14 +47,14 @@ class Sample(NamedTuple):
     keys: NDArray[np.void]  # (n,) KEY
     places: NDArray[np.void]  # (4 n,) PLACE
     counts: NDArray[np.float64]  # (DISTANCES + 1,) estimated uses of all keys by distance; last entry: of unknown keys
-    waiting: NDArray[np.void]  # (n,) USE. Those of several calls, if their keys are n / 4 at most
+    waiting: NDArray[np.void]  # (n,) USE. Uses of several calls, if these have at most n / 4 keys
     # state[NEXT]: the next place. COUNT: number of keys in the sample. BYTES: bytes of these keys. SHIFT: the sample
     # takes one of 2**SHIFT keys. USES: counted uses. WAITING: uses not counted yet. CALL: number of the last call
     state: NDArray[np.int64]
 
 
 def sample(keys: int) -> Sample:
-    """An empty sample of at most so many keys, a power of two."""
+    """An empty sample of at most `keys` keys, a power of two."""
     counts, waiting = np.zeros(DISTANCES + 1), np.zeros(keys, USE)
     empty = Sample(np.zeros(keys, KEY), np.zeros(4 * keys, PLACE), counts, waiting, np.zeros(7, np.int64))
     empty.keys["free"], empty.state[NEXT] = np.arange(keys), 1
@@ -114,7 +114,7 @@ def _count_one(s, one):
 
 @kernel
 def _use_one(s, k0, k1, size, horizon):
-    """Make a key the last one that was used."""
+    """Make a key the last used key."""
     if s.state[NEXT] == len(s.places):
         _rebuild(s, np.int64(0), HASHES)
     hashed = hash_of(k0, k1)

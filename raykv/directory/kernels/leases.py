@@ -158,7 +158,7 @@ def _hold_prefix(c, keys, firsts, reader, blocks):
 
 @kernel
 def _count_use(c, first):
-    """Count a match in every copy of a key: any copy may be judged by its count later."""
+    """Count a match in every copy of a key: later decisions may look at the count of any copy."""
     row = np.int64(first)
     while row >= 0:
         c.rows[row].uses = min(USES_MAX, c.rows[row].uses + 1)
@@ -281,7 +281,7 @@ def next_window(c, keys, blocks, node, size_class, turn):
     A block that has a copy on the reader's node by now gets the slot of that copy. Returns (how many leading blocks
     still exist, whether the reader waits for a copy). No block after the first block without a slot has a staging slot.
 
-    turn: how many blocks get slots if the reader is in a chain (see chains.py); 0: it is in none.
+    turn: how many blocks get slots if the reader is in a chain (see chains.py); 0: the reader is in no chain.
     """
     blocks, full, waits, granted = Blocks(*blocks), False, False, np.int64(0)
     chained = turn > 0 and in_chains(c, size_class)
@@ -325,7 +325,7 @@ def next_window(c, keys, blocks, node, size_class, turn):
 
 @kernel
 def _hold_elsewhere(c, keys, i, node, blocks):
-    """Hold a copy of block i on another node, as its source is gone. Returns the copy's row; -1 if there is none."""
+    """Block i's source is gone: hold a copy on another node. Returns the copy's row; -1 if there is none."""
     row = copies_elsewhere(c, first_row(c, keys[i, 0], keys[i, 1]), node)[0]
     if row >= 0:
         hold(c, row)
@@ -412,7 +412,7 @@ def promote_replicas(c, base, slots, promoted):
 
 @kernel(C, ROWS, ROWS, ROWS)
 def hold_lasting(c, firsts, rows, gens):
-    """Hold the lasting copy of each key (`_lasting`). rows[i], gens[i], out: row, or -1, and generation of the copy."""
+    """Hold the lasting copy of each key (`_lasting`). rows[i], gens[i], out: the copy's row (or -1) and generation."""
     for i in range(len(firsts)):
         row = rows[i] = _lasting(c, firsts[i])
         if row >= 0:
@@ -480,7 +480,7 @@ def _release_row(c, row, gen):
 
 @kernel(C, ROWS, ROWS)
 def abandon(c, rows, gens):
-    """Quarantine the rows in which a client that is gone may still write.
+    """A client is gone: quarantine the rows into which it may still write.
 
     These are rows that only this client held and that are unfinished or were forgotten. Rows of external tiers are left
     out: no client writes there, and no node store would sweep them.

@@ -1,4 +1,4 @@
-"""The LRU lists, and what is done to one row: holds, and changes of state.
+"""The LRU lists, and operations on a single row: holds, and changes of state.
 
 A row that somebody holds (`holds` > 0) is never evicted: an eviction that meets such a row at the old end of a list
 takes the row out of the list. When the last hold ends, the row goes to the young end. Holds of a request end with its
@@ -246,7 +246,10 @@ def hold(c, row):
 
 @kernel
 def unhold(c, row):
-    """End one hold on a row. After its last hold, a row with a block is its list's youngest, another row is free."""
+    """End one hold on a row.
+
+    After the last hold, a row with a block becomes the youngest of its list, and a row without a block becomes free.
+    """
     c.rows[row].holds -= 1
     if c.rows[row].holds == 0:
         if stored(c.rows[row].state):
@@ -449,7 +452,7 @@ def grant(c, row, k0, k1, state, holds):
 
 @kernel
 def fill(c, row, k0, k1, gen, state):
-    """Make a row another copy of a key. The row is in no list, before and after."""
+    """Make a row another copy of a key. The row stays outside all lists."""
     c.rows[row].k0 = k0
     c.rows[row].k1 = k1
     c.rows[row].gen = gen

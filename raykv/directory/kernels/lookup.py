@@ -50,7 +50,7 @@ def ready_prefix(c, keys, firsts, node):
 
 @kernel(C, KEYS, ROWS, INT, INT, ROWS)
 def ready_runs(c, keys, firsts, node, window, runs):
-    """As `find`. runs[i], out: how many consecutive keys, the last of them keys[i], a reader on `node` may read.
+    """As `find`. runs[i], out: length of the run of keys that ends with keys[i] and that a reader on `node` may read.
 
     No run is longer than `window`.
     """

@@ -153,7 +153,7 @@ def _grant_missing(c, keys, firsts, writer, source, staged, granted):
 def commit(c, locations, keys, written):
     """Make WRITING rows READY where written[i] is WRITTEN, or QUARANTINED where it is NOT_WRITTEN.
 
-    Idempotent: each row is judged by its key and generation. Returns how many blocks are offered now.
+    Idempotent: key and generation identify each row. Returns how many blocks are offered now.
     """
     accepted = 0
     for i in range(len(locations)):

@@ -1,4 +1,4 @@
-"""The memory of tenants: the bytes that each is charged for, and whose blocks may go for whom.
+"""The memory of tenants: the bytes that each tenant pays for, and which tenant's blocks may go for another tenant.
 
 A tenant is a number below `TENANTS`. Tenant 0 is everybody without a quota. All rows of a key have one tenant, usually
 the tenant that stored or matched the key last. Only primaries in the memory of nodes count, ready or being written.

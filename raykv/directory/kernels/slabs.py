@@ -101,7 +101,7 @@ def clear_rows(c, base, slots):
 def retire(c, base, slots):
     """Close the unheld rows of a slab. Returns how many rows are left.
 
-    Repeated calls empty a slab even if there is always a held row in it, as long as every hold ends.
+    If every hold ends at some time, repeated calls empty a slab, even if some row in the slab is always held.
     """
     left = 0
     for row in range(base, base + slots):

@@ -59,7 +59,7 @@ def probe(c, k0, k1):
 
 @kernel
 def row_at(c, position):
-    """First row of the key whose entry is at this position of the table."""
+    """First row of a key. position: of the key's entry in the table."""
     return (c.table[position] & 0xFFFFFFFF) - 1
 
 

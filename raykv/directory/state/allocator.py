@@ -181,9 +181,9 @@ class Allocator:
     def _slabs_to_close(self, node: Node, count: int, pinned: RowArray) -> set[int]:
         """The slabs to close, at most `count`: slabs without held slots first. Slabs with a pinned block stay.
 
-        Among slabs with held slots, slabs that are already being emptied come first: further slabs would lose their
-        blocks too. Then come slabs whose loss brings no tenant below its minimum. Among equals, the slab used longest
-        ago comes first.
+        Among slabs with held slots, slabs that are already being emptied come first: else further slabs would lose
+        their blocks too. Then come slabs whose loss brings no tenant below its minimum. Among slabs of equal rank, the
+        slab used longest ago comes first.
         """
         if count <= 0:
             return set()
@@ -271,7 +271,7 @@ class Allocator:
         """Take slabs of other sizes until `measure(size_class)` is `need`. Returns whether it took any slab.
 
         While this size has nothing to evict for the tenant, any slab will do. Otherwise the slab's newest block must be
-        older than the oldest block that may go. The search for a slab looks at all rows. So a size class with
+        older than the oldest block that may go. A search for a slab looks at all rows. So a size class with
         victims searches again only after as many evictions as a slab has slots.
         """
         took = False

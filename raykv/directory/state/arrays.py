@@ -28,10 +28,10 @@ def split_keys(keys: bytes) -> list[bytes]:
 
 
 def zeros(length: int, least: int, dtype: DTypeLike) -> NDArray[Any]:
-    """`length` zeros, or fewer where the system refuses so many addresses. OSError where it refuses even `least`.
+    """`length` zeros, or fewer where the system refuses so many addresses.
 
-    The array grows in place: its addresses are reserved, and memory is taken as it is first written to. It is in huge
-    pages where the system grants these.
+    OSError where the system refuses even `least`. The array grows in place: its addresses are reserved, and memory is
+    taken as it is first written to. The memory is in huge pages where the system grants these.
     """
     while True:
         try:

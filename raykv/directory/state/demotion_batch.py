@@ -1,4 +1,4 @@
-"""The blocks that one answer demotes, from memory to a tier or from a GPU to memory, and the limit of their number."""
+"""The blocks that one answer demotes, from memory to a tier or from a GPU to memory, and their largest number."""
 
 import numpy as np
 

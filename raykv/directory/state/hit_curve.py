@@ -11,13 +11,13 @@ from raykv.directory.state.arrays import KeyArray
 KEYS = 32_768  # of the sample: 4 MiB
 MULTIPLES = (0.5, 1.0, 2.0, 4.0)  # of the pool's memory, for which `figures` has hit rates
 CEILING = 16  # times the pool's memory: a key with a longer distance between two uses counts as never used again
-USES_MOST, LOOK_S = 50_000, 10.0  # uses of sampled keys, 0.1 us each, in so many seconds; above, the sample is halved
-CALM_S = 600.0  # of few look-ups, after which the hit curve begins anew with all keys
+USES_MOST, LOOK_S = 50_000, 10.0  # uses of sampled keys, 0.1 us each, in LOOK_S; with more uses, the sample is halved
+CALM_S = 600.0  # with few look-ups: then the hit curve begins anew with all keys
 HALF_LIFE_S = 1800.0  # in which the counts of the hit curve lose half of their weight
 PLANNED_FROM = 20_000  # uses of sampled keys before the first plan
 LEAST_COPIES, MOST_COPIES, STEP = 0.125, 0.5, 1 / 32  # of a node's slots; a smaller share spares few reads
-PRICE = 0.0075  # the room for copies may cost so much of the hit rate
-SHORT = 0.01  # evictions on the writers' nodes may cost so much of the hit rate, compared with an LRU over all nodes
+PRICE = 0.0075  # of hit rate, that the room for copies may cost
+SHORT = 0.01  # of hit rate, that evictions on the writers' nodes may cost, against an LRU over all nodes
 SPARE_LOCALITY = 2.0  # where there is room for copies
 
 
@@ -32,7 +32,7 @@ class Plan(NamedTuple):
     exact: bool = False
 
     def locality(self, usual: float) -> float:
-        """The `locality` of this plan. usual: that of the pool, see PoolConfig."""
+        """The `locality` of this plan. usual: the pool's own `locality`, see PoolConfig."""
         if self.exact:
             return 1.0
         return max(usual, SPARE_LOCALITY) if self.copies else usual
@@ -47,7 +47,7 @@ class HitCurve:
         self.begin()
 
     def begin(self) -> None:
-        """Forget what was counted."""
+        """Forget all counts."""
         self._sample = hit_curve.sample(KEYS)
         self._arguments = tuple(self._sample)
         self._asked = self._found = 0.0  # keys

@@ -29,7 +29,7 @@ class Hold:
     group: int  # id of the question's first hold. Blocks with the same index in the holds of a group belong together
     since: float  # when it began: seconds of the caller's clock
     used: float  # when it began, or when its reader last asked for staging slots (same clock)
-    held_up: float | None = None  # since when it waits for slots that others hold (same clock); None: it does not
+    held_up: float | None = None  # since when it waits for slots that others hold (same clock); None: no wait
     waits: float | None = None  # since when it waits for a copy that another reader pulls (same clock)
     waits_gen: int = 0  # the last generation that was given before `waits`
     gave_up: int = 0  # it waits no more for copies up to this generation

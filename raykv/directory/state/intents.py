@@ -1,4 +1,7 @@
-"""The blocks that clients are about to compute. Other clients can wait for them instead of computing them too."""
+"""The blocks that clients are about to compute.
+
+Other clients can wait for these blocks instead of computing them too.
+"""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -32,7 +35,7 @@ class Intents:
         return sum(map(len, self._clients.values()))
 
     def add(self, call: Call, intent: int, keys: list[bytes], now: float) -> None:
-        """A client computes these keys from now on. intent: an id that is not in use."""
+        """From now on a client computes these keys. intent: an id that is not in use."""
         free = list(dict.fromkeys(key for key in keys if key not in self._owners))
         mine = free[: max(0, KEYS_MAX - len(self._owners))]
         if mine:

@@ -1,7 +1,7 @@
 """Shares of the pool's memory: a minimum that is kept for a tenant, and a maximum.
 
 Only tenants with a quota are told apart, each by a number. All others are tenant 0, which has no minimum and no limit.
-Kernels enforce quotas: `kernels/quotas.py: may_go` says whose blocks may go for whom.
+Kernels enforce quotas: `kernels/quotas.py: may_go` says which tenant's blocks may go for another tenant.
 """
 
 from typing import Any
@@ -50,12 +50,15 @@ class Quotas(dict[str, Quota]):
         return True
 
     def resize(self, capacity: int) -> None:
-        """Set the bytes that shares are of: see `Allocator.capacity`."""
+        """Set the bytes of which quotas are shares: see `Allocator.capacity`."""
         self._capacity = capacity
         self._apply()
 
     def stats(self) -> dict[str, dict[str, Any]]:
-        """Bytes used, minimum and maximum as shares and in bytes, evictions. By tenant; "": all without a quota."""
+        """Bytes used, minimum and maximum as shares and in bytes, evictions.
+
+        By tenant; "": all tenants without a quota.
+        """
         return {"": self._stats(0, Quota())} | {
             tenant: self._stats(self._numbers[tenant], quota) for tenant, quota in sorted(self.items())
         }

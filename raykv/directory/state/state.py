@@ -53,10 +53,10 @@ class State:
         late: float = LATE_S,
     ) -> None:
         """epoch: a number above the epochs of all earlier directories. locality: another node's oldest block is evicted
-        if it was idle so many times as long as the oldest block of the writer's node. client_ttl: a client is gone
-        after so many seconds without a call. share: share of a node's slots that demotion keeps free or clean.
-        min_hits: number of matches after which a block is copied to the external tier. long_bytes: readers of leases
-        of so many bytes read in a chain. late: a user that waits for more seconds may not ask for its blocks again.
+        if it was idle `locality` times as long as the oldest block of the writer's node. client_ttl: seconds without a
+        call after which a client is gone. share: share of a node's slots that demotion keeps free or clean. min_hits:
+        number of matches after which a block is copied to the external tier. long_bytes: bytes of a lease from which on
+        its readers read in a chain. late: a user that waits for more seconds may not ask for its blocks again.
         """
         compile_all("raykv.directory")  # so that no caller waits for a kernel
         self.locality, self.long_bytes, self.late = float(locality), long_bytes, late
@@ -127,7 +127,7 @@ class State:
         return [node for node in self.nodes.values() if name in (node.name, node.host)]
 
     def new_index(self, tier: bool) -> int:
-        """An index (see `is_tier`) that no other node or tier has, nor has had under another directory."""
+        """An index (see `is_tier`) that no other node or tier has now, or had under another directory."""
         return self.epoch % (1 << 31 - NODE_BITS) << NODE_BITS | next(self._indices) * 2 + tier
 
     def invalidate(self) -> None:

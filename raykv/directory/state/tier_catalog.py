@@ -41,7 +41,7 @@ class ExternalTier:
     demoting: dict[str, tuple[RowArray, RowArray]] = field(default_factory=dict)  # by node: rows of its last answer
     lister: str | None = None  # the node that lists the blocks that lay there before
     listed: bool = False  # whether the lister has listed all these blocks
-    cleared: bool = False  # whether the tier was cleared before that: blocks that are listed later are deleted too
+    cleared: bool = False  # whether the tier was cleared meanwhile: blocks that are listed later are deleted too
     # By node: number of its last answer, and the keys to delete in this answer
     deleting: dict[str, tuple[int, list[bytes]]] = field(default_factory=dict)
     answers: int = 0  # so far; also the number of the last answer
@@ -120,7 +120,7 @@ class TierCatalog:
         self.refresh(size_class for size_classes in self._size_classes.classes.values() for size_class in size_classes)
 
     def refresh(self, size_classes: Iterable[int]) -> None:
-        """Some clean blocks of these size classes no longer are clean. Look for blocks to demote from the oldest on."""
+        """Some clean blocks of these size classes are no longer clean. Look for blocks to demote from the oldest on."""
         for size_class in size_classes:
             demotion.forget_clean_tail(self._c, size_class)
 
@@ -210,7 +210,7 @@ class TierCatalog:
             self._schedule_delete(tier, key_array(b"".join(keys)))
 
     def _schedule_delete(self, tier: ExternalTier, keys: KeyArray) -> None:
-        """Schedule keys for deletion, except those that are in the tier or on their way there."""
+        """Schedule keys for deletion, except keys that are in the tier or on their way to the tier."""
         self._add_to_delete(tier, keys[~self._in_tier(tier, keys)])
 
     def _in_tier(self, tier: ExternalTier, keys: KeyArray) -> NDArray[np.bool_]:
@@ -232,7 +232,7 @@ class TierCatalog:
         return len(rows) > 0
 
     def schedule_delete(self, rows: RowArray, gens: RowArray) -> None:
-        """These rows are about to be dropped. Schedule the deletion of the rows that are in a tier."""
+        """These rows are about to be dropped. Schedule the deletion of these rows' keys, if the rows are in a tier."""
         c = self._c
         rows = rows[(rows >= 0) & (c.rows["gen"][rows] == gens) & (c.rows["state"][rows] == columns.EXTERNAL)]
         owners = c.size_classes["node"][self._size_classes.size_classes_of(rows)]

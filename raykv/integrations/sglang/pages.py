@@ -59,7 +59,7 @@ class FlatPages(Pages):
     """Pages as tensors. SGLang itself copies them out of and into its host pool (without `interface_v1`)."""
 
     def __init__(self, pool: KVPool, host: Any, caches: dict[str, Any]) -> None:
-        """Like HostPages. A block has its bytes in another order, so the caches are separate."""
+        """Like HostPages. A block has its bytes in another order than with HostPages, so the caches are separate."""
         self.cache = pool.cache(
             **caches,
             block_bytes=host.get_dummy_flat_data_page().nbytes,

@@ -35,7 +35,7 @@ KV = "kv"  # SGLang's name of its main host pool
 class RayKVStorage(HiCacheStorage):  # type: ignore[misc]
     """Pages of SGLang's host memory in a pool: a cache for each rank's part of each host pool.
 
-    A failure of the pool is a miss. It is counted, logged once a minute, and never raised.
+    A failure of the pool is a miss. Failures are counted, logged once a minute, and never raised.
     """
 
     def __init__(self, storage_config: Any, more: Any = None) -> None:
@@ -100,8 +100,8 @@ class RayKVStorage(HiCacheStorage):  # type: ignore[misc]
     def batch_exists_v2(self, keys: list[str], pool_transfers: Any = None, extra_info: Any = None) -> Any:
         """The longest prefix for which every host pool has the pages that it needs: all pages, or the last pages.
 
-        Its length is reported for every host pool, as a lower bound. Transfers of block groups are left out: they
-        shorten no hit.
+        Its length is reported for every host pool, as a lower bound. Transfers of block groups are left out, since they
+        never shorten the prefix.
         """
         return self._or(PoolTransferResult.empty(), self._find_all, keys, pool_transfers or [])
 
@@ -128,7 +128,7 @@ class RayKVStorage(HiCacheStorage):  # type: ignore[misc]
         return self.batch_exists([key]) == 1
 
     def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> torch.Tensor | None:
-        """Read a page into the tensor `target_location`. Returns it, or None for a miss."""
+        """Read a page into the tensor `target_location`. Returns the tensor, or None for a miss."""
         return self.batch_get([key], [target_location])[0]
 
     def batch_get(
@@ -239,7 +239,7 @@ class RayKVStorage(HiCacheStorage):  # type: ignore[misc]
         return PoolTransferResult(count, dict.fromkeys(windows, count) if count else {}, ends)
 
     def _restorable(self, keys: Keys, window: int, ends: list[int]) -> list[int]:
-        """The `ends` that this rank can go on from: the pool has the whole window before such an end.
+        """The `ends` from which this rank can go on: the pool has the whole window before each of these ends.
 
         SGLang goes on from an end that all ranks have.
         """
@@ -251,5 +251,5 @@ class RayKVStorage(HiCacheStorage):  # type: ignore[misc]
 
 
 def _parents(extra_info: Any) -> list[str]:
-    """Hashes of the pages before those of a call, if SGLang gives them (`hicache_storage_pass_prefix_keys`)."""
+    """Hashes of the pages before the pages of a call, if SGLang gives them (`hicache_storage_pass_prefix_keys`)."""
     return list((extra_info and extra_info.prefix_keys) or [])

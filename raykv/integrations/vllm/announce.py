@@ -38,7 +38,7 @@ class RoutedConnector(RayKVConnector):
 
     def _announce(self, name: str, lora: dict[str, str] | None = None) -> None:
         cache = self.connector_scheduler.manager.first_cache
-        if cache is None:  # the engine does not use the pool
+        if cache is None:  # this engine does not use the pool
             return
         vllm_config = self._vllm_config
         model, algorithm = vllm_config.model_config, vllm_config.cache_config.prefix_caching_hash_algo

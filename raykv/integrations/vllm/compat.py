@@ -31,7 +31,10 @@ REPLACING = ("OffloadingConnector", "SimpleCPUOffloadConnector", "LMCacheConnect
 
 
 def check_version(version: str) -> None:
-    """ValueError for a vLLM that is too old. Warns of an untried version: refusing would mean no cache."""
+    """ValueError for a vLLM that is too old.
+
+    Warns of an untried version: a refusal would leave the engine without a cache.
+    """
     minor = _minor(version)
     if minor and minor < OLDEST:
         raise ValueError(f"vLLM {version} is installed, but raykv supports 0.29 to 0.33: {INSTALL}")
@@ -71,7 +74,7 @@ def load_limit(status: Any) -> int | None:
 
 
 def hint_of(request: Any) -> hints.Hint:
-    """What a request says of its session."""
+    """A request's hint about its session."""
     return hints.hint_of(request.kv_transfer_params, request.session_id, getattr(request, "kv_hints", None))
 
 

@@ -8,12 +8,12 @@ Loaded by configuration alone:
 scheduler's process, asks the pool's directory. The spec's worker copies between vLLM's KV tensors and this node's
 arena.
 
-A pool block is a chunk of `blocks_per_chunk` engine blocks. For each of these in turn it has the block's page of every
-KV tensor. By default a chunk has as many blocks as make 1 MiB, or fewer if a window is shorter. `blocks_per_chunk` in
-the configuration sets another number, which must be equal in engines that share. With tensor or pipeline parallelism
-each rank has a part of every chunk, in the memory of its node. A chunk is a hit if the pool has all parts (see
-`ranks`). Layers with another kind of KV have their own chunks (see `groups`). A `kv_producer` stores its prompts to the
-last token (see `tail`).
+A pool block is a chunk of `blocks_per_chunk` engine blocks. For each of these engine blocks in turn, it has the block's
+page of every KV tensor. By default a chunk has as many blocks as make 1 MiB, or fewer if a window is shorter.
+`blocks_per_chunk` in the configuration sets another number, which must be equal in engines that share. With tensor or
+pipeline parallelism each rank has a part of every chunk, in the memory of its node. A chunk is a hit if the pool has
+all parts (see `ranks`). Layers with another kind of KV have their own chunks (see `groups`). A `kv_producer` stores its
+prompts to the last token (see `tail`).
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class RayKVConnector(Connector):  # type: ignore[misc]
         """Ignored: inside MultiConnector the metadata are another connector's."""
 
     def _place_ranks(self) -> None:
-        """Read where the workers run: all have their memory by now. RuntimeError if a worker has not told."""
+        """Read where the workers run: all have their memory by now. RuntimeError if a worker has not reported."""
         scheduler, extra = self.connector_scheduler, self._kv_transfer_config.kv_connector_extra_config
         count = self._vllm_config.parallel_config.world_size
         ranks = told(extra.get("pool", "default"), engine_name(self._vllm_config), count)
@@ -168,7 +168,7 @@ class RayKVConnector(Connector):  # type: ignore[misc]
         return found, loads
 
     def _waits_for_adapter(self, request: Any, chain: Chain, computed: int) -> bool:
-        """Whether the request must wait until the workers have told which adapters they have loaded.
+        """Whether the request must wait until the workers have reported their loaded adapters.
 
         computed: tokens in vLLM's own cache. Their KV may mix old and new weights while older requests go on.
         """
@@ -267,7 +267,7 @@ class RayKVConnector(Connector):  # type: ignore[misc]
         self._own_cache.let_go(name, [it.req for it in begun if not it.req_context.get_state(Chain).trusted])
 
     def _name_adapters(self) -> None:
-        """Name requests' chunks by the weights of their adapters, once the workers have told these."""
+        """Name requests' chunks by the weights of their adapters, once the workers have reported these weights."""
         for request_id in list(self._unnamed):
             status = self.connector_scheduler._req_status.get(request_id)
             if status is None or self._name_adapter(status):

@@ -48,7 +48,7 @@ class VLLMPrefixRouter(PrefixRouter):
     """A PrefixRouter for OpenAI requests: completions with one prompt, and chats of text.
 
     It tokenizes prompts like the engine, with the model's tokenizer and chat template. For requests with images or
-    several prompts Ray Serve chooses. Requests for a LoRA adapter go to replicas that have loaded it.
+    several prompts Ray Serve chooses. Requests for a LoRA adapter go to replicas that have loaded the adapter.
     request_router_kwargs: `model` is LLMConfig's model_id, and `pool`. The name of a request's session is the header
     x-session-id, or `raykv_session` in its kv_transfer_params.
     """
@@ -69,7 +69,7 @@ class VLLMPrefixRouter(PrefixRouter):
 
 
 def prompt_keys(body: Any, announced: dict[str, Any]) -> NDArray[np.uint8]:
-    """Keys of an OpenAI request's prompt, (chunks, 16) uint8, equal to those of the engine's connector.
+    """Keys of an OpenAI request's prompt, (chunks, 16) uint8, equal to the keys of the engine's connector.
 
     body: the request. announced: the engine's announcement. ValueError for a request without exactly one prompt.
     """
@@ -115,7 +115,7 @@ def _token_ids(body: Any, announced: dict[str, Any]) -> list[int]:
 
 
 def _text(content: Any) -> Any:
-    """A message's text, which came whole or in parts. ValueError for parts other than text."""
+    """The text of a message, given whole or in parts. ValueError for parts other than text."""
     if not isinstance(content, list):
         return content
     if any(part.get("type") != "text" for part in content):

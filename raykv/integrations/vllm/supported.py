@@ -57,7 +57,7 @@ def check(version: str, vllm_config: Any, kv_cache_config: Any) -> None:
 
 
 def _check_drafter(vllm_config: Any) -> None:
-    """ValueError if some rank lacks the drafter's layers, or if these can't be cut like the target's."""
+    """ValueError if some rank lacks the drafter's layers, or if these layers can't be cut like the target's."""
     asked = f"speculative_config with method={vllm_config.speculative_config.method!r}"
     if (stages := vllm_config.parallel_config.pipeline_parallel_size) > 1:
         raise ValueError(
@@ -89,7 +89,7 @@ def check_policy(vllm_config: Any) -> None:
 def why_computed(vllm_config: Any) -> str:
     """Why an engine must compute every prefix: vLLM itself can't go on from a prefix. "" if vLLM can.
 
-    If the user turned vLLM's own prefix cache off, the pool may still serve.
+    A user may turn vLLM's own prefix cache off and still use the pool.
     """
     model = vllm_config.model_config
     if vllm_config.cache_config.enable_prefix_caching:

@@ -1,1 +1,1 @@
-"""A request's chunks: their keys, their tokens, and which to load and store."""
+"""A request's chunks: their keys, their tokens, and the choice of chunks to load and store."""

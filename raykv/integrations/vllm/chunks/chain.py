@@ -16,12 +16,12 @@ from raykv.integrations.vllm.chunks.tail import Tail
 class Chain:
     """A request's chunks, by vLLM's hashes. keys: by group, in order; they are the scheduler's own lists, which grow.
 
-    resets: number of resets when the request began; chunks computed before a later reset have other weights. adapter:
-    vLLM's id of the request's LoRA adapter. question: number of the question to the workers which adapters they have.
-    loads: by rank, the number of the adapter's load that the request computes with. trusted: the keys name what the
-    request computes. tail: of its prompt, where tails are stored or read. limited: not all chunks are offered. most:
-    how many tokens are loaded at most, see `loadable`. hint: what the request says of its session. start: the first
-    token that nobody had computed.
+    resets: number of resets when the request began; after a later reset, chunks computed before it have old weights.
+    adapter: vLLM's id of the request's LoRA adapter. question: number of the question to the workers which adapters
+    they have. loads: by rank, the number of the adapter's load that the request computes with. trusted: the keys name
+    what the request computes. tail: of its prompt, where tails are stored or read. limited: not all chunks are offered.
+    most: how many tokens are loaded at most, see `loadable`. hint: the request's hint about its session. start: the
+    first token that nobody had computed.
     """
 
     keys: dict[int, list[bytes]]
@@ -41,7 +41,7 @@ class Chain:
 
     @property
     def is_named(self) -> bool:
-        """Whether the keys name what the request computes, including the weights of its adapter."""
+        """Whether the keys fit the request's computation, including the weights of its adapter."""
         return self.trusted and (self.adapter is None or self.origin.adapter is not None)
 
     def number(self, key: bytes) -> int | None:

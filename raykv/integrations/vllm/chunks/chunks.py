@@ -15,7 +15,7 @@ from raykv.integrations.vllm.identity.adapters import Adapter
 class Origin(NamedTuple):
     """Where a request comes from: its id in vLLM, its caller's trace headers, its salt, and its LoRA adapter.
 
-    adapter: None until the workers have told the adapter's weights (see `adapters`).
+    adapter: None until the workers have reported the adapter's weights (see `adapters`).
     """
 
     id: str
@@ -25,7 +25,7 @@ class Origin(NamedTuple):
 
     @property
     def weights(self) -> bytes:
-        """Digest of the adapter's weights, which makes its keys its own; b"" without an adapter."""
+        """Digest of the adapter's weights, which sets its keys apart; b"" without an adapter."""
         return self.adapter.weights if self.adapter else b""
 
 

@@ -1,7 +1,7 @@
 """Digests of the content of an engine's blocks, and of the content that a request's keys promise: for `verify_tokens`.
 
-A key says which tokens a chunk should hold. This module follows each step of vLLM's scheduler, and records what was
-computed into which block. Each stored chunk gets a digest of that content. A reader compares this digest with the
+A key says which tokens a chunk should hold. This module follows each step of vLLM's scheduler, and records which tokens
+were computed into which block. Each stored chunk gets a digest of that content. A reader compares this digest with the
 digest of its own tokens. If a bug stores a chunk under the key of another chunk, the digests differ, and the chunk is a
 miss.
 """
@@ -110,7 +110,10 @@ class Contents:
                 self._held.pop(block, None)
 
     def _write(self, name: str, start: int, stop: int) -> None:
-        """A step computes tokens [start, stop) of a request. The last may be guesses, which a later step settles."""
+        """A step computes tokens [start, stop) of a request.
+
+        The last tokens may be guesses, which a later step confirms or replaces.
+        """
         table, request = self._tables[name], self._request_of(name)
         known, start = min(stop, request.num_tokens), min(start, table.told)
         for group, tokens in self._tokens.items():
@@ -127,14 +130,17 @@ class Contents:
         table.told = known
 
     def _up_to(self, request: Any, group: int, blocks: list[int], count: int) -> bytes:
-        """The digest of a request's first `count` blocks. Made from the tokens if vLLM freed the last."""
+        """The digest of a request's first `count` blocks.
+
+        Made from the tokens if vLLM freed the last of these blocks.
+        """
         if count and blocks[count - 1]:
             return self._held.get(blocks[count - 1], b"")
         *_, digest = self._chain(request, group, count * self._tokens[group])
         return digest
 
     def _chain(self, request: Any, group: int, stop: int) -> Iterator[bytes]:
-        """For a request's tokens before `stop`: the digest before the first block, then that of each block."""
+        """For a request's tokens before `stop`: the digest before the first block, then the digest of each block."""
         digest, tokens = _seed(request, group), self._tokens[group]
         yield digest
         for first in range(0, stop, tokens):
@@ -199,7 +205,7 @@ class Contents:
 
 
 def _of_chunks(blocks: list[bytes], per_chunk: int) -> bytes:
-    """Digests of chunks from those of their blocks. The last chunk may not be full."""
+    """Digests of chunks, made from the digests of their blocks. The last chunk may not be full."""
     return b"".join(_digest(*blocks[first : first + per_chunk]) for first in range(0, len(blocks), per_chunk))
 
 

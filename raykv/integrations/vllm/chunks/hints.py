@@ -1,4 +1,4 @@
-"""What requests say of their sessions: whether somebody will ask for their chunks again, and when."""
+"""Hints of requests about their sessions: whether somebody will ask for the chunks again, and when."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ log = logging.getLogger("raykv")
 SESSION, DONE = "raykv_session", "raykv_done"  # keys in a request's kv_transfer_params
 ENVELOPE = "kv_hint"  # the key of an envelope there: Dynamo's router writes it for a vLLM before 0.31
 AGAIN = "again"
-ACTIONS: dict[str, bool | str] = {"kv.deref@1.0": True, "kv.demote@1.0": AGAIN}  # of envelopes: what `DONE` would say
+ACTIONS: dict[str, bool | str] = {"kv.deref@1.0": True, "kv.demote@1.0": AGAIN}  # of envelopes: the same as `DONE`
 SESSIONS = 10_000  # sessions that are known at a time
 NAME_CHARS = 256
 
 
 class Hint(NamedTuple):
-    """session: its name. done: after this request nobody asks for its chunks soon. again: somebody asks for them later.
+    """session: its name. done: after this request nobody asks for its chunks soon. again: but somebody asks later.
 
     limited: the request does not load all that the pool has.
     """
@@ -55,9 +55,9 @@ def hint_of(params: Mapping[str, Any] | None, session: Any = None, envelope: Any
 
 
 def _done_by(envelope: Any, names: set[str]) -> bool | str:
-    """What an envelope says of the request's session, as `DONE` does. Actions that raykv does not know say nothing.
+    """The hint in an envelope, in the words of `DONE`. Actions that raykv does not know are ignored.
 
-    names: of the request's session. An action may name a session: of other sessions no keys are known here.
+    names: of the request's session. An action may name another session: that session's keys are unknown here.
     """
     actions = _part(envelope, "actions")
     for action in actions if isinstance(actions, list) else ():
@@ -71,7 +71,7 @@ def _done_by(envelope: Any, names: set[str]) -> bool | str:
 
 
 def _part(of: Any, name: str) -> Any:
-    """A part of vLLM's structures, or of the same as JSON."""
+    """A field of one of vLLM's structures, or of its JSON form."""
     return of.get(name) if isinstance(of, Mapping) else getattr(of, name, None)
 
 
@@ -84,13 +84,13 @@ def _warn(session: str, done: str) -> None:
 
 
 class Sessions:
-    """The first own token of each session: its first request here did not find the chunks from this token on."""
+    """The first own token of each session: the session's first request here found no chunks from this token on."""
 
     def __init__(self) -> None:
         self._starts: dict[tuple[str, str | None], int] = {}
 
     def begin(self, hint: Hint, salt: str | None, found: int) -> None:
-        """A request asked the pool, and found so many tokens. Only the first request of a session counts."""
+        """A request asked the pool. found: the tokens that it found. Only the first request of a session counts."""
         if hint.session is not None:
             start = self._starts.pop((hint.session, salt), found)
             if len(self._starts) >= SESSIONS:

@@ -2,7 +2,7 @@
 
 Where prefill and decode run apart, the decode engine reads the prompt to its last token. So the pool has the tail too,
 as a partly filled chunk. Its key says how many tokens it has: a reader asks for exactly these, and uses nothing after
-them. vLLM hashes full blocks only, and offloads full chunks only. So its scheduler is shown one extra chunk while it
+them. vLLM hashes full blocks only, and offloads full chunks only. So vLLM's scheduler is shown one extra chunk while it
 looks at a request's chunks.
 """
 
@@ -33,7 +33,8 @@ class Tail(NamedTuple):
     def is_next(self, computed: int, found: int, block_tokens: int) -> bool:
         """Whether to ask for the tail. computed: tokens that the engine has. found: further tokens in the pool.
 
-        The engine does not load a tail alone if the tail is shorter than an engine block: computing it is as fast.
+        The engine does not load a tail alone if the tail is shorter than an engine block: computing such a tail is as
+        fast.
         """
         if not self.start <= computed + found < self.stop - 1:
             return False
@@ -61,7 +62,7 @@ def tail_of(request: Any, chunk_tokens: int, block_tokens: int, function: Hash) 
 
 @contextmanager
 def as_chunk(tail: Tail, status: Any) -> Iterator[None]:
-    """Inside, vLLM's scheduler takes the tail for the request's last chunk. status: its state of the request."""
+    """In the block, vLLM's scheduler takes the tail for the request's last chunk. status: its state of the request."""
     (state,) = status.group_states
     state.offload_keys.append(tail.key)
     try:

@@ -74,7 +74,7 @@ class Ready(NamedTuple):
 
 
 class KVEvents:
-    """The KV events of one engine about a pool. One thread asks the directory, and makes the events.
+    """One engine's KV events about a pool. One thread asks the directory, and makes the events.
 
     The scheduler's loop calls `offer`, `reset`, `take` and `pending`, which never wait.
     """
@@ -86,7 +86,7 @@ class KVEvents:
         self._published = Published(REFRESH_S, refresh_steps)  # used by the thread only
         self._ready: deque[Ready] = deque()
         self._made = self._made_news = 0  # blocks, and groups of new events; the thread counts
-        self._taken = self._taken_news = 0  # the same, counted by the loop
+        self._taken = self._taken_news = 0  # the same two counts, by the loop
         self._works = self._full = False
         self._answers = True
         self._steps, self._allowed = 0, 0.0
@@ -132,7 +132,7 @@ class KVEvents:
 
     @property
     def pending(self) -> bool:
-        """Whether an engine without work must go on stepping, so that events are taken."""
+        """Whether an engine without work must go on stepping, so that vLLM takes the events."""
         if self._made_news > self._taken_news:
             return True
         waits = self._works or self._published.waits or not self._offers.empty()
@@ -212,7 +212,7 @@ class KVEvents:
 
 
 def stored_event(request: Any, number: int, sizes: Sizes, group: int) -> BlockStored:
-    """The event for a chunk of a request, as vLLM makes it for its own blocks, except for the medium."""
+    """The event for a chunk of a request. Except for the medium, vLLM makes the same event for its own blocks."""
     start, stop = number * sizes.chunk, (number + 1) * sizes.chunk
     first, last, a_block = start // sizes.hash, stop // sizes.hash, sizes.block // sizes.hash
     extra = [
@@ -239,7 +239,7 @@ def events_of(changes: Sequence[Change]) -> Iterator[tuple[Any, ...]]:
     for change in changes:
         stored = msgpack.decode(change.event, type=BlockStored)
         blocks = stored.block_hashes * change.removed
-        if change.stored:  # in one step: a router that does not count forgets the block between the two
+        if change.stored:  # both in one step: between the two, a router that does not count has no such block
             yield from _removals(removed)
             yield (*(_removal(blocks, stored.group_idx) for _ in blocks[:1]), stored)
         else:

@@ -1,7 +1,8 @@
 """Which chunks were announced to routers, and what to announce next. No vLLM, no clock and no I/O.
 
 Routers count KV events: they drop a block after as many removals as announcements. So this module remembers how often
-each chunk was announced, and removes it that often. To a router that does not count, extra removals say nothing new.
+each chunk was announced, and publishes as many removals. Extra removals tell nothing new to a router that does not
+count.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ OFFERED_S = 5.0  # for an offered chunk to appear in the pool
 AGAIN_S = 0.05  # between two questions about offered chunks
 ABSENT_S = 2.0  # a chunk that is absent for so long is gone; within less, a restarted node store may bring it back
 SETTLE_S = 15.0  # for a new directory to learn which blocks the nodes have
-REPEATS = 8  # after so many announcements a chunk is removed and announced again
+REPEATS = 8  # announcements after which a chunk is removed and announced again
 
 
 class Told(NamedTuple):
@@ -40,7 +41,7 @@ class Published:
     """Chunks by vLLM's hash. For one thread. `now`: seconds of any monotonic clock."""
 
     def __init__(self, refresh_s: float, refresh_steps: int, chunks: int = CHUNKS) -> None:
-        """refresh_s, refresh_steps: after so much time, or so many engine steps, a chunk is announced again."""
+        """refresh_s, refresh_steps: seconds, and engine steps, after which a chunk is announced again."""
         self._refresh_s, self._refresh_steps, self._limit = refresh_s, refresh_steps, chunks
         self._told: OrderedDict[bytes, Told] = OrderedDict()  # the chunk announced longest ago first
         self._in_turn: OrderedDict[bytes, None] = OrderedDict()  # announced chunks, in the order to ask for them
@@ -52,12 +53,12 @@ class Published:
 
     @property
     def waits(self) -> bool:
-        """Whether offered chunks have not yet appeared in the pool."""
+        """Whether some offered chunks have still to appear in the pool."""
         return bool(self._offered)
 
     @property
     def leaves(self) -> bool:
-        """Whether routers have not yet been told of all withdrawals."""
+        """Whether routers have still to hear of some withdrawals."""
         return bool(self._withdrawn)
 
     def knows(self, chunk: bytes) -> bool:
@@ -77,7 +78,7 @@ class Published:
     def to_ask(self, limit: int, in_turn: bool, now: float) -> list[bytes]:
         """At most `limit` chunks to ask the directory for. in_turn: also announced chunks, as a check.
 
-        Empty while routers have not been told of all withdrawals, which may be of the same chunks.
+        Empty while routers have not heard of all withdrawals: these may be of the same chunks.
         """
         if self._withdrawn:
             return []

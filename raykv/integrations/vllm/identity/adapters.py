@@ -1,8 +1,8 @@
 """Which weights a LoRA adapter has. vLLM hashes only its name and path (0.29: its name), and weights may change.
 
 ray.serve.llm keeps every adapter under a path made of its name, whatever its bucket and however often it was trained
-again. vLLM can also load an adapter again in place. So the workers tell which weights they loaded, and the scheduler's
-side names no chunk of an adapter before all workers have told. See `loads` for the workers' side.
+again. vLLM can also load an adapter again in place. So the workers report the weights that they loaded. The scheduler's
+side names no chunk of an adapter before all workers have reported. See `loads` for the workers' side.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Load(NamedTuple):
 
 
 class Told(NamedTuple):
-    """The adapters that a worker has, by vLLM's ids. question: number of the last question that this answers."""
+    """The adapters that a worker has, by vLLM's ids. question: number of the last question that this report answers."""
 
     question: int
     loads: dict[int, Load]
@@ -37,7 +37,7 @@ class Adapter(NamedTuple):
 
 
 class ToldAdapters:
-    """The adapters that all workers of an engine have, as they told the scheduler's side."""
+    """The adapters that all workers of an engine have reported to the scheduler's side."""
 
     def __init__(self, ranks: int) -> None:
         self._ranks = ranks

@@ -1,6 +1,6 @@
 """The layers of a drafter: the model or the heads that guess tokens in speculative decoding, and keep KV of their own.
 
-The target, the model that is served, verifies each guess. So no KV of a drafter changes an answer, but with wrong KV
+The target, the model that is served, verifies each guess. So a drafter's KV never changes an answer. But with wrong KV
 fewer guesses are right. A chunk has a part of the target's layers and a part of the drafter's. Engines with other
 drafters, or without any, share the target's part.
 """
@@ -61,9 +61,9 @@ def _split(layer: str) -> tuple[str, int]:
 
 
 def drafter_name(vllm_config: Any) -> str:
-    """Text that covers everything by which the KV of two drafters of the same target differs, except tokens.
+    """Text that differs if the KV of two drafters of one target differs for the same tokens.
 
-    The number of guesses is not part of it. It changes pages of states only, and a cache covers their size.
+    The number of guesses is not in this text. This number changes pages of states only, and a cache covers their size.
     """
     speculative = vllm_config.speculative_config
     draft = speculative.draft_model_config

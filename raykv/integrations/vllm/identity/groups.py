@@ -1,8 +1,8 @@
 """The KV cache groups of a model: layers whose chunks are looked up, stored and evicted together.
 
-A full-attention layer reads every chunk of a prefix, and a sliding-window layer the last chunks. Of a state (Mamba,
-gated delta nets, short convolutions) only the last chunk is read. So each group is its own cache in the pool. vLLM asks
-for a chunk of a group by its hash and the index of the group.
+A full-attention layer reads every chunk of a prefix, and a sliding-window layer the last chunks. A layer with a state
+(Mamba, gated delta nets, short convolutions) reads only the last chunk. So each group is its own cache in the pool.
+vLLM asks for a chunk of a group by its hash and the index of the group.
 """
 
 from __future__ import annotations
@@ -52,11 +52,12 @@ class Group(NamedTuple):
 
 
 def first_parts(drafters: Iterable[bool], ranks: Iterable[Sequence[int]]) -> list[int]:
-    """For each place, the argument `part` of `KVPool.cache` for part 0 of its chunks. For part n it is n more.
+    """For each place, the argument `part` of `KVPool.cache` for part 0 of its chunks.
 
+    For part n the argument is n more.
     drafters: for each place, whether it is a drafter's. ranks: by rank, its parts of a chunk. The target's places and
     the drafter's places are counted apart, as vLLM may put a drafter's group between the target's groups. So the
-    target's places have the same arguments without a drafter.
+    arguments of the target's places do not depend on a drafter.
     """
     parts, counts, found = 1 + max(map(max, ranks)), Counter[bool](), []
     for of_drafter in drafters:
@@ -66,7 +67,7 @@ def first_parts(drafters: Iterable[bool], ranks: Iterable[Sequence[int]]) -> lis
 
 
 def groups_of(configs: Sequence[Any], layers: Sequence[Layers] = ()) -> list[Group]:
-    """The groups of an engine's layers, first those that read all chunks.
+    """The groups of an engine's layers: groups that read all chunks come first.
 
     configs: vLLM's `kv_group_configs`. layers: by place; if empty, one for each of vLLM's groups.
     """
@@ -85,7 +86,7 @@ def groups_of(configs: Sequence[Any], layers: Sequence[Layers] = ()) -> list[Gro
 
 
 def loadable(tokens: int, groups: Sequence[Group], aligned: int, most: int | None) -> int:
-    """How many leading tokens of a request vLLM's scheduler loads at most. Windows end with the last of these.
+    """How many leading tokens of a request vLLM's scheduler loads at most. Windows end with the last of these tokens.
 
     tokens: of the request; where a group has a window, the last token is computed. aligned: a state exists only after a
     multiple of so many tokens; 0: after any token. most: the request's own limit; None: no limit.
@@ -112,7 +113,7 @@ def is_latent(spec: Any) -> bool:
 def in_strides(spec: Any) -> bool:
     """Whether decode context parallelism gives each rank some of the tokens, in all layers and with all bytes."""
     return all(
-        getattr(layer, "dcp_sharded", True) and getattr(layer, "max_tp_shards", 1) == 1  # 0.30 has neither
+        getattr(layer, "dcp_sharded", True) and getattr(layer, "max_tp_shards", 1) == 1  # 0.30 has neither attribute
         for layer in _layers(spec)
     )
 

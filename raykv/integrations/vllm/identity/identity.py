@@ -1,7 +1,7 @@
 """The names of an engine's caches in the pool. They cover everything that changes the bytes of KV, except tokens.
 
-vLLM's block hashes and `adapters` cover what a request brings: adapter, images, salt, prompt embeddings. `KVPool.cache`
-covers the shape of a pool block: tokens, bytes, parts, groups.
+vLLM's block hashes and `adapters` cover the parts of a request that change KV: adapter, images, salt, prompt
+embeddings. `KVPool.cache` covers the shape of a pool block: tokens, bytes, parts, groups.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from raykv.integrations.vllm.identity.groups import names
 OPTIONS = {
     "model_config": ("quantization_config", "code_revision", "model_impl", "model_class_overrides"),
     "cache_config": ("kv_cache_dtype_skip_layers", "mamba_cache_dtype", "mamba_ssm_cache_dtype"),
-    "load_config": ("model_loader_extra_config",),  # some loaders find the weights or an adapter by it
+    "load_config": ("model_loader_extra_config",),  # some loaders find the weights or an adapter by this option
 }
 OF_IMAGES = ("mm_encoder_attn_dtype", "mm_encoder_fp8_scale_path", "video_pruning_rate", "video_pruning_method")
 
 
 def identity(vllm_config: Any, kv_cache_config: Any, parallel: str) -> dict[str, str]:
-    """Arguments of `KVPool.cache` that are equal in engines that share blocks of the target's layers.
+    """Arguments of `KVPool.cache`. Engines share blocks of the target's layers if these arguments are equal.
 
     parallel: name of the Cut into parts.
     """

@@ -10,9 +10,9 @@ log = logging.getLogger("raykv")
 
 
 class Weights:
-    """Engines share what they store if their weights have the same name.
+    """Engines share their chunks if their weights have the same name.
 
-    name: part of the names of the engine's caches; "" for the loaded weights, if nobody named them.
+    name: part of the names of the engine's caches; "" for loaded weights without a name.
     """
 
     def __init__(self, file: str | None) -> None:

@@ -3,12 +3,12 @@
 from collections import OrderedDict, deque
 from itertools import pairwise
 
-SAMPLE = 64  # after so many prompts in a row without the earlier answer, answers are not stored
+SAMPLE = 64  # successive prompts without the earlier answer after which answers are not stored
 MOST = 4096  # answers that are remembered
 
 
 class Answers:
-    """Learns from the chunks of finished requests whether later prompts contain answers, even if none are stored."""
+    """Learns from finished requests' chunks whether later prompts contain answers, even if no answers are stored."""
 
     def __init__(self) -> None:
         self._answers: OrderedDict[bytes, bytes] = OrderedDict()  # by a prompt's last chunk, the chunk after it
@@ -26,5 +26,5 @@ class Answers:
 
     @property
     def are_dropped(self) -> bool:
-        """Whether the last SAMPLE prompts that began as an earlier prompt all went on without the earlier answer."""
+        """Whether the last SAMPLE continuations of earlier prompts all lacked the earlier answer."""
         return len(self._went_on) == SAMPLE and not any(self._went_on)

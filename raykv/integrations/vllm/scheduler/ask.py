@@ -42,8 +42,8 @@ class RankPart(NamedTuple):
 class Ask:
     """A request's question to the pool. first: by group, the number of the first chunk asked for.
 
-    computes: other engines may wait for the missing chunks. answer: of the last time that the manager asked. wait: set
-    once the request waits for another engine.
+    computes: other engines may wait for the missing chunks. answer: the last answer to the manager. wait: set once the
+    request waits for another engine.
     """
 
     keys: dict[int, list[bytes]]
@@ -70,7 +70,7 @@ class Ask:
         return PartToLoad(of.group.place, of.number, away, leased)
 
     def release(self) -> None:
-        """Release the leases, now or once the answer is there."""
+        """Release the leases now, or when the answer comes."""
         if not self.answer.cancel():
             self.answer.add_done_callback(lambda answer: answer.result().match.release())
 
@@ -85,7 +85,7 @@ class Computing:
     """The first group's chunks that a request must compute, and since when. Other engines may wait for these chunks.
 
     ask: the question whose intent lets other engines wait. missed: chunks not yet offered to the workers. offered:
-    chunks whose `complete_store` is yet to come. measured: this engine's speed was measured, or can't be: another
+    chunks that still wait for `complete_store`. measured: this engine's speed was measured, or can't be: another
     request computes the chunks.
     """
 

@@ -1,4 +1,4 @@
-"""The manager's counters among vLLM's metrics."""
+"""The manager's counters, which are among vLLM's metrics."""
 
 from vllm.v1.kv_offload.base import OffloadingCounterMetadata
 

@@ -1,4 +1,4 @@
-"""Tells the pool which chunks a session is done with. A thread does so once workers had time to store them."""
+"""Tells the pool which chunks a session is done with. A thread waits until workers had time to store these chunks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from raykv.keys import Keys
 
 log = logging.getLogger("raykv")
 
-PAUSE_S = 0.5  # before each call: workers may still store a finished request's chunks, and hold them meanwhile
+PAUSE_S = 0.5  # before each call: workers may still store a finished request's chunks, and hold these chunks meanwhile
 CALLS = 5  # for the same keys, at most: a call is repeated if it reached fewer copies than keys
 
 
@@ -25,7 +25,7 @@ class _Told(NamedTuple):
 
 
 class Done:
-    """The keys that the pool is still to be told. The thread starts with the first of these."""
+    """The keys that wait to be told to the pool. The thread starts with the first key."""
 
     def __init__(self, directory: DirectoryClient) -> None:
         self._directory = directory

@@ -62,11 +62,11 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
         answers: Answers | None = None,
         threshold: Threshold | None = None,
     ) -> None:
-        """arguments: of `KVPool.cache`, without part, block_tokens and block_bytes, which groups and ranks give.
+        """arguments: of `KVPool.cache`, without part, block_tokens and block_bytes, which depend on groups and ranks.
 
-        stores: the workers store what they compute, so other engines may wait for it. patience: see Wait. drafter:
-        arguments for a drafter's layers. answers: learns when to leave answers out; None: all are stored. threshold:
-        counts offers of chunks; None: all are stored at the first.
+        stores: the workers store what they compute, so other engines may wait for these chunks. patience: see Wait.
+        drafter: arguments for a drafter's layers. answers: learns when to leave answers out; None: all answers are
+        stored. threshold: counts offers of chunks; None: all chunks are stored at the first offer.
         """
         self._pool, self._stores, self._patience, self._answers = pool, stores, patience, answers
         self._threshold = threshold
@@ -131,7 +131,7 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
         self._computing[request] = Computing(time.monotonic(), ask, set(ask.keys[group][hits:]))
 
     def prepare_load(self, keys: Collection[bytes], req_context: Any) -> ChunksToLoad:
-        """What workers need to read chunks that `lookup` found: a run for each group, leased until `complete_load`."""
+        """The workers' directions to chunks that `lookup` found: a run for each group, leased until `complete_load`."""
         ask, chain = self._asks[req_context.req_id], req_context.get_state(Chain)
         ask.loading = True
         groups = by_group(keys)
@@ -152,7 +152,10 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
         self._publish(keys, req_context)
 
     def prepare_store(self, keys: Collection[bytes], req_context: Any) -> PrepareStoreOutput:
-        """Give all keys to the workers, which skip stored chunks. To ask the pool here would hold up the scheduler."""
+        """Give all keys to the workers, which skip stored chunks.
+
+        A question to the pool here would hold up the scheduler.
+        """
         chain: Chain = req_context.get_state(Chain)
         wanted = self.caches and chain.resets == self.resets and chain.is_named
         keys = offered = [key for key in keys if chain.number(key) is not None] if wanted else []
@@ -193,7 +196,7 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
         self._end_if_done(req_context.req_id)
 
     def _publish(self, keys: Collection[bytes], req_context: Any) -> None:
-        """Have routers told of chunks that were stored or loaded, once the pool has them."""
+        """Have routers told of stored or loaded chunks, once the pool has these chunks."""
         if self.events is not None:  # only the first group's chunks: routers count no others
             chain, group = req_context.get_state(Chain), self._groups[0].group_idx
             keys = [key for key in by_group(keys).get(group, []) if not chain.is_tail(key)]
@@ -241,7 +244,7 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
                     self._done.tell(rows, chain.hint.again)
 
     def _end_if_done(self, request: str) -> None:
-        """End the intent of a request that has stored its chunks, or will not store them: nobody need wait for it."""
+        """End the intent of a request that has stored its chunks, or will not store any: nobody need wait for it."""
         computing = self._computing[request]
         if not computing.missed and not computing.offered:
             self._computing.pop(request).ask.end_intent()
@@ -262,7 +265,7 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
         self._counts[FAILED] += 1
 
     def hold(self, seconds: float) -> None:
-        """Find nothing for so many seconds: vLLM can't reset its cache while a request loads."""
+        """Find nothing for `seconds`: vLLM can't reset its cache while a request loads."""
         self._held_until = time.monotonic() + seconds
 
     def give_up(self) -> None:
@@ -270,10 +273,10 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
         self._ranks, self.caches = [], {}
 
     def reset_cache(self) -> None:
-        """The weights may have changed. Use caches with their present name; unnamed caches are this engine's alone.
+        """The weights may have changed. From now on use caches for the present name of the weights.
 
-        Leases of loads under way are released too. Nobody will report those loads, and a reader notices an overwritten
-        block.
+        Without a name, the caches are this engine's alone. Leases of loads under way are released too. Nobody will
+        report those loads, and a reader notices an overwritten block.
         """
         self.weights.reset()
         self.resets += 1
@@ -310,7 +313,10 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
 
     @property
     def first_cache(self) -> KVCache | None:
-        """The cache of the first group's first part; None without ranks. The group reads all chunks if any does."""
+        """The cache of the first group's first part; None without ranks.
+
+        If any group reads all chunks, the first group does.
+        """
         return _first(self.caches) if self.caches else None
 
     @property

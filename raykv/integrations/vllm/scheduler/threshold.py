@@ -1,4 +1,4 @@
-"""vLLM's options `store_threshold` and `max_tracker_size`: chunks are stored once they were offered several times."""
+"""vLLM's options `store_threshold` and `max_tracker_size`: a chunk is stored once vLLM has offered it several times."""
 
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -14,12 +14,15 @@ class Threshold:
     """Counts how often vLLM offered each chunk. The chunks whose last offer is oldest are forgotten first."""
 
     def __init__(self, offers: int, tracked: int = TRACKED) -> None:
-        """offers: a chunk is stored at this offer of it. tracked: chunks whose offers are counted."""
+        """offers: number of the offer at which a chunk is stored. tracked: chunks whose offers are counted."""
         self._offers, self._tracked = offers, tracked
         self._counts: OrderedDict[bytes, int] = OrderedDict()
 
     def passed(self, keys: list[bytes]) -> list[bytes]:
-        """Count an offer. Returns of each group the first chunks of the offer, up to the first that came too seldom."""
+        """Count an offer.
+
+        Returns the first chunks of the offer by group, up to the first chunk that was offered too seldom.
+        """
         for key in keys:
             self._counts[key] = self._counts.pop(key, 0) + 1
         passed = set[bytes]()

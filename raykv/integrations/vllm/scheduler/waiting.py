@@ -17,7 +17,10 @@ class Wait:
     """A wait that begins now. It is a multiple of this engine's computing time, and ends even if no chunk comes."""
 
     def __init__(self, compute_s: float, patience: float) -> None:
-        """compute_s: seconds that this engine would compute the chunks. patience: how many times as long to wait."""
+        """compute_s: seconds that this engine would compute the chunks.
+
+        patience: the wait as a multiple of compute_s.
+        """
         self._pause, self._longest = PAUSES_S[0], min(max(compute_s / ASKS, PAUSES_S[0]), PAUSES_S[1])
         self._end = time.monotonic() + patience * compute_s
         self._next = time.monotonic() + self._pause

@@ -32,7 +32,7 @@ class Files(NamedTuple):
 
     @property
     def at_rest(self) -> bool:
-        """Whether the last write is so old that another write would show in `stats`."""
+        """Whether the last write is so old that a further write would change `stats`."""
         return all(changed_ns < time.time_ns() - REST_NS for *_, changed_ns in self.stats)
 
 
@@ -48,8 +48,8 @@ class Loads:
     def note(self, adapter: int, name: str, files: Files, before: bytes | None) -> None:
         """vLLM has loaded an adapter. files, before: the adapter's files just before the load, and their digest.
 
-        The digest names the loaded weights only if the files did not change meanwhile. A thread hashes files again that
-        were written just now: hundreds of MB would hold up the engine's step.
+        The digest names the loaded weights only if the files did not change meanwhile. If files were written just now,
+        a thread hashes them again: hundreds of MB would hold up the engine's step.
         """
         agree = bool(before) and files.at_rest and files_of(files.path) == files
         load = self._begin(adapter, name, before or b"", agree)
@@ -94,7 +94,7 @@ class LoadedAdapters:
             WorkerLoRAManager._load_adapter = _noting(WorkerLoRAManager._load_adapter)
 
     def has(self, adapter: Adapter | None) -> bool:
-        """Whether the adapter has the weights that a request's keys name. None: the request uses no adapter."""
+        """Whether the adapter has the weights in a request's keys. None: the request uses no adapter."""
         if adapter is None:
             return True
         load = self._now().get(adapter.id)
@@ -138,7 +138,10 @@ def _noting(load: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def files_of(path: str) -> Files:
-    """An adapter's files in a local folder; none if they can't be read. Opening a file makes NFS ask its server."""
+    """An adapter's files in a local folder; none if they can't be read.
+
+    Opens each file, because then NFS asks its server.
+    """
     stats = []
     with suppress(OSError):
         for file in sorted(Path(path).glob("adapter_*")):
@@ -150,7 +153,7 @@ def files_of(path: str) -> Files:
 
 
 def digest_of(files: Files) -> bytes | None:
-    """Digest of an adapter's files, 32 bytes. None if they can't be read, or have no weights."""
+    """Digest of an adapter's files, 32 bytes. None if the files can't be read, or have no weights."""
     return _known_digest(files) if files.at_rest else _digest(files)
 
 

@@ -1,6 +1,6 @@
 """The ranks of an engine: their nodes, and their parts of a chunk.
 
-A part is one block of the pool. Ranks with nothing in common have a part each. If all ranks have the same bytes (the
+A part is one block of the pool. Ranks without common bytes have a part each. If all ranks have the same bytes (the
 latent of MLA models), the chunk is one part: one rank stores it, and all read it. With decode context parallelism of n
 the latent has n parts, each with every n-th run of tokens. With `canonical_layout` pages lie head by head, and groups
 of heads are the parts. So engines of other tensor-parallel sizes have the same parts.
@@ -19,15 +19,15 @@ from raykv.cluster.internal_kv import Kept
 from raykv.integrations.vllm.identity.groups import Layers
 
 HEADS = "heads"
-GROUPS = 8  # groups of heads, at most: every part is a key of its own in the pool
+GROUPS = 8  # groups of heads, at most: every part has its own key in the pool
 
 
 class Rank(NamedTuple):
-    """What a worker tells the scheduler's side.
+    """A worker's report to the scheduler's side.
 
     memory: the directory's name of the memory that the worker reads and writes. parts: its parts of a chunk.
-    part_bytes: of one part, by place. layers: by place; if empty, those of vLLM's groups. cut: name of the worker's
-    Cut; "": the scheduler's. Cuts may differ, as vLLM changes the interleave in some workers' configuration.
+    part_bytes: of one part, by place. layers: by place; if empty, the layers of vLLM's groups. cut: name of the
+    worker's Cut; "": the scheduler's. Cuts may differ, as vLLM changes the interleave in some workers' configuration.
     """
 
     memory: str
@@ -106,13 +106,13 @@ def engine_name(vllm_config: Any) -> str:
 def tell(pool: str, engine: str, number: int, rank: Rank) -> None:
     """A worker tells the scheduler's side about its rank. engine: see `engine_name`. number: of the rank.
 
-    vLLM's handshake would not do: inside its MultiConnector the handshake is the first connector's.
+    vLLM's handshake is no substitute: inside its MultiConnector the handshake is the first connector's.
     """
     internal_kv.put(pool, Kept.RANK, json.dumps(rank).encode(), f"{engine}/{number}")
 
 
 def told(pool: str, engine: str, count: int) -> list[Rank]:
-    """What the workers told; the pool then forgets it. RuntimeError unless all of `count` workers have told."""
+    """The workers' reports. The pool then forgets these. RuntimeError unless all of `count` workers have reported."""
     names = [f"{engine}/{number}" for number in range(count)]
     found = [json.loads(value) for name in names if (value := internal_kv.get(pool, Kept.RANK, name))]
     if len(found) != count:

@@ -45,14 +45,14 @@ log = logging.getLogger("raykv")
 
 STREAMS = 4  # loads from other nodes at a time, at most; loads from this node do not wait for them
 PAUSES_S = (0.0005, 0.005)  # pauses of an engine that has nothing to compute: the first, and the longest
-GRACE_S = 0.02  # for a store to get slots once vLLM wants its blocks back, else it is given up; a producer waits longer
+GRACE_S = 0.02  # for a store to get slots once vLLM wants its blocks back, or be given up; a producer waits longer
 
 
 @dataclass
 class Job:
     """A transfer. state: "queued" -> "copying" -> "done"; a job that became "done" while queued must not copy.
 
-    blocks: ids of the engine's blocks. adapter: of the KV to load. weights: digest of the adapter's weights, or b"".
+    blocks: ids of the engine's blocks. adapter: of the KV to load. weights: digest of that adapter's weights, or b"".
     """
 
     id: int
@@ -128,7 +128,7 @@ class RayKVWorker(OffloadingWorker):  # type: ignore[misc]
         self.rank = Rank(pool.session.memory_name, tuple(caches[0]), sizes, tuple(self._layers))
         tensors: Any = self._pages[0].memory
         longest = max(int(rows.lengths.max()) for rows in self._pages)
-        self._spare = torch.empty(longest, dtype=torch.uint8, device=tensors[0].device)  # for bytes that nobody wants
+        self._spare = torch.empty(longest, dtype=torch.uint8, device=tensors[0].device)  # takes bytes that nobody wants
         self._nothing = torch.zeros_like(self._spare)  # stands for the tokens that a prompt's tail lacks
         self._loads = ThreadPoolExecutor(1, thread_name_prefix="raykv-load")
         self._streams = ThreadPoolExecutor(STREAMS, thread_name_prefix="raykv-stream")
@@ -166,13 +166,14 @@ class RayKVWorker(OffloadingWorker):  # type: ignore[misc]
         return True
 
     def _has(self, adapter: Adapter | None) -> bool:
-        """Whether the adapter still has the weights that a request's keys name."""
+        """Whether the adapter still has the weights in a request's keys."""
         return self.adapters is None or self.adapters.has(adapter)
 
     def pause(self) -> None:
-        """Wait a moment, in a step that computes nothing. Scheduler and worker would poll, and take the copy's cores.
+        """Wait a moment, in a step that computes nothing.
 
-        The first pause is short: the next step answers most look-ups.
+        Without the wait, scheduler and worker would poll, and take the copy's cores. The first pause is short: the next
+        step answers most look-ups.
         """
         self._some_done.wait(self._pause_s)
         self._pause_s = min(2 * self._pause_s, PAUSES_S[1])
@@ -194,7 +195,10 @@ class RayKVWorker(OffloadingWorker):  # type: ignore[misc]
         return results
 
     def take_failed(self) -> dict[int, set[int]]:
-        """By load that `get_finished` returned since the last call, the engine's blocks that did not arrive."""
+        """The engine's blocks that did not arrive, by load.
+
+        Covers loads that `get_finished` returned since the last call.
+        """
         failed, self._reported = self._reported, {}
         return failed
 
@@ -290,7 +294,7 @@ class RayKVWorker(OffloadingWorker):  # type: ignore[misc]
         self._finish(job, "copying", size)
 
     def _read(self, source: ChunksToLoad, target: Any, job: Job) -> int:
-        """The bytes of all chunks, or 0 if one of them does not come."""
+        """The bytes of all chunks, or 0 if a chunk does not come."""
         size, runs = 0, {run.place: run for run in self._runs(target)}
         for part in source.ranks[self._number]:
             expected = mixed(source.digests.get(self._layers[part.place].group, b""), job.weights)
@@ -336,7 +340,7 @@ class RayKVWorker(OffloadingWorker):  # type: ignore[misc]
             return found.to(self._spare.device)
 
     def _beside_captures(self) -> AbstractContextManager[Any]:
-        """Inside, torch may allocate and copy on the GPU while the engine captures CUDA graphs."""
+        """In the block, torch may allocate and copy on the GPU while the engine captures CUDA graphs."""
         return cuda.on(self._gpu) if self._device else nullcontext()
 
     def _are(self, digests: torch.Tensor, expected: bytes, leases: list[Lease]) -> bool:
@@ -400,7 +404,7 @@ class RayKVWorker(OffloadingWorker):  # type: ignore[misc]
         return cuda.events_after(self._gpu, {cuda.stream_of(tensors[0])})
 
     def _begin(self, job: Job) -> bool:
-        """Set a store to "copying", unless vLLM has taken its blocks back. Returns whether it may copy."""
+        """Set a store to "copying", unless vLLM has taken its blocks back. Returns whether the store may copy."""
         with self._mutex:
             if job.state == "queued":
                 job.state = "copying"
