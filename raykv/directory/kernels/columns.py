@@ -88,9 +88,7 @@ FIRST_TICK = 1 << 52  # so that floats tell all idle times apart
 AGAIN, OVERDUE, FOR_GOOD = 1 << 47, 1 << 49, 1 << 51
 WAITING = FIRST_TICK - AGAIN
 IN_USE = FIRST_TICK - AGAIN // 2  # rows in use have ticks above this
-IN_TIME = (
-    FIRST_TICK - (AGAIN + OVERDUE) // 2
-)  # rows that are late, or that nobody asks for again, have ticks below this
+IN_TIME = FIRST_TICK - (AGAIN + OVERDUE) // 2  # rows whose user is late or will not ask have ticks below this
 NEEDED = FIRST_TICK - (OVERDUE + FOR_GOOD) // 2  # rows that nobody asks for again have ticks below this
 
 
