@@ -16,7 +16,7 @@ import ray
 
 from raykv.client.held import Held
 from raykv.client.request_record import RequestReport
-from raykv.config import KEYS_PER_CALL
+from raykv.config import KEYS_PER_CALL, KEYS_PER_JOINT_CALL
 from raykv.keys import Keys
 from raykv.line.bell import Bell
 from raykv.line.directory_line import ERRORS, DirectoryLine
@@ -203,17 +203,18 @@ class DirectoryClient:
 
     def pin(self, keys: bytes, ttl: float | None = None) -> int:
         """See KVCache.pin. Returns how many of the keys are pinned on these terms."""
-        return sum(_count(self._ask(Counted, "pin", some, ttl)) for some in _in_steps(keys))
+        return sum(_count(self._ask(Counted, "pin", some, ttl)) for some in _in_steps(keys, KEYS_PER_CALL))
 
     def unpin(self, keys: bytes) -> None:
         """End pins."""
-        for some in _in_steps(keys):
+        for some in _in_steps(keys, KEYS_PER_CALL):
             self._ask(Counted, "unpin", some)
 
     def done(self, keys: Keys, again: bool) -> int:
         """See KVCache.done. Returns how many copies are evicted earlier now."""
         tenant = keys.cache.tenant
-        return sum(_count(self._ask(Counted, "done", some, again, tenant)) for some in _in_steps(keys.tobytes()))
+        steps = _in_steps(keys.tobytes(), KEYS_PER_JOINT_CALL)
+        return sum(_count(self._ask(Counted, "done", some, again, tenant)) for some in steps)
 
     def preempted(self, keys: bytes) -> int | None:
         """Keep the blocks of a preempted request while this client is there, or until `forget_later`.
@@ -221,7 +222,7 @@ class DirectoryClient:
         Returns how many blocks are kept: all, or 0. None if the directory did not answer; it may keep the blocks
         anyway.
         """
-        for some in _in_steps(keys):
+        for some in _in_steps(keys, KEYS_PER_CALL):
             answer = self._ask(Counted, "preempted", some)
             if answer is None:
                 return None
@@ -235,7 +236,7 @@ class DirectoryClient:
 
         The client's thread repeats the call until it succeeds.
         """
-        self.to_forget += _in_steps(keys)
+        self.to_forget += _in_steps(keys, KEYS_PER_CALL)
         self.bell.ring()
 
     def stored(self, keys: bytes) -> Stored | None:
@@ -406,9 +407,9 @@ class DirectoryClient:
         return self._send(Counted, "forget", keys, seconds=max(FORGET_S, self.deadline)) is not None
 
 
-def _in_steps(keys: bytes) -> list[bytes]:
-    """The keys in pieces of at most KEYS_PER_CALL."""
-    step = KEYS_PER_CALL * KEY_BYTES
+def _in_steps(keys: bytes, most: int) -> list[bytes]:
+    """The keys in pieces of at most `most` keys."""
+    step = most * KEY_BYTES
     return [keys[first : first + step] for first in range(0, len(keys), step)]
 
 

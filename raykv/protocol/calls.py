@@ -43,7 +43,7 @@ CALLS = {
     "commit": Asked(CLIENT, Counted, frequent=True),
     "pin": Asked(CLIENT, Counted, few=True),
     "unpin": Asked(CLIENT, Counted, few=True),
-    "done": Asked(CLIENT, Counted, few=True),
+    "done": Asked(CLIENT, Counted),  # a chain in one call: the order of calls is another than the order in a call
     "forget": Asked(CLIENT, Counted, few=True),
     "preempted": Asked(CLIENT, Counted, few=True),
     "locate_prefix": Asked(CLIENT, Located),

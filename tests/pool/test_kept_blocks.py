@@ -155,7 +155,7 @@ def test_an_ended_session_leaves_before_others_its_end_first(
     cache: raykv.KVCache, monkeypatch: pytest.MonkeyPatch, again: bool
 ) -> None:
     """Two sessions share a beginning. Keys go to the directory seven at a time."""
-    monkeypatch.setattr(raykv.client.directory_client, "KEYS_PER_CALL", 7)
+    monkeypatch.setattr(raykv.client.directory_client, "KEYS_PER_JOINT_CALL", 7)
     beginning = tokens(70, 20)
     goes, stays = (cache.keys(np.concatenate([beginning, tokens(seed, 100)])) for seed in (71, 72))
     for keys in (stays, goes):

@@ -74,6 +74,11 @@ def test_offloading_of_vllms_own_beside_the_pool_is_refused(written: dict[str, A
         KVConnectorFactory.get_connector_class(config)
 
 
+def test_an_engine_that_prefills_may_be_behind_a_router() -> None:
+    config = KVTransferConfig(**routed_config("default", "kv_producer"))
+    assert config.is_kv_producer and not config.is_kv_consumer
+
+
 def test_a_name_that_is_nobodys_is_missing() -> None:
     config = KVTransferConfig(**kv_transfer_config("default") | {"kv_connector": "Unheard"})
     with pytest.raises(AttributeError, match="Unheard"):
