@@ -19,7 +19,6 @@ os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # or ray.init writes a token
 os.environ.setdefault("RAY_DEDUP_LOGS", "0")
 os.environ.setdefault("SCAN_EVENT_DIR_INTERVAL_SECONDS", "3600")  # by default Ray reads a file of each worker every 2 s
 os.environ.setdefault("REPORTER_UPDATE_INTERVAL_MS", "60000")  # by default Ray looks at each process every 5 s
-os.environ.setdefault("RAY_worker_niceness", "0")  # as deploy/ has it: at 15 a busy machine starves engines and stores
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # or numpy starts threads in every process, which spin
 TESTS = os.path.dirname(__file__)
 ROOTS = (TESTS, os.path.dirname(TESTS))  # parents of helpers and of examples
