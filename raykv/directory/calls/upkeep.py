@@ -39,12 +39,11 @@ def check(state: State, now: float) -> None:
 def mark(state: State, now: float) -> None:
     """Note the tick. Users that began to wait before the tick of a while ago are late."""
     marks = state.marks
-    if not marks or now - marks[-1][0] >= state.late / MARKS:
+    if now - marks[-1][0] >= state.late / MARKS:
         marks.append((now, state.tick))
-    while marks[0][0] <= now - state.late:
-        before = marks.popleft()[1]
-        state.size_classes.end_late(state.late_before, before)
-        state.late_before = before
+    while len(marks) > 1 and marks[1][0] <= now - state.late:
+        _, after = marks.popleft()
+        state.size_classes.end_late(after, marks[0][1])
 
 
 def set_state(state: State, node: Node, new: str) -> None:

@@ -78,8 +78,8 @@ class State:
         self.leaving: set[str] = set()  # nodes that are about to leave, joined or not
         self.stamped: set[bytes] = set()  # nonces of arenas that carry this epoch
         self.next_check = 0.0
-        self.marks: deque[tuple[float, int]] = deque()  # (seconds of the callers' clock, the tick then): see upkeep
-        self.late_before = FIRST_TICK  # users that began to wait before this tick are late
+        # (seconds of the callers' clock, the tick then). Users that began to wait before the first are late
+        self.marks = deque([(-math.inf, FIRST_TICK)])
         self._indices = itertools.count()
 
     @property
