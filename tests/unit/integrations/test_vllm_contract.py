@@ -21,12 +21,15 @@ SOURCES = ROOT / ".venv-compat" / "sources"
 VERSIONS = ["0.29.0", "0.30.0", "0.31.0", "0.32.0", "0.33.0"]
 CONNECTORS = "vllm.distributed.kv_transfer.kv_connector.v1"
 OFFLOAD = "vllm.v1.kv_offload"
+ENCODER = "vllm.distributed.ec_transfer.ec_connector.base"
 # (our class, vLLM's class, whether vLLM makes ours)
 CLASSES = [
     ("connector.RayKVConnector", f"{CONNECTORS}.offloading_connector.OffloadingConnector", True),
     ("announce.RoutedConnector", f"{CONNECTORS}.offloading_connector.OffloadingConnector", True),
     ("compat.ByRequest", f"{CONNECTORS}.offloading_connector.OffloadingConnector", True),
     ("compat.ByBlock", f"{CONNECTORS}.offloading_connector.OffloadingConnector", True),
+    ("encoder.connector.RayKVECConnector", f"{ENCODER}.ECConnectorBase", True),
+    ("encoder.scheduler.Step", f"{ENCODER}.ECConnectorMetadata", False),
     ("spec.RayKVOffloadingSpec", f"{OFFLOAD}.base.OffloadingSpec", True),
     ("scheduler.manager.RayKVManager", f"{OFFLOAD}.base.OffloadingManager", False),
     ("worker.worker.RayKVWorker", f"{OFFLOAD}.base.OffloadingWorker", False),
@@ -70,14 +73,20 @@ READ = {
     "vllm.config.speculative.SpeculativeConfig": (
         "method draft_model_config draft_load_config draft_tensor_parallel_size"
     ),
+    "vllm.config.ec_transfer.ECTransferConfig": "ec_connector_extra_config is_ec_producer is_ec_consumer",
+    "vllm.config.lora.LoRAConfig": "enable_tower_connector_lora",
+    "vllm.config.model.ModelConfig": "enable_sleep_mode get_inputs_embeds_size",
+    "vllm.config.vllm.VllmConfig": "weight_transfer_config",
     "vllm.lora.request.LoRARequest": "lora_int_id lora_name lora_path",
     "vllm.lora.worker_manager.WorkerLoRAManager": "_load_adapter list_adapters lora_config",
     "vllm.v1.core.block_pool.BlockPool": "blocks evict_blocks reset_prefix_cache",
     "vllm.v1.core.sched.output.NewRequestData": "req_id num_computed_tokens",
-    "vllm.v1.core.sched.output.SchedulerOutput": "num_scheduled_tokens scheduled_new_reqs",
+    "vllm.v1.core.sched.output.SchedulerOutput": (
+        "num_scheduled_tokens scheduled_new_reqs scheduled_encoder_inputs free_encoder_mm_hashes"
+    ),
     "vllm.v1.request.Request": (
         "block_hashes all_token_ids lora_request num_tokens num_prompt_tokens num_computed_tokens is_finished "
-        "request_id trace_headers kv_transfer_params skip_reading_prefix_cache session_id"
+        "request_id trace_headers kv_transfer_params skip_reading_prefix_cache session_id mm_features"
     ),
     "vllm.v1.outputs.KVConnectorOutput": "finished_recving invalid_block_ids",
     "vllm.v1.kv_cache_interface.KVCacheConfig": "num_blocks kv_cache_tensors kv_cache_groups",

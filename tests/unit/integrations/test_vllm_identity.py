@@ -200,10 +200,20 @@ def test_what_vllm_sets_itself_is_in_the_key(models: Path) -> None:
         config.cache_config.mamba_ssm_cache_dtype = state
         digests.add(_options_digest(config))
     pruned: dict[str, Any] = {"video_pruning_rate": 0.5}
-    for options in ({}, pruned, pruned | {"video_pruning_method": "vidcom2"}, {"mm_encoder_attn_dtype": "fp8"}):
+    of_processor: list[dict[str, Any]] = [
+        {"mm_processor_kwargs": {"num_crops": 4}},
+        {"media_io_kwargs": {"video": {"num_frames": 40}}},
+    ]
+    for options in (
+        {},
+        pruned,
+        pruned | {"video_pruning_method": "vidcom2"},
+        {"mm_encoder_attn_dtype": "fp8"},
+        *of_processor,
+    ):
         config.model_config.multimodal_config = MultiModalConfig(**options)
         digests.add(_options_digest(config))
-    assert len(digests) == 6
+    assert len(digests) == 8
 
 
 # ---------------------------------------------------------------------- what a request brings

@@ -23,7 +23,10 @@ OPTIONS = {
     "cache_config": ("kv_cache_dtype_skip_layers", "mamba_cache_dtype", "mamba_ssm_cache_dtype"),
     "load_config": ("model_loader_extra_config",),  # some loaders find the weights or an adapter by this option
 }
-OF_IMAGES = ("mm_encoder_attn_dtype", "mm_encoder_fp8_scale_path", "video_pruning_rate", "video_pruning_method")
+OF_IMAGES = (
+    *("mm_encoder_attn_dtype", "mm_encoder_fp8_scale_path", "video_pruning_rate", "video_pruning_method"),
+    *("mm_processor_kwargs", "media_io_kwargs"),  # vLLM's hashes cover only those of a request
+)
 
 
 def identity(vllm_config: Any, kv_cache_config: Any, parallel: str) -> dict[str, str]:
@@ -36,8 +39,7 @@ def identity(vllm_config: Any, kv_cache_config: Any, parallel: str) -> dict[str,
     groups = target_layers(vllm_config, kv_cache_config.kv_cache_groups)
     return {
         "model": model.model,
-        "revision": f"{model.revision or ''}/{vllm_config.load_config.load_format}/"
-        f"{config_digest(model.hf_config)}/{_options_digest(vllm_config)}",
+        "revision": _revision(vllm_config),
         "dtype": f"{model.dtype}/{cache.cache_dtype}/{model.quantization or ''}".replace("torch.", ""),
         "layout": "/".join(
             (
@@ -53,6 +55,23 @@ def identity(vllm_config: Any, kv_cache_config: Any, parallel: str) -> dict[str,
         ),
         "parallel": parallel,
     }
+
+
+def encoder_identity(vllm_config: Any) -> dict[str, str]:
+    """Arguments of `KVPool.cache` for the outputs of the model's encoders. Engines share outputs if these are equal."""
+    model = vllm_config.model_config
+    return {
+        "model": model.model,
+        "revision": _revision(vllm_config),
+        "dtype": f"{model.dtype}/{model.quantization or ''}".replace("torch.", ""),
+        "layout": f"vllm-{vllm.__version__}/encoder",
+    }
+
+
+def _revision(vllm_config: Any) -> str:
+    """The model's weights and options."""
+    model, load_format = vllm_config.model_config, vllm_config.load_config.load_format
+    return f"{model.revision or ''}/{load_format}/{config_digest(model.hf_config)}/{_options_digest(vllm_config)}"
 
 
 def _options_digest(vllm_config: Any) -> str:

@@ -26,6 +26,13 @@ class Weights:
         """The weights may have changed. Take the name in the file, or else a name that no other engine has."""
         self.name = self._read() or f"/{secrets.token_hex(16)}"
 
+    def renewed(self) -> bool:
+        """Read the file again. Returns whether the weights have another name now. Without a file they keep theirs."""
+        before = self.name
+        if self._file is not None:
+            self.reset()
+        return self.name != before
+
     def _read(self) -> str:
         """The name in the file; "" where the file is missing or empty."""
         if self._file is None:

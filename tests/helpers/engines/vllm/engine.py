@@ -21,6 +21,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 from vllm import LLM, SamplingParams
+from vllm.distributed.ec_transfer import get_ec_transfer, has_ec_transfer
 from vllm.lora.request import LoRARequest
 from vllm.v1.engine.core_client import InprocClient
 
@@ -182,13 +183,12 @@ class Engine:
         defaults = {"dtype": "float32", "max_model_len": 3200, "max_num_batched_tokens": 4096, "block_size": 32}
         self.llm = LLM(
             model,
-            skip_tokenizer_init=True,
             enforce_eager=True,
             disable_log_stats=False,
             kv_cache_memory_bytes=cache_bytes,
             tensor_parallel_size=tensor_parallel_size,
             kv_transfer_config=transfer,
-            **(defaults | options),
+            **(defaults | {"skip_tokenizer_init": True} | options),
         )
         self.open = True
 
@@ -224,6 +224,20 @@ class Engine:
         asked: Any = [{"prompt_token_ids": prompt} for prompt in prompts]
         outputs = self._generate(asked, sampling, lora)
         return [(list(output.outputs[0].token_ids), output.num_cached_tokens or 0) for output in outputs]
+
+    def look(self, images: list[Any], *prompts: list[int]) -> tuple[list[Answer], int]:
+        """(answers to prompts about the images, asked together; how many images the engine encoded for them).
+
+        Returns after the engine has offered their outputs. The engine has `enable_mm_processor_stats`.
+        """
+        sampling = SamplingParams(max_tokens=8, temperature=0, detokenize=False, ignore_eos=True)
+        asked: Any = [{"prompt_token_ids": prompt, "multi_modal_data": {"image": images}} for prompt in prompts]
+        outputs = self._generate(asked, sampling)
+        if has_ec_transfer():
+            get_ec_transfer()._worker._storing.submit(int).result()  # behind the outputs that are stored
+        of_requests, *_ = self.llm.collective_rpc("get_encoder_timing_stats")  # other ranks encode the same images
+        said = [(list(output.outputs[0].token_ids), output.num_cached_tokens or 0) for output in outputs]
+        return said, sum(of["num_encoder_calls"] for of in of_requests.values())
 
     def spell(
         self, prompt: list[int], tokens: int = 8, cold: bool = False, salt: str | None = None

@@ -1,0 +1,64 @@
+"""The worker's side: it puts outputs into the engine's cache, and stores outputs that the engine has computed."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+from raykv.integrations.vllm.encoder.outputs import Outputs, loaded
+
+log = logging.getLogger("raykv")
+
+WAITING = 32  # outputs that wait to be stored, at most: each takes host memory
+
+
+class EncoderWorker:
+    """The encoder's outputs on one rank. All ranks have equal outputs, so the first rank stores them."""
+
+    def __init__(self, outputs: Outputs, device: torch.device, at_once: bool) -> None:
+        """at_once: `store` returns only after the pool has the output, since another engine waits for it."""
+        self._outputs, self._device, self._at_once = outputs, device, at_once
+        self._storing = ThreadPoolExecutor(1, thread_name_prefix="raykv-encoder")
+        self._room = threading.Semaphore(WAITING)
+
+    def load(self, cache: dict[str, torch.Tensor], files: dict[str, bytes]) -> None:
+        """cache: the engine's, by identifier. files: of `Outputs.read`, by identifier."""
+        for identifier, file in files.items():
+            if identifier not in cache:
+                cache[identifier] = loaded(file, self._device)
+
+    def store(self, name: str, output: torch.Tensor) -> None:
+        """Store an output, in the background by default. Dropped while too many outputs wait."""
+        if not self._room.acquire(blocking=self._at_once):
+            return
+        stored = self._storing.submit(self._store, name, *_on_host(output))
+        if self._at_once:
+            stored.result()
+
+    def _store(self, name: str, output: torch.Tensor, copied: torch.cuda.Event | None) -> None:
+        try:
+            if copied is not None:
+                copied.synchronize()
+            self._outputs.store(name, output)
+        except Exception:
+            log.exception("an encoder's output was not stored in the raykv pool")
+        finally:
+            self._room.release()
+
+    def close(self) -> None:
+        """Store what waits, and end the thread."""
+        self._storing.shutdown()
+
+
+def _on_host(output: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event | None]:
+    """An output in host memory, and the end of its copy. Nobody changes an output."""
+    if not output.is_cuda:
+        return output.detach().cpu(), None
+    host = torch.empty(output.shape, dtype=output.dtype, pin_memory=True)
+    host.copy_(output.detach(), non_blocking=True)
+    copied: torch.cuda.Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    copied.record()
+    return host, copied
