@@ -112,6 +112,21 @@ def test_ranks_in_processes_of_their_own_get_the_outputs_that_the_scheduler_read
     assert said == look(engines.alone, seen, asked(9))[0]
 
 
+def test_encoding_runs_apart_from_the_model(engines: Engines, request: pytest.FixtureRequest) -> None:
+    of_role = [ec_transfer_config(engines.pool.name, role) for role in ("ec_producer", "ec_consumer")]
+    nodes = zip(engines.nodes, of_role, strict=True)
+    encoder, reader = [engines.start(node, config, kv_transfer_config=None) for node, config in nodes]
+    request.addfinalizer(lambda: close_engines(encoder, reader))
+    seen = [image(8)]
+    assert look(encoder, seen, asked(12))[1] == 1
+    said, encoded = look(reader, seen, asked(13))
+    assert encoded == 0, "the pool had it when the encoder's request ended"
+    assert said == look(engines.alone, seen, asked(13))[0]
+    assert look(reader, [image(10)], asked(14))[1] == 1, "the engine encodes what nobody has encoded"
+    eventually(lambda: settled(engines.pool))
+    assert look(engines.two, [image(10)], asked(15))[1] == 1, "a consumer stores nothing"
+
+
 def test_an_engine_encodes_what_died_with_the_nodes_stores(engines: Engines) -> None:
     seen = [image(4)]
     look(engines.one, seen, asked(6))

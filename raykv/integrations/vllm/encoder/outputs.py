@@ -33,13 +33,16 @@ class Outputs:
         rest = self._pieces(self._keys(name, 1, _pieces_of(length)))
         return None if rest is None else (first + rest)[LENGTH.size : LENGTH.size + length]
 
-    def store(self, name: str, output: torch.Tensor) -> None:
-        """Offer an output to the cluster. output: of any shape and dtype, in host memory."""
+    def store(self, name: str, output: torch.Tensor, wait: bool = False) -> None:
+        """Offer an output to the cluster. output: of any shape and dtype, in host memory.
+
+        wait: return only after all processes can find the output.
+        """
         file = safetensors.torch.save({"output": output.contiguous()})
         pieces = np.zeros((_pieces_of(len(file)), PIECE_BYTES), np.uint8)
         content = LENGTH.pack(len(file)) + file
         pieces.reshape(-1)[: len(content)] = np.frombuffer(content, np.uint8)
-        self._cache.store(self._keys(name, 0, len(pieces)), pieces)
+        self._cache.store(self._keys(name, 0, len(pieces)), pieces, wait=wait)
 
     def _keys(self, name: str, start: int, stop: int) -> Keys:
         return self._cache.rekey([f"{piece}/{name}".encode() for piece in range(start, stop)])

@@ -42,7 +42,7 @@ class EncoderWorker:
         try:
             if copied is not None:
                 copied.synchronize()
-            self._outputs.store(name, output)
+            self._outputs.store(name, output, wait=self._at_once)
         except Exception:
             log.exception("an encoder's output was not stored in the raykv pool")
         finally:

@@ -61,7 +61,7 @@ def encoder_identity(vllm_config: Any) -> dict[str, str]:
     """Arguments of `KVPool.cache` for the outputs of the model's encoders. Engines share outputs if these are equal."""
     model = vllm_config.model_config
     return {
-        "model": model.model,
+        "model": f"{model.model} encoder",  # metrics count outputs beside the model's KV
         "revision": _revision(vllm_config),
         "dtype": f"{model.dtype}/{model.quantization or ''}".replace("torch.", ""),
         "layout": f"vllm-{vllm.__version__}/encoder",

@@ -187,8 +187,7 @@ class Engine:
             disable_log_stats=False,
             kv_cache_memory_bytes=cache_bytes,
             tensor_parallel_size=tensor_parallel_size,
-            kv_transfer_config=transfer,
-            **(defaults | {"skip_tokenizer_init": True} | options),
+            **(defaults | {"skip_tokenizer_init": True, "kv_transfer_config": transfer} | options),
         )
         self.open = True
 

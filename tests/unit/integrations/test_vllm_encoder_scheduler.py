@@ -137,7 +137,7 @@ def test_outputs_of_other_weights_are_other_outputs(tmp_path: Path, reads: Reads
 
 def test_a_worker_keeps_what_the_engine_has_and_drops_what_it_cannot_store(caplog: pytest.LogCaptureFixture) -> None:
     class Broken:
-        def store(self, name: str, output: torch.Tensor) -> None:
+        def store(self, name: str, output: torch.Tensor, wait: bool) -> None:
             raise MemoryError(name)
 
     worker = EncoderWorker(Broken(), torch.device("cpu"), at_once=False)  # type: ignore[arg-type]
