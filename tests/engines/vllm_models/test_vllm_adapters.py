@@ -66,7 +66,7 @@ def engines(
     pool, folder = start_for_module(cpu_memory=256 * MIB), tmp_path_factory.mktemp("adapters")
     save_model(folder / "model")
     options: Any = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 1, "max_cpu_loras": 2}
-    arguments = (pool.name, str(folder / "model"), 128 * MIB, "/fault")
+    arguments = (pool.name, str(folder / "model"), 128 * MIB)
     one, other = (engine_on(pool.node_id, *arguments, **options) for _ in range(2))
     yield Engines((one, other), folder)
     close_engines(one, other)
@@ -144,7 +144,7 @@ def test_all_ranks_tell_what_they_loaded(engines: Engines, start: Callable[..., 
     lora, asked = engines.adapter("ranks", 11, 9), prompt(7)
     options: Any = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 1, "tensor_parallel_size": 2}
     options["extra"] = {"blocks_per_chunk": CHUNK // 32}
-    arguments = (pool.name, str(engines.folder / "model"), 128 * MIB, "/fault")
+    arguments = (pool.name, str(engines.folder / "model"), 128 * MIB)
     engine = engine_on(pool.node_id, *arguments, apart=True, **options)
     two = Engines((engine, engine), engines.folder)
     old = two.answer(0, asked, lora)[0]

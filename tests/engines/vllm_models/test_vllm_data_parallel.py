@@ -73,7 +73,7 @@ def engines(
     arguments = (pool.name, str(model), 64 * MIB)
     with left_over.removed():
         ranked: Any = kind.remote(*arguments, data_parallel_size=RANKS, kv_events_config=told)
-        alone = engine_on(other_node(pool), *arguments, "/fault")
+        alone = engine_on(other_node(pool), *arguments)
         ray.get([ranked.answer.remote(prompt(0, 40), rank=rank) for rank in range(RANKS)])
         heard = [KVIndex(f"tcp://127.0.0.1:{port + rank}") for rank in range(RANKS)]
         yield Engines(pool, ranked, alone, heard)

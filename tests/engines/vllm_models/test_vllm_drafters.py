@@ -64,7 +64,7 @@ def engines(
     pool, folder = start_for_module(cpu_memory=64 * MIB), tmp_path_factory.mktemp("model")
     target, speculative = save(request.param, folder)
     drafts: dict[str, Any] = {"speculative_config": speculative}
-    arguments = (pool.name, str(target), 64 * MIB, str(folder / "fault"))
+    arguments = (pool.name, str(target), 64 * MIB)
     one, two = (engine_on(node, *arguments, **drafts) for node in (pool.node_id, other_node(pool)))
     plain = engine_on(pool.node_id, *arguments)
     yield Engines(pool, one, two, plain)
@@ -127,7 +127,7 @@ def test_ranks_have_a_part_of_the_drafters_layers_each(
 ) -> None:
     pool, (target, speculative) = start(cpu_memory=64 * MIB), save("draft_model", tmp_path)
     drafts: dict[str, Any] = {"speculative_config": speculative, "tensor_parallel_size": 2}
-    engine = engine_on(pool.node_id, pool.name, str(target), 64 * MIB, str(tmp_path / "fault"), apart=True, **drafts)
+    engine = engine_on(pool.node_id, pool.name, str(target), 64 * MIB, apart=True, **drafts)
     engines, asked = Engines(pool, engine, engine, engine), prompt(1, 500)
     right = ask(engine, asked, 8)[0]
     chunk = 2 * CHUNK  # twice the tokens, as a rank has half of each block

@@ -35,10 +35,10 @@ def engines(
 ) -> Iterator[Engines]:
     """Two engines that share outputs, and one whose encoder has no pool."""
     pool = start_for_module(cpu_memory=64 * MIB)
-    model, fault = tmp_path_factory.mktemp("model"), tmp_path_factory.mktemp("vllm") / "fault"
+    model = tmp_path_factory.mktemp("model")
     save_vision_model(model)
     nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"]][:2]
-    arguments = (pool.name, str(model), 64 * MIB, str(fault))
+    arguments = (pool.name, str(model), 64 * MIB)
 
     def start(node: str, encoder: dict[str, Any] | None, **options: Any) -> Any:
         options |= {"extra": {"blocks_per_chunk": 1}, "enable_mm_processor_stats": True, **OPTIONS}

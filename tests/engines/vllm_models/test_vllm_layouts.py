@@ -25,16 +25,15 @@ from raykv.bench.engines import one_process
 
 pytestmark = pytest.mark.timeout(600)
 WHOLE = 3 * 128  # tokens of a prompt that can be read
-CONNECTOR = ("raykv.integrations.vllm", "RayKVConnector")
 
 
 class PackedEngine(Engine):
     """An engine with layout BLHNC. vLLM's attention on CPUs declares another layout, but reads this one as well."""
 
-    def __init__(self, pool: str, model: str, cache_bytes: int, fault: str) -> None:
+    def __init__(self, pool: str, model: str, cache_bytes: int) -> None:
         os.environ["VLLM_KV_CACHE_LAYOUT"] = KVCacheLayout.BLHNC.name
         CPUAttentionBackend.supported_kv_cache_layouts = classmethod(lambda _: (KVCacheLayout.BLHNC,))
-        super().__init__(pool, model, cache_bytes, fault, connector=CONNECTOR)
+        super().__init__(pool, model, cache_bytes)
 
 
 def pieces(_: Any) -> int:
@@ -46,11 +45,11 @@ def pieces(_: Any) -> int:
 def test_engines_of_one_layout_share_blocks_of_one_piece(start: Callable[..., raykv.KVPool], tmp_path: Path) -> None:
     pool = start(cpu_memory=256 * MIB)
     save_model(tmp_path / "model")
-    arguments: Any = (pool.name, str(tmp_path / "model"), 64 * MIB, "")
+    arguments: Any = (pool.name, str(tmp_path / "model"), 64 * MIB)
     environment = {"env_vars": ENVIRONMENT | one_process.ENVIRONMENT}
     packed: Any = ray.remote(PackedEngine).options(num_cpus=0, runtime_env=environment)
     writer, reader = packed.remote(*arguments), packed.remote(*arguments)
-    other = engine_on(pool.node_id, *arguments, connector=CONNECTOR)
+    other = engine_on(pool.node_id, *arguments)
     prompt = np.random.default_rng(0).integers(3, 500, WHOLE + 40).tolist()
 
     def afresh(engine: Any) -> tuple[list[int], int]:

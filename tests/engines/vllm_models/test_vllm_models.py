@@ -56,11 +56,11 @@ def engines(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Engines]:
     pool = start_for_module(cpu_memory=64 * MIB)
-    model, fault = tmp_path_factory.mktemp("model"), tmp_path_factory.mktemp("vllm") / "fault"
+    model = tmp_path_factory.mktemp("model")
     kind = MODELS[request.param]
     kind.save(model)
     nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
-    arguments = (pool.name, str(model), 64 * MIB, str(fault))
+    arguments = (pool.name, str(model), 64 * MIB)
     actors = [engine_on(node, *arguments, dtype=kind.dtype) for node in nodes]
     for actor in actors:
         ray.get(actor.answer.remote([3] * 40))
@@ -132,7 +132,7 @@ def test_an_engine_that_can_not_go_on_from_a_prefix_is_left_alone(
     """For a latent in float32 on a CPU vLLM turns its own prefix cache off, as tokens after a prefix would be wrong."""
     pool = start()
     save_mla_model(tmp_path)
-    arguments = (pool.name, str(tmp_path), 16 * MIB, str(tmp_path / "fault"))
+    arguments = (pool.name, str(tmp_path), 16 * MIB)
     engine = engine_on(pool.node_id, *arguments, attention_backend="CPU_MLA")  # other backends may support prefixes
     said = [ray.get(engine.spell.remote(prompt(1, 1500))) for _ in range(2)]
     assert said[0] == said[1] and said[0][2] == 0

@@ -15,7 +15,7 @@ import raykv
 
 pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'raykv[vllm]'")
 
-from helpers.engines.vllm.engine import close_engines, engine_on, save_model
+from helpers.engines.vllm.engine import close_engines, engine_on, failing_loads, save_model
 
 pytestmark = pytest.mark.timeout(600)
 CHUNK = 128  # tokens
@@ -25,16 +25,15 @@ ORDERS: dict[str, Any] = {"nixl_first": ([NIXL], []), "raykv_first": ([], [NIXL]
 
 
 class Place(NamedTuple):
-    """Where engines start. alone: an engine with raykv's connector only. fault: while this file exists, loads fail."""
+    """Where engines start. alone: an engine with raykv's connector only."""
 
     pool: raykv.KVPool
     model: Path
-    fault: Path
     alone: Any
 
     @property
     def arguments(self) -> tuple[Any, ...]:
-        return self.pool.name, str(self.model), 128 * MIB, str(self.fault)
+        return self.pool.name, str(self.model), 128 * MIB
 
 
 def afresh(engine: Any, prompt: list[int], cold: bool = False) -> tuple[list[int], int]:
@@ -47,8 +46,8 @@ def afresh(engine: Any, prompt: list[int], cold: bool = False) -> tuple[list[int
 def place(start_for_module: Callable[..., raykv.KVPool], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
     pool, folder = start_for_module(cpu_memory=256 * MIB), tmp_path_factory.mktemp("multi")
     save_model(folder / "model")
-    alone = engine_on(pool.node_id, pool.name, str(folder / "model"), 128 * MIB, str(folder / "fault"))
-    yield Place(pool, folder / "model", folder / "fault", alone)
+    alone = engine_on(pool.node_id, pool.name, str(folder / "model"), 128 * MIB)
+    yield Place(pool, folder / "model", alone)
     close_engines(alone)
 
 
@@ -60,11 +59,8 @@ def test_beside_nixl_an_engine_stores_reads_and_computes_what_does_not_come(plac
         said = afresh(writer, prompt)[0]
         eventually(lambda reader=reader, prompt=prompt: afresh(reader, prompt)[1] == WHOLE)  # type: ignore[misc]
         assert afresh(reader, prompt) == (said, WHOLE)
-    place.fault.touch()
-    try:
+    with failing_loads(engine):
         assert afresh(engine, prompt) == (said, 0)
-    finally:
-        place.fault.unlink()
     close_engines(engine)
 
 

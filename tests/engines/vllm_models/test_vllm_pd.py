@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,7 +16,7 @@ import raykv
 
 pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'raykv[vllm]'")
 
-from helpers.engines.vllm.engine import close_engines, engine_on, prompt, save_model
+from helpers.engines.vllm.engine import close_engines, engine_on, failing_loads, prompt, save_model
 from vllm.v1.kv_offload.base import GPULoadStoreSpec
 
 from raykv.arena.buffers import rows_of
@@ -35,13 +34,12 @@ Said = tuple[list[int], list[float], int]  # (tokens, logprob of each, how many 
 
 
 class Engines(NamedTuple):
-    """Two engines that prefill, on two nodes, and one that decodes, on the second. fault: see `FaultyConnector`."""
+    """Two engines that prefill, on two nodes, and one that decodes, on the second."""
 
     pool: raykv.KVPool
     prefill: Any
     other: Any
     decode: Any
-    fault: Path
 
 
 def spell(engine: Any, prompt: list[int], **options: Any) -> Said:
@@ -57,19 +55,19 @@ def engines(
     start_for_module: Callable[..., raykv.KVPool], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Engines]:
     pool = start_for_module(cpu_memory=256 * MIB)
-    model, fault = tmp_path_factory.mktemp("model"), tmp_path_factory.mktemp("vllm") / "fault"
+    model = tmp_path_factory.mktemp("model")
     save_model(model)
 
     def engine(node: str, role: str) -> Any:
         # room for 2,560 tokens: so blocks are used again, and may hold KV of other prompts
-        arguments = (pool.name, str(model), 20 * MIB, str(fault))
+        arguments = (pool.name, str(model), 20 * MIB)
         return engine_on(node, *arguments, extra={"patience": AHEAD}, role=role, max_model_len=2048)
 
     here, there = pool.node_id, other_node(pool)
     actors = engine(here, "kv_producer"), engine(there, "kv_producer"), engine(there, "kv_consumer")
     for actor in actors:
         spell(actor, prompt(0, 1900))
-    yield Engines(pool, *actors, fault)
+    yield Engines(pool, *actors)
     close_engines(*actors)
 
 
@@ -163,11 +161,8 @@ def test_who_decodes_stores_nothing(engines: Engines) -> None:
 def test_a_tail_that_does_not_arrive_is_computed(engines: Engines) -> None:
     new = prompt(5000, CHUNK + 70)
     spell(engines.prefill, new, tokens=1)
-    engines.fault.touch()
-    try:
+    with failing_loads(engines.decode):
         said = spell(engines.decode, new)
-    finally:
-        engines.fault.unlink()
     assert said[2] == 0 and alike(said, spell(engines.decode, new, cold=True))
 
 

@@ -67,12 +67,12 @@ def engines(
 ) -> Iterator[Engines]:
     left, right = (third_node_for_module(num_gpus=3, resources={side: 1}) for side in ("left", "right"))
     pool = start_for_module(cpu_memory=128 * MIB)
-    model, fault = tmp_path_factory.mktemp("model"), tmp_path_factory.mktemp("vllm") / "fault"
+    model = tmp_path_factory.mktemp("model")
     save_model(model)
     places = {ray_engine.HEAD: ("left", "right"), "left": ("left", "right"), "right": ("right", "left")}
     actors = []
     for driver, ranks in places.items():  # one by one: vLLM takes a rank for dead that answers late
-        actors.append(ray_engine.start(driver, ranks, pool.name, str(model), str(fault)))
+        actors.append(ray_engine.start(driver, ranks, pool.name, str(model)))
         ray.get(actors[-1].answer.remote(prompt(0, 40)), timeout=600)
     shared: list[set[str]] = [ray.get(actor.files.remote()) for actor in actors]
     yield Engines(pool, left, right, *actors)

@@ -24,7 +24,7 @@ def test_no_step_that_computes_pauses(cluster: Any, start: Callable[..., raykv.K
     pool, model = start(cpu_memory=256 * MIB), tmp_path / "model"
     save_model(model)
     prompt = np.random.default_rng(0).integers(3, 500, 1000).tolist()
-    engine = engine_on(pool.node_id, pool.name, str(model), 64 * MIB, str(tmp_path / "fault"))
+    engine = engine_on(pool.node_id, pool.name, str(model), 64 * MIB)
     ray.get(engine.__ray_call__.remote(second_runner.take_over))
     ((computed, _),) = ray.get(engine.answer.remote(prompt, tokens=20))
 

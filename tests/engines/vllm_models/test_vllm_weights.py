@@ -63,7 +63,7 @@ def engines(
     actors: list[Any] = []
     for file, more in zip(files, options, strict=True):
         file.write_text("loaded")
-        arguments = (pool.name, str(folder / "model"), 128 * MIB, "/fault")
+        arguments = (pool.name, str(folder / "model"), 128 * MIB)
         actors.append(engine_on(pool.node_id, *arguments, extra={"weights": str(file)}, **more))
     engines = Engines(pool, (actors[0], actors[1]), files)
     for number in range(2):

@@ -19,7 +19,7 @@ import raykv
 pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'raykv[vllm]'")
 
 import torch
-from helpers.engines.vllm.engine import close_engines, engine_on, prompt, save_model
+from helpers.engines.vllm.engine import TAKES_FUNCTIONS, close_engines, engine_on, failing_loads, prompt, save_model
 from helpers.engines.vllm.request import request
 from vllm.v1.kv_cache_interface import CrossAttentionSpec, FullAttentionSpec
 from vllm.v1.kv_offload.base import GPULoadStoreSpec, LookupResult, ReqContext, make_offload_key
@@ -46,7 +46,6 @@ class Engines(NamedTuple):
     here: Any
     there: Any
     model: Path
-    fault: Path
 
     def answer(self, engine: Any, *prompts: list[int], **how: Any) -> list[tuple[list[int], int]]:
         return ray.get(engine.answer.remote(*prompts, **how))  # type: ignore[no-any-return]
@@ -75,14 +74,12 @@ def engines(
 ) -> Iterator[Engines]:
     node = third_node_for_module()
     pool = start_for_module(cpu_memory=512 * MIB)
-    model, fault = tmp_path_factory.mktemp("model"), tmp_path_factory.mktemp("vllm") / "fault"
+    model = tmp_path_factory.mktemp("model")
     save_model(model)
 
-    here, there = (
-        engine_on(place, pool.name, str(model), 128 * MIB, str(fault), apart=True)
-        for place in (pool.node_id, node.node_id)
-    )
-    engines = Engines(pool, node, here, there, model, fault)
+    here = engine_on(pool.node_id, pool.name, str(model), 128 * MIB, apart=True)
+    there = engine_on(node.node_id, pool.name, str(model), 128 * MIB, apart=True, environment=TAKES_FUNCTIONS)
+    engines = Engines(pool, node, here, there, model)
     for actor in (here, there):
         engines.answer(actor, prompt(0, 40))
     yield engines
@@ -93,7 +90,7 @@ def engines(
 def small(engines: Engines) -> Iterator[Any]:
     """Another engine on this node, with room for one long prompt only."""
     pool = engines.pool
-    engine = engine_on(pool.node_id, pool.name, str(engines.model), 26 * MIB, str(engines.fault), apart=True)
+    engine = engine_on(pool.node_id, pool.name, str(engines.model), 26 * MIB, apart=True)
     engines.answer(engine, prompt(0, 40))
     yield engine
     close_engines(engine)
@@ -144,11 +141,8 @@ def test_a_request_whose_load_fails_is_computed(engines: Engines) -> None:
     engines.stored(known)
     right = engines.answer(engines.here, known, cold=True)[0][0]
     failed = ray.get(engines.there.metrics.remote()).get(FAILED, 0.0)
-    engines.fault.touch()
-    try:
+    with failing_loads(engines.there):
         assert engines.answer(engines.there, known)[0] == (right, 0)
-    finally:
-        engines.fault.unlink()
     assert engines.afresh(engines.there, known) == (right, 896)
     assert ray.get(engines.there.metrics.remote())[FAILED] == failed + 1
     eventually(lambda: settled(engines.pool))

@@ -54,7 +54,7 @@ def engines(
     arguments = (pool.name, str(model), 128 * MIB)
     with left_over.removed():
         streamed: Any = kind.remote(*arguments, {"weights": str(weights)})
-        reader = engine_on(other_node(pool), *arguments, "/fault", extra={"weights": str(weights)})
+        reader = engine_on(other_node(pool), *arguments, extra={"weights": str(weights)})
         engines = Engines(pool, streamed, reader)
         ray.get([engine.answer.remote([7] * 40) for engine in (streamed, reader)])
         yield engines

@@ -54,10 +54,10 @@ def engines(
     start_for_module: Callable[..., raykv.KVPool], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Engines]:
     pool = start_for_module(cpu_memory=512 * MIB)
-    model, fault = tmp_path_factory.mktemp("model"), tmp_path_factory.mktemp("vllm") / "fault"
+    model = tmp_path_factory.mktemp("model")
     save_model(model)
 
-    arguments = (pool.name, str(model), 128 * MIB, str(fault))
+    arguments = (pool.name, str(model), 128 * MIB)
     here, there, patient = pool.node_id, other_node(pool), {"patience": AHEAD}
     one = engine_on(here, *arguments, extra=patient)
     two = engine_on(there, *arguments, extra=patient, apart=True)  # apart, because its processes are killed

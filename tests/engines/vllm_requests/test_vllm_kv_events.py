@@ -28,6 +28,8 @@ pytestmark = pytest.mark.timeout(600)
 CHUNK, BLOCK = 128, 32  # tokens; a chunk has 1 MiB
 TOPIC = "kv@test"
 KEPT = 20  # batches that an engine can replay
+EVENTS = "raykv.integrations.vllm.events"
+SHORT = {f"{EVENTS}.kv_events.REFRESH_S": 3.0, f"{EVENTS}.kv_events.ASK_S": 0.2, f"{EVENTS}.published.SETTLE_S": 3.0}
 
 
 class Told(NamedTuple):
@@ -88,10 +90,9 @@ def world(
             buffer_steps=KEPT,
             topic=TOPIC,
         )
-        extra = {"refresh_s": 3.0, "settle_s": 3.0, "ask_s": 0.2}
-        connector = ("helpers.engines.vllm.publishing", "PublishingConnector")
-        arguments = (pool.name, str(folder), 32 * MIB, "")
-        made = engine_on(node, *arguments, extra=extra, connector=connector, kv_events_config=config)
+        connector = ("raykv.integrations.vllm.announce", "RoutedConnector")
+        arguments = (pool.name, str(folder), 32 * MIB)
+        made = engine_on(node, *arguments, connector=connector, constants=SHORT, kv_events_config=config)
         return Told(made, events, replay, KVIndex(events, TOPIC))
 
     told = engine(pool.node_id), engine(node.node_id)

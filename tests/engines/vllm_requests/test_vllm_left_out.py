@@ -27,7 +27,7 @@ class Asking:
     def __init__(self, pool: raykv.KVPool, folder: Path, **extra: Any) -> None:
         save_model(folder / "model")
         self.pool, extra = pool, {"blocks_per_chunk": 1, **extra}
-        where = pool.node_id, pool.name, str(folder / "model"), 128 * MIB, str(folder / "fault")
+        where = pool.node_id, pool.name, str(folder / "model"), 128 * MIB
         self.engine = engine_on(*where, extra=extra)
 
     def ask(self, *prompts: list[int], tokens: int = ANSWER) -> tuple[list[list[int]], int]:

@@ -65,7 +65,7 @@ def engines(
     save_model(model)
 
     nodes = pool.node_id, other_node(pool)
-    reader, writer = (engine_on(node, pool.name, str(model), 128 * MIB, "no fault") for node in nodes)
+    reader, writer = (engine_on(node, pool.name, str(model), 128 * MIB) for node in nodes)
     ray.get([reader.__ray_ready__.remote(), writer.__ray_ready__.remote()])
     yield Engines(pool, reader, writer)
     close_engines(reader, writer)

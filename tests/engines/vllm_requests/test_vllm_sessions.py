@@ -56,7 +56,7 @@ class World(NamedTuple):
 def world(start: Callable[..., raykv.KVPool], tmp_path: Path) -> Iterator[World]:
     save_model(tmp_path)
     pool = start(cpu_memory=64 * MIB, locality=1.0)  # so the oldest block of both nodes is evicted
-    engine = engine_on(pool.node_id, pool.name, str(tmp_path), 64 * MIB, str(tmp_path / "fault"))
+    engine = engine_on(pool.node_id, pool.name, str(tmp_path), 64 * MIB)
     yield World(pool, engine)
     close_engines(engine)
 

@@ -61,10 +61,10 @@ def engines(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Engines]:
     pool, kind = start_for_module(cpu_memory=256 * MIB), KINDS[request.param]
-    model, fault = tmp_path_factory.mktemp("model"), tmp_path_factory.mktemp("vllm") / "fault"
+    model = tmp_path_factory.mktemp("model")
     kind.save(model)
     nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
-    arguments = (pool.name, str(model), 64 * MIB, str(fault))
+    arguments = (pool.name, str(model), 64 * MIB)
     actors = [
         engine_on(node, *arguments, size, kind.extra, dtype=kind.dtype, apart=size > 1)
         for size, node in zip((1, 2), nodes, strict=True)

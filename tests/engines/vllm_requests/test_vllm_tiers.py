@@ -58,7 +58,7 @@ def engines(url: str, model: Path, start_for_module: Callable[..., raykv.KVPool]
 
     nodes = pool.node_id, other_node(pool)
     extra = {"verify_tokens": False}  # so chunks have the size of the blocks that push them out
-    actors = [engine_on(node, pool.name, str(model), 64 * MIB, "no fault", extra=extra) for node in nodes]
+    actors = [engine_on(node, pool.name, str(model), 64 * MIB, extra=extra) for node in nodes]
     ray.get([actor.__ray_ready__.remote() for actor in actors])  # importing and compiling vLLM takes long
     yield Engines(pool, *actors)
     close_engines(*actors)

@@ -3,12 +3,13 @@
 import contextlib
 import os
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import psutil
+import pytest
 import ray
 import torch
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -22,11 +23,11 @@ from transformers import (
 )
 from vllm import LLM, SamplingParams
 from vllm.distributed.ec_transfer import get_ec_transfer, has_ec_transfer
+from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.lora.request import LoRARequest
 from vllm.v1.engine.core_client import InprocClient
 
-import raykv.client.leases.stream
-from helpers.pools import PATIENCE_S, free_port
+from helpers.pools import free_port
 from raykv.bench.engines import one_process
 from raykv.integrations.vllm.chunks.chunks import ChunksToLoad
 from raykv.integrations.vllm.connector import RayKVConnector, kv_transfer_config
@@ -39,19 +40,22 @@ ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_NO_USAGE_STATS": "1",
 }
+TAKES_FUNCTIONS = {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}  # of tests, for workers in processes of their own
 
 # Processes whose engine was closed, by (Ray job, node). A process ends with its job.
 _idle: defaultdict[tuple[str, str], list[Any]] = defaultdict(list)
 
 
-def engine_on(node: str, *arguments: Any, apart: bool = False, **options: Any) -> Any:
+def engine_on(
+    node: str, *arguments: Any, apart: bool = False, environment: dict[str, str] | None = None, **options: Any
+) -> Any:
     """An Engine as an actor. node: Ray node id. arguments, options: those of Engine.
 
     The engine takes the process of a closed engine if there is one: to import vLLM takes 6 s, to start it again 0.3.
 
     apart: run scheduler and worker in processes of their own, which is vLLM's default, and starts in 20 s instead of 8.
     test_vllm tests the default. Engines with several ranks need it, unless Ray starts their workers, and so do tests
-    that kill processes.
+    that kill processes. environment: further variables of such an engine.
     """
     if not apart and (idle := _idle[ray.get_runtime_context().get_job_id(), node]):
         actor = idle.pop()
@@ -60,7 +64,7 @@ def engine_on(node: str, *arguments: Any, apart: bool = False, **options: Any) -
     actor = ray.remote(Engine).options(
         num_cpus=0,
         scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
-        runtime_env={"env_vars": ENVIRONMENT if apart else ENVIRONMENT | one_process.ENVIRONMENT},
+        runtime_env={"env_vars": ENVIRONMENT | (environment or {}) if apart else ENVIRONMENT | one_process.ENVIRONMENT},
     )
     return actor.remote(*arguments, **options)
 
@@ -121,27 +125,32 @@ def save_model_of_experts(folder: Path, vocabulary: int = 500) -> None:
 Answer = tuple[list[int], int]  # (greedy tokens, how many of the prompt's tokens were cached)
 
 
-class FaultyConnector(RayKVConnector):
-    """Waits long for tiers. While the file `fault` of its configuration exists, all loads fail and leave garbage."""
+@contextlib.contextmanager
+def failing_loads(engine: Any) -> Iterator[None]:
+    """In the block, all loads of an engine fail, and leave garbage in its KV."""
+    ray.get(engine.fail_loads.remote(True))
+    try:
+        yield
+    finally:
+        ray.get(engine.fail_loads.remote(False))
 
-    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
-        raykv.client.leases.stream.WAIT_BUDGET_S = PATIENCE_S  # a small model computes faster than a disk reads
-        super().__init__(vllm_config, role, kv_cache_config)
 
-    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        super().register_kv_caches(kv_caches)
-        worker, fault = self.connector_worker.worker, Path(self._kv_transfer_config.kv_connector_extra_config["fault"])
-        read = worker._read
+def _fail_loads(_: Any, fail: bool) -> None:
+    """In a worker's process. MultiConnector has ours among its connectors."""
+    group = get_kv_transfer_group()
+    (ours,) = [one for one in getattr(group, "_connectors", [group]) if isinstance(one, RayKVConnector)]
+    worker = ours.connector_worker.worker
 
-        def broken(source: ChunksToLoad, target: Any, after: Any) -> int:
-            if not fault.exists():
-                return int(read(source, target, after))
-            for of_group in worker._pages:
-                for pages in of_group.memory:
-                    pages[target.block_ids] = 7
-            return 0
+    def broken(source: ChunksToLoad, target: Any, after: Any) -> int:
+        for of_group in worker._pages:
+            for pages in of_group.memory:
+                pages[target.block_ids] = 7
+        return 0
 
+    if fail:
         worker._read = broken
+    else:
+        del worker._read
 
 
 class Engine:
@@ -152,25 +161,27 @@ class Engine:
         pool: str,
         model: str,
         cache_bytes: int,
-        fault: str,
         tensor_parallel_size: int = 1,
         extra: dict[str, Any] | None = None,
-        connector: tuple[str, str] = (__name__, "FaultyConnector"),
+        connector: tuple[str, str] = ("raykv.integrations.vllm", "RayKVConnector"),
         role: str = "kv_both",
         beside: tuple[list[dict[str, Any]], list[dict[str, Any]]] = ([], []),
         policy: str = "recompute",
+        constants: dict[str, float] | None = None,
         **options: Any,
     ) -> None:
         """extra, role: for the connector's configuration. connector: its module and name. options: vLLM's.
 
         Chunks are verified (`verify_tokens`) by default.
         beside: configurations of connectors before and after it in a MultiConnector. policy: the MultiConnector's, for
-        failed loads.
+        failed loads. constants: values for modules' constants, by name, in this process.
         """
         one_process.prepare()
+        for constant in (constants or {}).items():
+            pytest.MonkeyPatch().setattr(*constant)
         transfer = kv_transfer_config(pool, role)
         transfer |= dict(zip(("kv_connector_module_path", "kv_connector"), connector, strict=True))
-        transfer["kv_connector_extra_config"].update({"verify_tokens": True} | (extra or {}), fault=fault)
+        transfer["kv_connector_extra_config"].update({"verify_tokens": True} | (extra or {}))
         if any(beside):
             os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(free_port())
             before, after = beside
@@ -302,6 +313,10 @@ class Engine:
             engine.step()
         self.go_on()
         return began
+
+    def fail_loads(self, fail: bool) -> None:
+        """See `failing_loads`."""
+        self.llm.collective_rpc(_fail_loads, args=(fail,))
 
     def load(self, lora: LoRARequest) -> bool:
         return bool(self.llm.llm_engine.add_lora(lora))

@@ -10,7 +10,7 @@ import ray
 from ray.util.placement_group import placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from helpers.engines.vllm.engine import ENVIRONMENT, Engine
+from helpers.engines.vllm.engine import ENVIRONMENT, TAKES_FUNCTIONS, Engine
 from helpers.pools import MIB
 from raykv.bench.engines import one_process
 
@@ -26,9 +26,9 @@ def with_platform() -> dict[str, str]:
 class RayEngine(Engine):
     """An engine by vLLM's Ray executor, tensor parallel over `ranks` workers."""
 
-    def __init__(self, pool: str, model: str, fault: str, ranks: int, **extra: Any) -> None:
+    def __init__(self, pool: str, model: str, ranks: int, **extra: Any) -> None:
         """extra: for the connector's configuration."""
-        super().__init__(pool, model, 64 * MIB, fault, ranks, extra, distributed_executor_backend="ray")
+        super().__init__(pool, model, 64 * MIB, ranks, extra, distributed_executor_backend="ray")
 
     def ranks(self) -> list[tuple[str, str]]:
         """For each rank (Ray node id, name of the pool's memory that the rank reads and writes)."""
@@ -61,7 +61,7 @@ def start(driver: str, places: Sequence[str], *arguments: Any, **extra: Any) -> 
         **one_process.ENVIRONMENT,
         **with_platform(),
         "RAY_ADDRESS": ray.get_runtime_context().gcs_address,  # or vLLM joins the machine's newest cluster
-        "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # to send functions to all workers
+        **TAKES_FUNCTIONS,
         "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": "60",  # until vLLM gives up a rank that has died
         "VLLM_RAY_BUNDLE_INDICES": ",".join(str(i + 1) for i in range(len(places))),
     }
