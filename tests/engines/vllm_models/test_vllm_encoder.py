@@ -127,11 +127,18 @@ def test_encoding_runs_apart_from_the_model(engines: Engines, request: pytest.Fi
     assert look(engines.two, [image(10)], asked(15))[1] == 1, "a consumer stores nothing"
 
 
-def test_an_engine_encodes_what_died_with_the_nodes_stores(engines: Engines) -> None:
-    seen = [image(4)]
-    look(engines.one, seen, asked(6))
+def test_what_the_pool_lost_is_encoded_again(engines: Engines) -> None:
+    look(engines.one, [image(4)], asked(6))
     eventually(lambda: settled(engines.pool))
-    kill(engines.pool, *engines.nodes)
-    said, encoded = look(engines.two, seen, asked(7))
+    engines.pool.clear()
+    said, encoded = look(engines.two, [image(4)], asked(7))
     assert encoded == 1
-    assert said == look(engines.alone, seen, asked(7))[0]
+    assert said == look(engines.alone, [image(4)], asked(7))[0]
+
+
+def test_stores_and_a_directory_that_are_killed_cost_no_answer(engines: Engines) -> None:
+    seen = [image(11), image(12)]
+    look(engines.one, seen, asked(16, images=2))
+    kill(engines.pool, "directory", *engines.nodes)
+    said, _ = look(engines.two, seen, asked(17, images=2))
+    assert said == look(engines.alone, seen, asked(17, images=2))[0]
