@@ -75,7 +75,7 @@ READ = {
     ),
     "vllm.config.ec_transfer.ECTransferConfig": "ec_connector_extra_config is_ec_producer is_ec_consumer",
     "vllm.config.lora.LoRAConfig": "enable_tower_connector_lora",
-    "vllm.config.model.ModelConfig": "enable_sleep_mode get_inputs_embeds_size",
+    "vllm.config.model.ModelConfig": "enable_sleep_mode is_encoder_decoder get_inputs_embeds_size",
     "vllm.config.vllm.VllmConfig": "weight_transfer_config",
     "vllm.lora.request.LoRARequest": "lora_int_id lora_name lora_path",
     "vllm.lora.worker_manager.WorkerLoRAManager": "_load_adapter list_adapters lora_config",

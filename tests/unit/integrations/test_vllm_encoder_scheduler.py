@@ -155,7 +155,9 @@ def config(**options: Any) -> SimpleNamespace:
     return SimpleNamespace(
         lora_config=SimpleNamespace(enable_tower_connector_lora=options.get("tower", False)),
         ec_transfer_config=SimpleNamespace(ec_connector_extra_config=options.get("extra", {})),
-        model_config=SimpleNamespace(enable_sleep_mode=options.get("sleep", False)),
+        model_config=SimpleNamespace(
+            enable_sleep_mode=options.get("sleep", False), is_encoder_decoder=options.get("decodes", False)
+        ),
         weight_transfer_config=options.get("transfer"),
     )
 
@@ -163,6 +165,7 @@ def config(**options: Any) -> SimpleNamespace:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
+        ({"decodes": True}, "encoder-decoder"),
         ({"tower": True}, "set enable_tower_connector_lora to False"),
         ({"sleep": True}, "enable_sleep_mode lets the encoder's weights change"),
         ({"transfer": object()}, "weight_transfer_config lets the encoder's weights change"),

@@ -45,12 +45,12 @@ class RayKVECConnector(ECConnectorBase):  # type: ignore[misc]
         super().__init__(vllm_config, role)
         check(vllm.__version__, vllm_config)
         extra, model = vllm_config.ec_transfer_config.ec_connector_extra_config, vllm_config.model_config
-        pool = attach(extra.get("pool", "default"))
+        self._pool = attach(extra.get("pool", "default"))
         token_bytes = model.get_inputs_embeds_size() * model.dtype.itemsize
-        outputs = outputs_in(pool, encoder_identity(vllm_config), token_bytes)
+        outputs = outputs_in(self._pool, encoder_identity(vllm_config), token_bytes)
         self._stores = self.is_producer and vllm_config.parallel_config.rank == 0
         if role is ECConnectorRole.SCHEDULER:
-            background = pool.session.background
+            background = self._pool.session.background
             self._scheduler = EncoderScheduler(
                 lambda name: background(outputs.read, name), Weights(extra.get("weights"))
             )
@@ -88,12 +88,17 @@ class RayKVECConnector(ECConnectorBase):  # type: ignore[misc]
     def shutdown(self) -> None:
         if self.role is ECConnectorRole.WORKER:
             self._worker.close()
+        self._pool.close()
 
 
 def check(version: str, vllm_config: Any) -> None:
     """ValueError unless this engine's encoder can use a pool; the text says which option to set."""
     check_version(version)
     without = "or leave ec_transfer_config out"
+    if vllm_config.model_config.is_encoder_decoder:
+        raise ValueError(
+            "vLLM gives no connector the output of an encoder-decoder model: leave ec_transfer_config out"
+        )
     if vllm_config.lora_config and vllm_config.lora_config.enable_tower_connector_lora:
         raise ValueError(
             "enable_tower_connector_lora names an adapter's outputs by the adapter's name, which says nothing of its "
