@@ -23,6 +23,7 @@ def check(version: str, vllm_config: Any, kv_cache_config: Any) -> None:
             f"prefix_caching_hash_algo={algorithm!r} is seeded in every process and can be made to collide, so engines "
             f"can't share by it: set prefix_caching_hash_algo to 'sha256', or 'sha256_cbor' across Python versions"
         )
+    check_hashes(vllm_config)
     parallel = vllm_config.parallel_config
     for name in ("prefill_context_parallel_size", "nnodes"):
         if getattr(parallel, name) > 1:
@@ -53,6 +54,16 @@ def check(version: str, vllm_config: Any, kv_cache_config: Any) -> None:
         raise ValueError(
             f"this model's KV cache has {len(groups)} groups, but vLLM {version} can't go on after a failed load: "
             f"install 0.30 or later, set disable_hybrid_kv_cache_manager=True if these are sliding windows, {WITHOUT}"
+        )
+
+
+def check_hashes(vllm_config: Any) -> None:
+    """ValueError if vLLM numbers images instead of hashing them: other engines have other images by these numbers."""
+    images = vllm_config.model_config.multimodal_config
+    if images and not images.mm_processor_cache_gb and not vllm_config.cache_config.enable_prefix_caching:
+        raise ValueError(
+            "mm_processor_cache_gb=0 without vLLM's prefix cache: vLLM hashes no images then, so engines can't tell "
+            "their images apart: set mm_processor_cache_gb above 0, or enable_prefix_caching to True"
         )
 
 

@@ -200,20 +200,17 @@ def test_what_vllm_sets_itself_is_in_the_key(models: Path) -> None:
         config.cache_config.mamba_ssm_cache_dtype = state
         digests.add(_options_digest(config))
     pruned: dict[str, Any] = {"video_pruning_rate": 0.5}
-    of_processor: list[dict[str, Any]] = [
-        {"mm_processor_kwargs": {"num_crops": 4}},
-        {"media_io_kwargs": {"video": {"num_frames": 40}}},
-    ]
-    for options in (
-        {},
-        pruned,
-        pruned | {"video_pruning_method": "vidcom2"},
-        {"mm_encoder_attn_dtype": "fp8"},
-        *of_processor,
-    ):
+    encoder: list[dict[str, Any]] = [{}, pruned, pruned | {"video_pruning_method": "vidcom2"}]
+    encoder += [{"mm_encoder_attn_dtype": "fp8"}, {"mm_processor_kwargs": {"num_crops": 4}}]
+    video = {"num_frames": 40, "fps": 1}
+    encoder += [{"media_io_kwargs": {"video": video}}, {"media_io_kwargs": {"video": video | {"fps": 2}}}]
+    for options in encoder:
         config.model_config.multimodal_config = MultiModalConfig(**options)
         digests.add(_options_digest(config))
-    assert len(digests) == 8
+    assert len(digests) == 9
+    again: dict[str, Any] = {"device": "cuda", "fps": 2, "num_frames": 40}
+    config.model_config.multimodal_config = MultiModalConfig(media_io_kwargs={"video": again})
+    assert _options_digest(config) in digests, "in another order, and decoded on another device"
 
 
 # ---------------------------------------------------------------------- what a request brings

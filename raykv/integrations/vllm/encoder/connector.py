@@ -21,6 +21,7 @@ from raykv.integrations.vllm.encoder.scheduler import EncoderScheduler, Step
 from raykv.integrations.vllm.encoder.worker import EncoderWorker
 from raykv.integrations.vllm.identity.identity import encoder_identity
 from raykv.integrations.vllm.identity.weights import Weights
+from raykv.integrations.vllm.supported import check_hashes
 
 
 def ec_transfer_config(pool: str = "default", role: str = "ec_both") -> dict[str, Any]:
@@ -52,7 +53,7 @@ class RayKVECConnector(ECConnectorBase):  # type: ignore[misc]
         if role is ECConnectorRole.SCHEDULER:
             background = self._pool.session.background
             self._scheduler = EncoderScheduler(
-                lambda name: background(outputs.read, name), Weights(extra.get("weights"))
+                lambda name, tokens: background(outputs.read, name, tokens), Weights(extra.get("weights"))
             )
         else:
             device = torch.device(current_platform.device_type)
@@ -67,7 +68,7 @@ class RayKVECConnector(ECConnectorBase):  # type: ignore[misc]
         return self._scheduler.has(identifier)
 
     def update_state_after_alloc(self, request: Any, index: int) -> None:
-        self._scheduler.allocate(request.mm_features[index].identifier)
+        self._scheduler.allocate(request.mm_features[index])
 
     def build_connector_meta(self, scheduler_output: Any) -> Step:
         return self._scheduler.step(scheduler_output)
@@ -82,8 +83,8 @@ class RayKVECConnector(ECConnectorBase):  # type: ignore[misc]
         self._worker.load(encoder_cache, self._get_connector_metadata().files)
 
     def save_caches(self, encoder_cache: dict[str, torch.Tensor], mm_hash: str, **kwargs: Any) -> None:
-        if self._stores:
-            self._worker.store(self._get_connector_metadata().weights + mm_hash, encoder_cache[mm_hash])
+        if self._stores and (name := self._get_connector_metadata().names.get(mm_hash)):
+            self._worker.store(name, encoder_cache[mm_hash])
 
     def shutdown(self) -> None:
         if self.role is ECConnectorRole.WORKER:
@@ -96,9 +97,8 @@ def check(version: str, vllm_config: Any) -> None:
     check_version(version)
     without = "or leave ec_transfer_config out"
     if vllm_config.model_config.is_encoder_decoder:
-        raise ValueError(
-            "vLLM gives no connector the output of an encoder-decoder model: leave ec_transfer_config out"
-        )
+        raise ValueError("vLLM loads no output of an encoder-decoder model's encoder: leave ec_transfer_config out")
+    check_hashes(vllm_config)
     if vllm_config.lora_config and vllm_config.lora_config.enable_tower_connector_lora:
         raise ValueError(
             "enable_tower_connector_lora names an adapter's outputs by the adapter's name, which says nothing of its "

@@ -6,97 +6,132 @@ before it has the bytes, and the workers get the bytes along with the promise.
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, NamedTuple
 
 from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorMetadata
 
 from raykv.integrations.vllm.identity.weights import Weights
 
-log = logging.getLogger("raykv")
-
 FETCH_S = 1.0  # from then on a request does not wait for an output any more, and the engine computes it
+FETCHES = 32  # outputs that the scheduler fetches or keeps, at most: requests at the head of the queue have them first
+NOT_OF_ENCODERS = "prompt_embeds"  # modality of tensors that a client sends, which vLLM treats as outputs
 
 
 class Step(ECConnectorMetadata):  # type: ignore[misc]
-    """What workers are told with a step. files: outputs to load, by identifier. weights: name of the weights."""
+    """What workers are told with a step.
 
-    def __init__(self, files: dict[str, bytes], weights: str) -> None:
-        self.files, self.weights = files, weights
+    files: outputs to load, by identifier. names: of outputs to store once they are computed, by identifier.
+    """
+
+    def __init__(self, files: dict[str, bytes], names: dict[str, str]) -> None:
+        self.files, self.names = files, names
 
 
-class Fetch:
+class Fetch(NamedTuple):
     """The search for one output in the pool."""
 
-    def __init__(self, reading: Future[bytes | None]) -> None:
-        self._reading, self._until = reading, time.monotonic() + FETCH_S
+    reading: Future[bytes | None]
+    until: float
 
     def is_over(self) -> bool:
-        return self._reading.done() or time.monotonic() > self._until
+        return self.reading.done() or time.monotonic() > self.until
 
     def file(self) -> bytes | None:
         """The output; None if the pool has none, or has not given it yet."""
-        if not self._reading.done():
-            return None
-        if error := self._reading.exception():
-            log.warning("an encoder's output could not be read, so the engine computes it: %r", error)
-            return None
-        return self._reading.result()
+        return self.reading.result() if self.reading.done() else None
 
 
 class EncoderScheduler:
-    """What this engine's requests need of the pool. One thread calls it. vLLM's identifiers name outputs."""
+    """What this engine's requests need of the pool. One thread calls it. features: vLLM's `mm_features` of a request.
 
-    def __init__(self, read: Callable[[str], Future[bytes | None]], weights: Weights) -> None:
-        """read: begins to read the output of a name. weights: their name is a part of each name."""
+    vLLM's identifiers name outputs.
+    """
+
+    def __init__(self, read: Callable[[str, int], Future[bytes | None]], weights: Weights) -> None:
+        """read: begins to read the output with a name and so many tokens. weights: their name begins each name."""
         self._read, self._weights = read, weights
-        self._computed = set[str]()  # outputs in the engine's own cache, or to be computed in this step
+        self._weights_are_known = False  # in this step
+        self._present = set[str]()  # outputs in the engine's own cache, or that this step brings there
         self._fetches: dict[str, Fetch] = {}
         self._to_load: dict[str, bytes] = {}
+        self._to_store: set[str] = set()
 
     def is_settled(self, features: Any, computed: int) -> bool:
         """Whether it is known which outputs of a request the pool has. The first call begins to fetch them.
 
-        features: vLLM's `mm_features`. computed: how many leading tokens of the request need no output.
+        computed: how many leading tokens of the request need no output.
         """
-        wanted = [of.identifier for of in features if of.mm_position.offset + of.mm_position.length > computed]
-        missing = [identifier for identifier in wanted if identifier not in self._computed]
+        missing = [
+            of
+            for of in features
+            if of.mm_position.offset + of.mm_position.length > computed
+            and of.identifier not in self._present
+            and of.modality != NOT_OF_ENCODERS
+        ]
         if missing:
             self._name_weights()
-        return all([self._fetch(identifier).is_over() for identifier in missing])
+        for of in missing:
+            self._begin(of)
+        fetches = [self._fetches[of.identifier] for of in missing if of.identifier in self._fetches]
+        return all(fetch.is_over() for fetch in fetches)
 
-    def _fetch(self, identifier: str) -> Fetch:
-        if identifier not in self._fetches:
-            self._fetches[identifier] = Fetch(self._read(self._weights.name + identifier))
-        return self._fetches[identifier]
+    def _begin(self, feature: Any) -> None:
+        if feature.identifier in self._fetches or len(self._fetches) >= FETCHES:
+            return
+        name = self._weights.name + feature.identifier
+        try:
+            reading = self._read(name, feature.mm_position.get_num_embeds())
+        except RuntimeError:  # the system starts no thread
+            return
+        self._fetches[feature.identifier] = Fetch(reading, time.monotonic() + FETCH_S)
 
     def _name_weights(self) -> None:
-        """Read the weights' name again. Other weights make other outputs."""
-        if self._weights.renewed():
-            self._fetches.clear()
+        """Read the weights' name, once a step. Other weights make other outputs."""
+        if self._weights_are_known:
+            return
+        self._weights_are_known = True
+        if self._weights.renew():
+            for identifier in list(self._fetches):
+                self._drop(identifier)
+
+    def _drop(self, identifier: str) -> Fetch | None:
+        fetch = self._fetches.pop(identifier, None)
+        if fetch:
+            fetch.reading.cancel()
+        return fetch
 
     def has(self, identifier: str) -> bool:
+        """Whether the output is here. vLLM asks for outputs that its own cache lacks."""
+        self._present.discard(identifier)
         return identifier in self._fetches and self._fetches[identifier].file() is not None
 
-    def allocate(self, identifier: str) -> None:
+    def allocate(self, feature: Any) -> None:
         """The engine's cache has room for an output, which the step loads or computes."""
-        self._computed.add(identifier)
-        fetch = self._fetches.pop(identifier, None)
-        if fetch and (file := fetch.file()) is not None:
-            self._to_load[identifier] = file
+        self._present.add(feature.identifier)
+        fetch = self._fetches.get(feature.identifier)
+        file = fetch.file() if fetch else None
+        self._drop(feature.identifier)
+        if file is not None:
+            self._to_load[feature.identifier] = file
+        elif feature.modality != NOT_OF_ENCODERS:
+            self._to_store.add(feature.identifier)
 
     def step(self, scheduled: Any) -> Step:
         """What the workers need for a step. scheduled: vLLM's SchedulerOutput."""
-        self._computed.difference_update(scheduled.free_encoder_mm_hashes)
-        if scheduled.scheduled_encoder_inputs:
+        self._present.difference_update(scheduled.free_encoder_mm_hashes)
+        if self._to_store:
             self._name_weights()
-        files, self._to_load = self._to_load, {}
-        return Step(files, self._weights.name)
+        self._weights_are_known = False
+        if not scheduled.total_num_scheduled_tokens:  # vLLM's first model runner calls no connector in such a step
+            return Step({}, {})
+        step = Step(self._to_load, {identifier: self._weights.name + identifier for identifier in self._to_store})
+        self._to_load, self._to_store = {}, set()
+        return step
 
     def forget(self, features: Any) -> None:
-        """A request has ended. features: vLLM's `mm_features`. Other requests fetch the same outputs again."""
+        """A request has ended. Other requests fetch the same outputs again."""
         for of in features:
-            self._fetches.pop(of.identifier, None)
+            self._drop(of.identifier)

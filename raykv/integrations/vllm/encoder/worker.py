@@ -31,10 +31,15 @@ class EncoderWorker:
                 cache[identifier] = loaded(file, self._device)
 
     def store(self, name: str, output: torch.Tensor) -> None:
-        """Store an output, in the background by default. Dropped while too many outputs wait."""
+        """Store an output, in the background by default. Dropped while too many outputs wait, and after an error."""
         if not self._room.acquire(blocking=self._at_once):
             return
-        stored = self._storing.submit(self._store, name, *_on_host(output))
+        try:
+            stored = self._storing.submit(self._store, name, *_on_host(output))
+        except RuntimeError:  # no memory for the copy, or no thread
+            self._room.release()
+            log.exception("an encoder's output was not stored in the raykv pool")
+            return
         if self._at_once:
             stored.result()
 
@@ -49,8 +54,8 @@ class EncoderWorker:
             self._room.release()
 
     def close(self) -> None:
-        """Store what waits, and end the thread."""
-        self._storing.shutdown()
+        """End the thread. Drops outputs that wait."""
+        self._storing.shutdown(cancel_futures=True)
 
 
 def _on_host(output: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event | None]:

@@ -23,10 +23,8 @@ OPTIONS = {
     "cache_config": ("kv_cache_dtype_skip_layers", "mamba_cache_dtype", "mamba_ssm_cache_dtype"),
     "load_config": ("model_loader_extra_config",),  # some loaders find the weights or an adapter by this option
 }
-OF_IMAGES = (
-    *("mm_encoder_attn_dtype", "mm_encoder_fp8_scale_path", "video_pruning_rate", "video_pruning_method"),
-    *("mm_processor_kwargs", "media_io_kwargs"),  # vLLM's hashes cover only those of a request
-)
+OF_IMAGES = ("mm_encoder_attn_dtype", "mm_encoder_fp8_scale_path", "video_pruning_rate", "video_pruning_method")
+OF_PROCESSOR = ("mm_processor_kwargs", "media_io_kwargs")  # vLLM's hashes cover only those of a request
 
 
 def identity(vllm_config: Any, kv_cache_config: Any, parallel: str) -> dict[str, str]:
@@ -83,7 +81,17 @@ def _options_digest(vllm_config: Any) -> str:
     }
     if images := vllm_config.model_config.multimodal_config:
         found |= {name: getattr(images, name, None) for name in OF_IMAGES}
+        found |= {name: _sorted(getattr(images, name, None) or {}) for name in OF_PROCESSOR}
     return digest(repr(sorted(found.items())) + _longest(vllm_config.model_config))
+
+
+def _sorted(options: dict[str, Any]) -> list[tuple[str, Any]]:
+    """Options in one order, without those by which vLLM chooses a device and its decoder of videos."""
+    return sorted(
+        (name, _sorted(value) if isinstance(value, dict) else value)
+        for name, value in options.items()
+        if name not in ("device", "backend")
+    )
 
 
 def _longest(model: Any) -> str:

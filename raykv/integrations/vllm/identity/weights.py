@@ -18,20 +18,23 @@ class Weights:
     def __init__(self, file: str | None) -> None:
         """file: path of a file with the name, read again at every reset. ValueError if the file is missing or empty."""
         self._file = file
-        self.name = self._read() if file else ""
+        self.name = self._found = self._read() if file else ""
         if file and not self.name:
             raise ValueError(f"weights={file!r}: write what the engine's weights are called into this file")
 
     def reset(self) -> None:
         """The weights may have changed. Take the name in the file, or else a name that no other engine has."""
-        self.name = self._read() or f"/{secrets.token_hex(16)}"
+        self._found = self._read()
+        self.name = self._found or f"/{secrets.token_hex(16)}"
+        if self._file and not self._found:
+            log.warning("the weights have no name, so the engine shares with nobody: write it into %s", self._file)
 
-    def renewed(self) -> bool:
+    def renew(self) -> bool:
         """Read the file again. Returns whether the weights have another name now. Without a file they keep theirs."""
-        before = self.name
-        if self._file is not None:
-            self.reset()
-        return self.name != before
+        if self._file is None or self._read() == self._found:
+            return False
+        self.reset()
+        return True
 
     def _read(self) -> str:
         """The name in the file; "" where the file is missing or empty."""
@@ -39,7 +42,6 @@ class Weights:
             return ""
         try:
             name = Path(self._file).read_text(encoding="utf-8").strip()
-        except (OSError, UnicodeDecodeError) as error:
-            log.warning("the engine's weights have no name, so it shares with nobody: %s", error)
+        except (OSError, UnicodeDecodeError):
             return ""
         return f"/weights {name}" if name else ""
