@@ -145,6 +145,8 @@ class RayKVConnector(Connector):  # type: ignore[misc]
             self._unnamed.add(request.request_id)
         status.req_context.set_state(chain)
         status.req_context.set_state(Prompt(request))
+        if not request.skip_reading_prefix_cache:
+            scheduler.manager.queue.add(request.request_id, chain)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         scheduler = self.connector_scheduler
@@ -195,6 +197,7 @@ class RayKVConnector(Connector):  # type: ignore[misc]
         meta = super().build_connector_meta(scheduler_output)
         meta.computes = scheduler_output.total_num_scheduled_tokens > 0
         meta.question = self._adapters.question
+        self.connector_scheduler.manager.fetch_ahead()
         if self._role == "kv_producer":
             for request_id, tokens in scheduler_output.num_scheduled_tokens.items():
                 meta.store_jobs.update(self._store_tail(request_id, tokens))

@@ -25,6 +25,7 @@ ACCEPTED = "vllm:spec_decode_num_accepted_tokens"
 class Engines(NamedTuple):
     """one, two: engines that draft, on two raylets. plain: an engine that does not, on the first's raylet."""
 
+    method: str
     pool: raykv.KVPool
     one: Any
     two: Any
@@ -67,7 +68,7 @@ def engines(
     arguments = (pool.name, str(target), 64 * MIB)
     one, two = (engine_on(node, *arguments, **drafts) for node in (pool.node_id, other_node(pool)))
     plain = engine_on(pool.node_id, *arguments)
-    yield Engines(pool, one, two, plain)
+    yield Engines(request.param, pool, one, two, plain)
     close_engines(one, two, plain)
 
 
@@ -87,7 +88,7 @@ def test_a_hit_drafts_as_well_as_the_engines_own_cache(engines: Engines) -> None
         assert (said, cached) == (right, 384)
         for name, count in (("own", own), ("pool", pool), ("computed", computed)):
             total[name] += count
-    assert total["computed"] > 50, "some guesses are right"
+    assert total["computed"] > (0 if engines.method == "dflash" else 50), "some guesses are right"
     assert abs(total["pool"] - total["own"]) <= 2, "zeros in the place of the drafter's KV make 4 to 56 of difference"
 
 
@@ -128,7 +129,7 @@ def test_ranks_have_a_part_of_the_drafters_layers_each(
     pool, (target, speculative) = start(cpu_memory=64 * MIB), save("draft_model", tmp_path)
     drafts: dict[str, Any] = {"speculative_config": speculative, "tensor_parallel_size": 2}
     engine = engine_on(pool.node_id, pool.name, str(target), 64 * MIB, apart=True, **drafts)
-    engines, asked = Engines(pool, engine, engine, engine), prompt(1, 500)
+    engines, asked = Engines("draft_model", pool, engine, engine, engine), prompt(1, 500)
     right = ask(engine, asked, 8)[0]
     chunk = 2 * CHUNK  # twice the tokens, as a rank has half of each block
     eventually(lambda: engines.cached(engine, asked) == chunk)

@@ -23,6 +23,7 @@ from vllm.v1.kv_offload.base import (
 
 from raykv.client.cache import KVCache
 from raykv.client.leases.joint_match import JointMatch, Part
+from raykv.client.leases.match import Match
 from raykv.client.pool import KVPool
 from raykv.integrations.vllm.chunks.chain import Chain
 from raykv.integrations.vllm.chunks.chunks import ChunksOfLayers, ChunksToLoad, ChunksToStore, PartToLoad
@@ -35,6 +36,7 @@ from raykv.integrations.vllm.scheduler.ask import Ask, Computing, Found, RankPar
 from raykv.integrations.vllm.scheduler.counters import ASKED, FAILED, HITS, LEFT_OUT, WAITED
 from raykv.integrations.vllm.scheduler.done import Done
 from raykv.integrations.vllm.scheduler.pool_keys import by_group, pool_keys
+from raykv.integrations.vllm.scheduler.queue import Queue
 from raykv.integrations.vllm.scheduler.threshold import Threshold
 from raykv.integrations.vllm.scheduler.waiting import PATIENCE, UNMEASURED, Wait
 from raykv.integrations.vllm.worker.ranks import Rank
@@ -49,7 +51,7 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
     """Asks the directory once per request, in threads beside the scheduler's loop. vLLM calls its methods.
 
     caches: by place and part; none before `set_ranks`. events: for routers, or None. weights: the name of the weights.
-    resets: how often the weights may have changed.
+    resets: how often the weights may have changed. queue: requests that wait in the engine's queue.
     """
 
     def __init__(
@@ -83,6 +85,7 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
         self._sessions, self._done = Sessions(), Done(pool.session.directory)
         self._rate = 0.0  # tokens per second that requests computed lately
         self._held_until = 0.0
+        self.queue = Queue()
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="raykv-ask")
 
     def set_ranks(self, ranks: list[Rank], groups: list[Group]) -> None:
@@ -99,6 +102,7 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
         The scheduler calls this, so this never waits for Ray. key: vLLM's hash of a chunk.
         """
         request = req_context.req_id
+        self.queue.leave(request)
         if request in self._failed or not self.caches or time.monotonic() < self._held_until:
             return LookupResult.MISS
         ask, chain = self._asks.get(request), req_context.get_state(Chain)
@@ -217,6 +221,7 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
     def on_request_finished(self, req_context: Any) -> None:
         """Forget the request, and release what it holds. Tell the pool which chunks its session is done with."""
         self._failed.discard(req_context.req_id)
+        self.queue.leave(req_context.req_id)
         self.release_unused(req_context.req_id)
         if computing := self._computing.get(req_context.req_id):
             computing.missed.clear()  # nothing more will be offered
@@ -289,6 +294,30 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
             self._forget(request)
         if self.events is not None:
             self.events.reset()
+
+    def fetch_ahead(self) -> None:
+        """Begin to fetch chunks of requests that have waited in the engine's queue for a whole step."""
+        for chain in self.queue.step():
+            if self.caches and chain.is_named:
+                self.queue.begin(self._threads.submit(self._fetch, dict(self.caches), chain))
+
+    def _fetch(self, caches: dict[int, dict[int, KVCache]], chain: Chain) -> None:
+        """Bring to this node the chunks that its workers need of a request, as many as the staging window holds.
+
+        Groups with windows need only last chunks, and nobody knows yet which these are.
+        """
+        try:
+            here = [rank for rank in self._ranks if rank.memory == self._pool.session.memory_name]
+            parts = {part for rank in here for part in rank.parts}
+            for group in self._groups:
+                if not group.window:
+                    keys = pool_keys(caches[group.place], list(chain.keys[group.group_idx]), chain.origin)
+                    for part in parts.intersection(keys):
+                        speed = caches[group.place][part].recompute_tokens_per_s
+                        with Match(self._pool.session, keys[part], speed, prefetch=True).ask() as match:
+                            match.fetch()
+        except Exception:
+            log.exception("chunks of a waiting request were not fetched")
 
     def in_background(self, function: Callable[..., None], *arguments: Any) -> None:
         """Call `function` in a thread beside the scheduler's loop. Its error is logged."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import Glm4MoeConfig, Glm4MoeForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import Glm4MoeConfig, Glm4MoeForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3Config
 
 HIDDEN, VOCABULARY, LAYERS = 256, 500, 4
 SIZES: dict[str, Any] = {"hidden_size": HIDDEN, "intermediate_size": 512, "vocab_size": VOCABULARY}
@@ -72,6 +72,25 @@ def _eagle3(folder: Path) -> tuple[Path, dict[str, Any]]:
     return target, speculative | {"method": "eagle3"}
 
 
+def _dflash(folder: Path) -> tuple[Path, dict[str, Any]]:
+    """The target's first layer. Its keys and values of earlier tokens come from the target's hidden states.
+
+    It guesses each masked token by the token's own embedding, so hardly any guess is right.
+    """
+    target, speculative = _draft_model(folder)
+    drafter = Path(speculative["model"])
+    saved = load_file(drafter / "model.safetensors")
+    weights = {name.removeprefix("model."): tensor for name, tensor in saved.items() if "layers.0" in name}
+    weights |= {f"layers.0.self_attn.{name}_norm.weight": torch.ones(64) for name in "qk"}
+    weights |= {f"{norm}.weight": torch.ones(HIDDEN) for norm in ("norm", "hidden_norm")}
+    weights["fc.weight"] = torch.eye(HIDDEN, 3 * HIDDEN)
+    save_file(weights, drafter / "model.safetensors", metadata={"format": "pt"})
+    config = Qwen3Config(**SIZES | {"num_hidden_layers": 1}, **HEADS, architectures=["DFlashDraftModel"]).to_dict()
+    config["dflash_config"] = {"target_layer_ids": [0, 1, 2], "mask_token_id": VOCABULARY - 1, "causal": True}
+    (drafter / "config.json").write_text(json.dumps(config))
+    return target, speculative | {"method": "dflash"}
+
+
 def _mtp(folder: Path) -> tuple[Path, dict[str, Any]]:
     """The drafter is a further layer with the weights of the target's last layer."""
     model = Glm4MoeForCausalLM(Glm4MoeConfig(**SIZES, **HEADS, **EXPERTS, pad_token_id=0, eos_token_id=None))
@@ -107,5 +126,6 @@ SAVES: dict[str, Callable[[Path], tuple[Path, dict[str, Any]]]] = {
     "draft_model": _draft_model,
     "eagle": _eagle,
     "eagle3": _eagle3,
+    "dflash": _dflash,
     "mtp": _mtp,
 }

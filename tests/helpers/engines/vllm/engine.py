@@ -293,10 +293,17 @@ class Engine:
         """Ids of the processes that this engine has started. The actor's own process is not among them."""
         return [process.pid for process in processes()]
 
-    def begin(self, prompt: list[int]) -> None:
+    def begin(self, prompt: list[int], name: str = "begun", tokens: int = 8) -> None:
         """Begin a prompt, and do not wait: if the engine is killed, vLLM's client would wait for ever."""
-        sampling = SamplingParams(max_tokens=8, detokenize=False, ignore_eos=True)
-        self.llm.llm_engine.add_request("begun", {"prompt_token_ids": prompt}, sampling)
+        sampling = SamplingParams(max_tokens=tokens, detokenize=False, ignore_eos=True)
+        self.llm.llm_engine.add_request(name, {"prompt_token_ids": prompt}, sampling)
+        self.go_on()
+
+    def end(self, name: str) -> bool:
+        """Abort a request that was begun. Returns whether it was unfinished."""
+        begun = name in self.llm.llm_engine.output_processor.request_states
+        self.llm.llm_engine.abort_request([name])
+        return begun
 
     def reset(self, connector: bool = False) -> bool:
         return bool(self.llm.reset_prefix_cache(reset_connector=connector))
