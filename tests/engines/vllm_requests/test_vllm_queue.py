@@ -36,8 +36,9 @@ def test_chunks_are_fetched_before_the_request_is_scheduled(start: Callable[...,
     before = pulled(pool)
     ray.get([reader.begin.remote(prompt(3, 40), "first", 3000), reader.begin.remote(known, "second")])
     eventually(lambda: pulled(pool) == before + CHUNKS)
-    assert ray.get(reader.end.remote("first")), "the engine has room for one request, and the second waited"
-    eventually(lambda: not ray.get(reader.end.remote("second")))
+    assert ray.get(reader.unfinished.remote()) == 2, "the engine has room for one request, and the second waited"
+    ray.get(reader.end.remote("first"))
+    eventually(lambda: not ray.get(reader.unfinished.remote()))
 
     eventually(lambda: ray.get(reader.reset.remote()))
     assert ray.get(reader.answer.remote(known)) == [(right, CHUNKS * CHUNK)]

@@ -299,11 +299,13 @@ class Engine:
         self.llm.llm_engine.add_request(name, {"prompt_token_ids": prompt}, sampling)
         self.go_on()
 
-    def end(self, name: str) -> bool:
-        """Abort a request that was begun. Returns whether it was unfinished."""
-        begun = name in self.llm.llm_engine.output_processor.request_states
+    def unfinished(self) -> int:
+        """How many requests are not answered yet."""
+        return int(self.llm.llm_engine.get_num_unfinished_requests())
+
+    def end(self, name: str) -> None:
+        """Abort a request that was begun."""
         self.llm.llm_engine.abort_request([name])
-        return begun
 
     def reset(self, connector: bool = False) -> bool:
         return bool(self.llm.reset_prefix_cache(reset_connector=connector))
