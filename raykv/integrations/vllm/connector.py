@@ -146,6 +146,7 @@ class RayKVConnector(Connector):  # type: ignore[misc]
         status.req_context.set_state(chain)
         status.req_context.set_state(Prompt(request))
         if not request.skip_reading_prefix_cache:
+            status.update_offload_keys()  # which vLLM does when it first schedules the request
             scheduler.manager.queue.add(request.request_id, chain)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:

@@ -51,7 +51,7 @@ READ = {
         "group_idx tokens_per_chunk tokens_per_block sliding_window_size_in_chunks is_eagle_group"
     ),
     f"{CONNECTORS}.offloading.scheduler.RequestOffloadState": (
-        "req req_context group_states transfer_jobs num_locally_computed_tokens"
+        "req req_context group_states transfer_jobs num_locally_computed_tokens update_offload_keys"
     ),
     f"{CONNECTORS}.offloading.scheduler.RequestGroupState": "offload_keys next_stored_chunk_idx block_ids",
     f"{CONNECTORS}.offloading.common.OffloadingConnectorMetadata": "store_jobs",
