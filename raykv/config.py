@@ -199,6 +199,11 @@ def slab_bytes(capacity: int) -> int:
     return min(1 << 30, max(4 * MIB, 1 << max(0, (capacity // 32).bit_length() - 1)))
 
 
+def staging_window(capacity: int) -> int:
+    """Bytes of a node's staging window: 2% of its arena and at least 256 MiB, but at most an eighth of the arena."""
+    return min(max(capacity // 50, 256 * MIB), capacity // 8)
+
+
 def capacity_bytes(memory: Size, total: int) -> int:
     """Bytes of an arena. memory: bytes, or a fraction of `total` bytes."""
     size = parse_size("memory", memory)

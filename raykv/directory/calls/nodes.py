@@ -2,12 +2,13 @@
 
 import numpy as np
 
+from raykv.config import staging_window
 from raykv.directory.calls.found_blocks import FoundBlocks
 from raykv.directory.calls.upkeep import check, promote_replicas, set_state
 from raykv.directory.kernels import columns, slabs
 from raykv.directory.kernels import sole_copies as copies
 from raykv.directory.kernels.columns import CLOCK, EPOCH
-from raykv.directory.state.allocator import Node, staging_window
+from raykv.directory.state.allocator import Node
 from raykv.directory.state.arrays import key_array
 from raykv.directory.state.hit_curve import Plan
 from raykv.directory.state.state import State

@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 
-from raykv.config import MIB
 from raykv.directory.kernels import columns, eviction, leases, slabs
 from raykv.directory.state.arrays import RowArray
 from raykv.directory.state.size_classes import SizeClasses
@@ -74,11 +73,6 @@ class Node:
         if self.leaving:
             return columns.TO_READERS
         return columns.TO_OWN if self.on_gpu else columns.TO_ALL
-
-
-def staging_window(capacity: int) -> int:
-    """Bytes of a node's staging window: 2% of its arena and at least 256 MiB, but at most an eighth of the arena."""
-    return min(max(capacity // 50, 256 * MIB), capacity // 8)
 
 
 class Allocator:

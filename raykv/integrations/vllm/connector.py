@@ -146,7 +146,7 @@ class RayKVConnector(Connector):  # type: ignore[misc]
         status.req_context.set_state(chain)
         status.req_context.set_state(Prompt(request))
         if not request.skip_reading_prefix_cache:
-            status.update_offload_keys()  # which vLLM does when it first schedules the request
+            status.update_offload_keys()  # so that its chunks have names while it waits
             scheduler.manager.queue.add(request.request_id, chain)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
@@ -198,7 +198,7 @@ class RayKVConnector(Connector):  # type: ignore[misc]
         meta = super().build_connector_meta(scheduler_output)
         meta.computes = scheduler_output.total_num_scheduled_tokens > 0
         meta.question = self._adapters.question
-        self.connector_scheduler.manager.fetch_ahead()
+        self.connector_scheduler.manager.fetch_ahead(self._own_cache.blocks)
         if self._role == "kv_producer":
             for request_id, tokens in scheduler_output.num_scheduled_tokens.items():
                 meta.store_jobs.update(self._store_tail(request_id, tokens))

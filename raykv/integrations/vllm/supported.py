@@ -60,7 +60,9 @@ def check(version: str, vllm_config: Any, kv_cache_config: Any) -> None:
 def check_hashes(vllm_config: Any) -> None:
     """ValueError if vLLM numbers images instead of hashing them: other engines have other images by these numbers."""
     images = vllm_config.model_config.multimodal_config
-    if images and not images.mm_processor_cache_gb and not vllm_config.cache_config.enable_prefix_caching:
+    if images is None or getattr(images, "language_model_only", False):
+        return
+    if not images.mm_processor_cache_gb and not vllm_config.cache_config.enable_prefix_caching:
         raise ValueError(
             "mm_processor_cache_gb=0 without vLLM's prefix cache: vLLM hashes no images then, so engines can't tell "
             "their images apart: set mm_processor_cache_gb above 0, or enable_prefix_caching to True"

@@ -6,8 +6,8 @@ from helpers.directory.checks import check_invariants
 from helpers.directory.oracle.slots import LOCATION, unpack
 from helpers.directory.pool import KEYS, PAGE, Pool, blocks
 
+from raykv.config import staging_window
 from raykv.directory.kernels import columns
-from raykv.directory.state.allocator import staging_window
 from raykv.protocol.stores import FREED, Inventory, SlabReport, SweepResult
 
 SLOTS = 8

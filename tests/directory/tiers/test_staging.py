@@ -4,8 +4,8 @@ from helpers.directory.checks import check_invariants
 from helpers.directory.oracle.slots import LOCATION, unpack
 from helpers.directory.pool import KEYS, Pool, blocks, staged
 
+from raykv.config import staging_window
 from raykv.directory.calls.readers import HELD_UP_S
-from raykv.directory.state.allocator import staging_window
 
 
 def beside_a_window_of_three(nodes: str = "ab") -> Pool:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import ray
-from helpers.pools import MIB, eventually, other_node
+from helpers.pools import MIB, PATIENCE_S, eventually, other_node
 from helpers.tiers.redis_server import redis_server
 
 import raykv
@@ -20,6 +20,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'raykv[vl
 from helpers.engines.vllm.engine import close_engines, engine_on, save_model
 
 pytestmark = pytest.mark.timeout(600)
+PATIENT = {"raykv.client.leases.stream.WAIT_BUDGET_S": PATIENCE_S}  # a small model computes faster than a disk reads
 CHUNKS = 7  # of a prompt of 1,000 tokens: 1 MiB each
 _fillers = itertools.count()
 
@@ -58,7 +59,7 @@ def engines(url: str, model: Path, start_for_module: Callable[..., raykv.KVPool]
 
     nodes = pool.node_id, other_node(pool)
     extra = {"verify_tokens": False}  # so chunks have the size of the blocks that push them out
-    actors = [engine_on(node, pool.name, str(model), 64 * MIB, extra=extra) for node in nodes]
+    actors = [engine_on(node, pool.name, str(model), 64 * MIB, extra=extra, constants=PATIENT) for node in nodes]
     ray.get([actor.__ray_ready__.remote() for actor in actors])  # importing and compiling vLLM takes long
     yield Engines(pool, *actors)
     close_engines(*actors)

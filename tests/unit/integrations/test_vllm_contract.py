@@ -79,10 +79,10 @@ READ = {
     "vllm.config.vllm.VllmConfig": "weight_transfer_config",
     "vllm.lora.request.LoRARequest": "lora_int_id lora_name lora_path",
     "vllm.lora.worker_manager.WorkerLoRAManager": "_load_adapter list_adapters lora_config",
-    "vllm.v1.core.block_pool.BlockPool": "blocks evict_blocks reset_prefix_cache",
+    "vllm.v1.core.block_pool.BlockPool": "blocks evict_blocks get_cached_block reset_prefix_cache",
     "vllm.v1.core.sched.output.NewRequestData": "req_id num_computed_tokens",
     "vllm.v1.core.sched.output.SchedulerOutput": (
-        "num_scheduled_tokens scheduled_new_reqs scheduled_encoder_inputs free_encoder_mm_hashes"
+        "num_scheduled_tokens scheduled_new_reqs total_num_scheduled_tokens free_encoder_mm_hashes"
     ),
     "vllm.v1.request.Request": (
         "block_hashes all_token_ids lora_request num_tokens num_prompt_tokens num_computed_tokens is_finished "

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Future
-from typing import Any
+from dataclasses import replace
 
 import pytest
 
@@ -11,6 +10,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'raykv[vl
 
 from raykv.integrations.vllm.chunks.chain import Chain
 from raykv.integrations.vllm.chunks.chunks import Origin
+from raykv.integrations.vllm.identity.adapters import Adapter
 from raykv.integrations.vllm.scheduler.queue import AT_ONCE, Queue
 
 
@@ -18,8 +18,11 @@ def chain(request: str) -> Chain:
     return Chain({}, Origin(request, None, None))
 
 
-def names(chains: list[Chain]) -> list[str]:
-    return [one.origin.id for one in chains]
+def step(queue: Queue) -> list[str]:
+    """The requests that are fetched for in a step."""
+    fetched: list[str] = []
+    queue.step(lambda one: fetched.append(one.origin.id))
+    return fetched
 
 
 @pytest.fixture
@@ -30,26 +33,32 @@ def queue() -> Queue:
     return queue
 
 
-def test_a_request_that_is_looked_up_within_a_step_is_not_fetched_for(queue: Queue) -> None:
-    assert queue.step() == [], "the step may yet have looked up the others"
+def test_a_request_that_is_scheduled_within_a_step_is_not_fetched_for(queue: Queue) -> None:
+    assert step(queue) == [], "the step may yet have scheduled the others"
     for request in "abcd":
         queue.leave(request)
     queue.leave("unknown")
-    assert queue.step() == []
+    assert step(queue) == []
 
 
-def test_the_first_requests_are_fetched_for_and_the_next_when_these_have_come(queue: Queue) -> None:
-    queue.step()
-    assert names(queue.step()) == list("abcd")[:AT_ONCE]
-    fetching: list[Future[Any]] = [Future() for _ in range(AT_ONCE)]
-    for one in fetching:
-        queue.begin(one)
-    assert queue.step() == []
+def test_the_first_requests_are_fetched_for_and_the_next_when_these_have_left(queue: Queue) -> None:
+    step(queue)
+    assert step(queue) == list("abcd")[:AT_ONCE]
+    assert step(queue) == [], "their chunks would be pushed out"
     queue.leave("c")
-    fetching[0].set_result(None)
-    assert names(queue.step()) == ["d"]
-    fetching[1].set_result(None)
-    assert queue.step() == [], "each is fetched for once"
+    queue.leave("a")
     queue.add("e", chain("e"))
-    assert queue.step() == []
-    assert names(queue.step()) == ["e"]
+    assert step(queue) == ["d"]
+    queue.leave("b")
+    assert step(queue) == ["e"]
+    queue.leave("d")
+    assert step(queue) == [], "each is fetched for once"
+
+
+def test_a_request_whose_adapter_has_no_name_yet_holds_up_nobody() -> None:
+    queue, unnamed = Queue(), replace(chain("a"), adapter=1)
+    queue.add("a", unnamed)
+    queue.add("b", chain("b"))
+    assert step(queue) == [] and step(queue) == ["b"]
+    unnamed.origin = unnamed.origin._replace(adapter=Adapter(1, b"name", {}))
+    assert step(queue) == ["a"]

@@ -39,6 +39,9 @@ class Fetch(NamedTuple):
     def is_over(self) -> bool:
         return self.reading.done() or time.monotonic() > self.until
 
+    def is_miss(self) -> bool:
+        return self.reading.done() and self.reading.result() is None
+
     def file(self) -> bytes | None:
         """The output; None if the pool has none, or has not given it yet."""
         return self.reading.result() if self.reading.done() else None
@@ -79,7 +82,7 @@ class EncoderScheduler:
         return all(fetch.is_over() for fetch in fetches)
 
     def _begin(self, feature: Any) -> None:
-        if feature.identifier in self._fetches or len(self._fetches) >= FETCHES:
+        if feature.identifier in self._fetches or sum(not of.is_miss() for of in self._fetches.values()) >= FETCHES:
             return
         name = self._weights.name + feature.identifier
         try:
@@ -106,6 +109,7 @@ class EncoderScheduler:
     def has(self, identifier: str) -> bool:
         """Whether the output is here. vLLM asks for outputs that its own cache lacks."""
         self._present.discard(identifier)
+        self._name_weights()
         return identifier in self._fetches and self._fetches[identifier].file() is not None
 
     def allocate(self, feature: Any) -> None:
@@ -122,6 +126,7 @@ class EncoderScheduler:
     def step(self, scheduled: Any) -> Step:
         """What the workers need for a step. scheduled: vLLM's SchedulerOutput."""
         self._present.difference_update(scheduled.free_encoder_mm_hashes)
+        self._present |= self._to_load.keys() | self._to_store  # freed and needed again
         if self._to_store:
             self._name_weights()
         self._weights_are_known = False

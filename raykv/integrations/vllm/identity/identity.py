@@ -6,6 +6,7 @@ embeddings. `KVPool.cache` covers the shape of a pool block: tokens, bytes, part
 
 from __future__ import annotations
 
+import os
 import platform
 from typing import Any
 
@@ -24,7 +25,7 @@ OPTIONS = {
     "load_config": ("model_loader_extra_config",),  # some loaders find the weights or an adapter by this option
 }
 OF_IMAGES = ("mm_encoder_attn_dtype", "mm_encoder_fp8_scale_path", "video_pruning_rate", "video_pruning_method")
-OF_PROCESSOR = ("mm_processor_kwargs", "media_io_kwargs")  # vLLM's hashes cover only those of a request
+VIDEO_LOADER = "VLLM_VIDEO_LOADER_BACKEND"  # a variable of vLLM's environment, which chooses frames of videos
 
 
 def identity(vllm_config: Any, kv_cache_config: Any, parallel: str) -> dict[str, str]:
@@ -81,16 +82,21 @@ def _options_digest(vllm_config: Any) -> str:
     }
     if images := vllm_config.model_config.multimodal_config:
         found |= {name: getattr(images, name, None) for name in OF_IMAGES}
-        found |= {name: _sorted(getattr(images, name, None) or {}) for name in OF_PROCESSOR}
+        found["mm_processor_kwargs"] = _sorted(images.mm_processor_kwargs or {}, ("device",))
+        found["media_io_kwargs"] = _sorted(images.media_io_kwargs or {}, ("device", "backend"))
+        found[VIDEO_LOADER] = os.environ.get(VIDEO_LOADER)
     return digest(repr(sorted(found.items())) + _longest(vllm_config.model_config))
 
 
-def _sorted(options: dict[str, Any]) -> list[tuple[str, Any]]:
-    """Options in one order, without those by which vLLM chooses a device and its decoder of videos."""
+def _sorted(options: dict[str, Any], but: tuple[str, ...]) -> list[tuple[str, Any]]:
+    """An engine's options for images and videos in one order. vLLM's hashes cover only those of a request.
+
+    but: names of options that vLLM sets by the device, and that change no image.
+    """
     return sorted(
-        (name, _sorted(value) if isinstance(value, dict) else value)
+        (name, _sorted(value, but) if isinstance(value, dict) else value)
         for name, value in options.items()
-        if name not in ("device", "backend")
+        if name not in but
     )
 
 

@@ -24,17 +24,20 @@ class Weights:
 
     def reset(self) -> None:
         """The weights may have changed. Take the name in the file, or else a name that no other engine has."""
-        self._found = self._read()
-        self.name = self._found or f"/{secrets.token_hex(16)}"
-        if self._file and not self._found:
-            log.warning("the weights have no name, so the engine shares with nobody: write it into %s", self._file)
+        self._take(self._read())
 
     def renew(self) -> bool:
         """Read the file again. Returns whether the weights have another name now. Without a file they keep theirs."""
-        if self._file is None or self._read() == self._found:
+        found = self._read()
+        if self._file is None or found == self._found:
             return False
-        self.reset()
+        self._take(found)
         return True
+
+    def _take(self, found: str) -> None:
+        self._found, self.name = found, found or f"/{secrets.token_hex(16)}"
+        if self._file and not found:
+            log.warning("the weights have no name, so the engine shares with nobody: write it into %s", self._file)
 
     def _read(self) -> str:
         """The name in the file; "" where the file is missing or empty."""

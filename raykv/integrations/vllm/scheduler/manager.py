@@ -7,6 +7,9 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, suppress
+from functools import partial
+from itertools import takewhile
 from math import lcm
 from typing import Any
 
@@ -26,7 +29,7 @@ from raykv.client.leases.joint_match import JointMatch, Part
 from raykv.client.leases.match import Match
 from raykv.client.pool import KVPool
 from raykv.integrations.vllm.chunks.chain import Chain
-from raykv.integrations.vllm.chunks.chunks import ChunksOfLayers, ChunksToLoad, ChunksToStore, PartToLoad
+from raykv.integrations.vllm.chunks.chunks import ChunksOfLayers, ChunksToLoad, ChunksToStore, Origin, PartToLoad
 from raykv.integrations.vllm.chunks.hints import Sessions
 from raykv.integrations.vllm.events.kv_events import KVEvents, Prompt
 from raykv.integrations.vllm.identity.groups import Group, first_parts
@@ -36,7 +39,7 @@ from raykv.integrations.vllm.scheduler.ask import Ask, Computing, Found, RankPar
 from raykv.integrations.vllm.scheduler.counters import ASKED, FAILED, HITS, LEFT_OUT, WAITED
 from raykv.integrations.vllm.scheduler.done import Done
 from raykv.integrations.vllm.scheduler.pool_keys import by_group, pool_keys
-from raykv.integrations.vllm.scheduler.queue import Queue
+from raykv.integrations.vllm.scheduler.queue import Queue, ahead_bytes
 from raykv.integrations.vllm.scheduler.threshold import Threshold
 from raykv.integrations.vllm.scheduler.waiting import PATIENCE, UNMEASURED, Wait
 from raykv.integrations.vllm.worker.ranks import Rank
@@ -221,7 +224,6 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
     def on_request_finished(self, req_context: Any) -> None:
         """Forget the request, and release what it holds. Tell the pool which chunks its session is done with."""
         self._failed.discard(req_context.req_id)
-        self.queue.leave(req_context.req_id)
         self.release_unused(req_context.req_id)
         if computing := self._computing.get(req_context.req_id):
             computing.missed.clear()  # nothing more will be offered
@@ -256,6 +258,7 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
 
     def release_unused(self, request: str) -> None:
         """The request has its blocks, or is done. Release its leases unless it loads the leased chunks."""
+        self.queue.leave(request)
         ask = self._asks.get(request)
         if ask is None or ask.loading:
             return
@@ -295,29 +298,40 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
         if self.events is not None:
             self.events.reset()
 
-    def fetch_ahead(self) -> None:
-        """Begin to fetch chunks of requests that have waited in the engine's queue for a whole step."""
-        for chain in self.queue.step():
-            if self.caches and chain.is_named:
-                self.queue.begin(self._threads.submit(self._fetch, dict(self.caches), chain))
+    def fetch_ahead(self, own: Any) -> None:
+        """Fetch chunks of requests that have waited in the engine's queue for a whole step.
 
-    def _fetch(self, caches: dict[int, dict[int, KVCache]], chain: Chain) -> None:
-        """Bring to this node the chunks that its workers need of a request, as many as the staging window holds.
-
-        Groups with windows need only last chunks, and nobody knows yet which these are.
+        own: vLLM's block pool, whose chunks are left out; None: fetch all chunks.
         """
-        try:
-            here = [rank for rank in self._ranks if rank.memory == self._pool.session.memory_name]
-            parts = {part for rank in here for part in rank.parts}
-            for group in self._groups:
-                if not group.window:
-                    keys = pool_keys(caches[group.place], list(chain.keys[group.group_idx]), chain.origin)
-                    for part in parts.intersection(keys):
-                        speed = caches[group.place][part].recompute_tokens_per_s
-                        with Match(self._pool.session, keys[part], speed, prefetch=True).ask() as match:
-                            match.fetch()
-        except Exception:
-            log.exception("chunks of a waiting request were not fetched")
+        if self.caches:
+            self.queue.step(partial(self._fetch_ahead, own))
+
+    def _fetch_ahead(self, own: Any, chain: Chain) -> None:
+        """Begin to fetch. Layers with windows need only last chunks, and nobody knows yet which these are."""
+        session = self._pool.session
+        here = {part for rank in self._ranks if rank.memory == session.memory_name for part in rank.parts}
+        wanted, chunk_bytes = [], 0
+        for group in self._groups:
+            caches = {part: cache for part, cache in self.caches[group.place].items() if part in here}
+            if caches and not group.window:
+                wanted.append((caches, _behind_own(chain.keys[group.group_idx], group.group_idx, own)))
+                chunk_bytes += sum(cache.block_bytes for cache in caches.values())
+        if not wanted:
+            return
+        room = ahead_bytes(session.local) // chunk_bytes
+        with suppress(RuntimeError):  # the system starts no thread
+            self.in_background(self._fetch, [(caches, keys[:room]) for caches, keys in wanted], chain.origin)
+
+    def _fetch(self, wanted: list[tuple[dict[int, KVCache], list[bytes]]], origin: Origin) -> None:
+        """Bring chunks to this node. wanted: chunks by vLLM's keys, and the caches of their parts."""
+        with under(origin.headers), ExitStack() as held:
+            matches = []
+            for caches, keys in wanted:
+                for part, rows in pool_keys(caches, keys, origin).items():
+                    match = Match(self._pool.session, rows, caches[part].recompute_tokens_per_s, prefetch=True)
+                    matches.append(held.enter_context(match.ask()))
+            for match in matches:
+                match.fetch()
 
     def in_background(self, function: Callable[..., None], *arguments: Any) -> None:
         """Call `function` in a thread beside the scheduler's loop. Its error is logged."""
@@ -460,6 +474,13 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
     def _forget(self, request: str) -> None:
         if ask := self._asks.pop(request, None):
             ask.release()
+
+
+def _behind_own(keys: list[bytes], group: int, own: Any) -> list[bytes]:
+    """A group's chunks behind the chunks that vLLM's block pool has."""
+    hashes = map(get_offload_block_hash, keys)
+    first = 0 if own is None else sum(1 for _ in takewhile(lambda block: own.get_cached_block(block, [group]), hashes))
+    return keys[first:]
 
 
 def _log_failure(done: Future[None]) -> None:

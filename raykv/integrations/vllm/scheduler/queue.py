@@ -1,38 +1,47 @@
-"""Requests in the engine's queue. While they wait, their chunks are fetched to this node."""
+"""Requests in the engine's queue. While they wait, their chunks are fetched to the node of the engine's scheduler."""
 
 from __future__ import annotations
 
-from concurrent.futures import Future
-from typing import Any
+from collections.abc import Callable
 
+from raykv.client.stores.local_store import LocalStore
+from raykv.config import staging_window
 from raykv.integrations.vllm.chunks.chain import Chain
 
-AT_ONCE = 2  # requests that are fetched for at a time: chunks of more would push out those of the first
+AT_ONCE = 2  # requests with chunks fetched ahead: those of more would push out the first requests' chunks
+
+
+def ahead_bytes(local: LocalStore | None) -> int:
+    """How many bytes are fetched ahead for a request: all requests together get half of the node's staging window.
+
+    local: the node's store.
+    """
+    capacity = local.arena.offered * local.arena.slab_bytes if local else 0
+    return staging_window(capacity) // (2 * AT_ONCE)
 
 
 class Queue:
-    """Requests that vLLM has not looked up yet, in the order of their arrival. One thread calls it."""
+    """Requests that vLLM has not scheduled yet, in the order of their arrival. One thread calls it."""
 
     def __init__(self) -> None:
-        self._waiting: dict[str, tuple[Chain, int]] = {}  # and the step before which they came
-        self._fetching: list[Future[Any]] = []
+        self._waiting: dict[str, tuple[Chain, int]] = {}  # with the number of the step in which the request came
+        self._ahead: set[str] = set()  # requests of `_waiting` whose chunks are fetched
         self._step = 0
 
     def add(self, request: str, chain: Chain) -> None:
         self._waiting[request] = chain, self._step
 
     def leave(self, request: str) -> None:
-        """The request is looked up, has chunks on their way, or has ended."""
+        """The request is looked up, is scheduled, or has ended."""
         self._waiting.pop(request, None)
+        self._ahead.discard(request)
 
-    def step(self) -> list[Chain]:
-        """The requests to fetch for now. Each has waited for a whole step, and is named once."""
-        self._fetching = [fetching for fetching in self._fetching if not fetching.done()]
-        free = AT_ONCE - len(self._fetching)
-        late = [request for request, (_, step) in self._waiting.items() if step < self._step][: max(0, free)]
+    def step(self, fetch: Callable[[Chain], None]) -> None:
+        """Call `fetch` once for each of the first requests that have waited for a whole step."""
+        for request, (chain, step) in self._waiting.items():
+            if step == self._step or len(self._ahead) == AT_ONCE:
+                break
+            if request not in self._ahead and chain.is_named:
+                self._ahead.add(request)
+                fetch(chain)
         self._step += 1
-        return [self._waiting.pop(request)[0] for request in late]
-
-    def begin(self, fetching: Future[Any]) -> None:
-        """Chunks of a request are on their way."""
-        self._fetching.append(fetching)
