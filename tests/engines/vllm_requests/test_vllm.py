@@ -209,6 +209,7 @@ def test_an_engine_does_not_wait_for_the_directory(start: Callable[..., raykv.KV
 
 
 EAGLE = SimpleNamespace(method="eagle")
+NUMBERED = SimpleNamespace(mm_processor_cache_gb=0)  # images
 
 
 def engine(**other: Any) -> tuple[str, Any, Any]:
@@ -221,7 +222,10 @@ def engine(**other: Any) -> tuple[str, Any, Any]:
         "nnodes": 1,
     }
     config = SimpleNamespace(
-        cache_config=SimpleNamespace(prefix_caching_hash_algo=other.get("hashes", "sha256")),
+        cache_config=SimpleNamespace(
+            prefix_caching_hash_algo=other.get("hashes", "sha256"), enable_prefix_caching=other.get("prefixes", False)
+        ),
+        model_config=SimpleNamespace(multimodal_config=other.get("images")),
         parallel_config=SimpleNamespace(**{name: other.get(name, value) for name, value in parallel.items()}),
         speculative_config=other.get("speculative"),
         kv_transfer_config=SimpleNamespace(kv_connector_extra_config=other.get("extra", {})),
@@ -246,6 +250,7 @@ def engine(**other: Any) -> tuple[str, Any, Any]:
         ({"speculative": EAGLE, "extra": {"canonical_layout": True}}, "method='eagle' and canonical_layout: a drafter"),
         ({"kind": CrossAttentionSpec}, "CrossAttentionSpec, which raykv can't reuse"),
         ({"groups": []}, "no KV of a prompt, as BERT"),
+        ({"images": NUMBERED}, "set mm_processor_cache_gb above 0"),
     ],
 )
 def test_engines_that_are_not_supported_are_refused(other: dict[str, Any], said: str) -> None:
@@ -253,6 +258,8 @@ def test_engines_that_are_not_supported_are_refused(other: dict[str, Any], said:
     check(*engine(pipeline_parallel_size=2, speculative=SimpleNamespace(method="ngram")))
     check(*engine(speculative=EAGLE))
     check(*engine(decode_context_parallel_size=2))
+    check(*engine(images=NUMBERED, prefixes=True))
+    check(*engine(images=SimpleNamespace(mm_processor_cache_gb=4)))
     with pytest.raises(ValueError, match=said):
         check(*engine(**other))
 
