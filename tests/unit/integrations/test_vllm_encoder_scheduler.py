@@ -19,7 +19,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from raykv.integrations.vllm.encoder import scheduler as module
 from raykv.integrations.vllm.encoder.connector import check
 from raykv.integrations.vllm.encoder.scheduler import EncoderScheduler
-from raykv.integrations.vllm.encoder.worker import EncoderWorker
+from raykv.integrations.vllm.encoder.worker import Storing, load
 from raykv.integrations.vllm.identity.weights import Weights
 
 
@@ -198,15 +198,15 @@ def test_a_worker_keeps_what_the_engine_has_and_drops_what_it_cannot_store(caplo
         def store(self, name: str, output: torch.Tensor, wait: bool) -> None:
             raise MemoryError(name)
 
-    worker = EncoderWorker(Broken(), torch.device("cpu"), at_once=False)  # type: ignore[arg-type]
+    storing = Storing(Broken(), at_once=False)  # type: ignore[arg-type]
     own = torch.zeros(2)
     cache = {"a": own}
-    worker.load(cache, {"a": b"no file"})
+    load(cache, {"a": b"no file"}, "cpu")
     assert cache["a"] is own
     for _ in range(100):
-        worker.store("a", own)
-    worker._storing.submit(int).result()
-    worker.close()
+        storing.store("a", own)
+    storing._thread.submit(int).result()
+    storing.close()
     assert "was not stored" in caplog.text
 
 

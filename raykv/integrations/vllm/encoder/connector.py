@@ -14,11 +14,12 @@ import vllm
 from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorBase, ECConnectorRole
 from vllm.platforms import current_platform
 
+from raykv.client.pool import KVPool
 from raykv.integrations.node import attach
 from raykv.integrations.vllm.compat import check_version
-from raykv.integrations.vllm.encoder.outputs import outputs_in
+from raykv.integrations.vllm.encoder.outputs import Outputs, outputs_in
 from raykv.integrations.vllm.encoder.scheduler import EncoderScheduler, Step
-from raykv.integrations.vllm.encoder.worker import EncoderWorker
+from raykv.integrations.vllm.encoder.worker import Storing, load
 from raykv.integrations.vllm.identity.identity import encoder_identity
 from raykv.integrations.vllm.identity.weights import Weights
 from raykv.integrations.vllm.supported import check_hashes
@@ -45,19 +46,28 @@ class RayKVECConnector(ECConnectorBase):  # type: ignore[misc]
         """ValueError for a version or an option of vLLM that raykv does not support."""
         super().__init__(vllm_config, role)
         check(vllm.__version__, vllm_config)
-        extra, model = vllm_config.ec_transfer_config.ec_connector_extra_config, vllm_config.model_config
-        self._pool = attach(extra.get("pool", "default"))
-        token_bytes = model.get_inputs_embeds_size() * model.dtype.itemsize
-        outputs = outputs_in(self._pool, encoder_identity(vllm_config), token_bytes)
-        self._stores = self.is_producer and vllm_config.parallel_config.rank == 0
+        self._pool: KVPool | None = None
+        self._storing: Storing | None = None
         if role is ECConnectorRole.SCHEDULER:
-            background = self._pool.session.background
-            self._scheduler = EncoderScheduler(
-                lambda name, tokens: background(outputs.read, name, tokens), Weights(extra.get("weights"))
-            )
-        else:
-            device = torch.device(current_platform.device_type)
-            self._worker = EncoderWorker(outputs, device, at_once=not self.is_consumer)
+            self._scheduler = self._make_scheduler()
+        elif self.is_producer and vllm_config.parallel_config.rank == 0:  # all ranks have equal outputs
+            self._storing = Storing(self._outputs(), at_once=not self.is_consumer)
+
+    def _make_scheduler(self) -> EncoderScheduler:
+        outputs, weights = self._outputs(), self._extra.get("weights")
+        background = outputs.session.background
+        return EncoderScheduler(lambda name, tokens: background(outputs.read, name, tokens), Weights(weights))
+
+    def _outputs(self) -> Outputs:
+        """The outputs in the pool. Only the scheduler and the rank that stores attach to the pool."""
+        model = self._vllm_config.model_config
+        self._pool = attach(self._extra.get("pool", "default"))
+        token_bytes = model.get_inputs_embeds_size() * model.dtype.itemsize
+        return outputs_in(self._pool, encoder_identity(self._vllm_config), token_bytes)
+
+    @property
+    def _extra(self) -> dict[str, Any]:
+        return self._vllm_config.ec_transfer_config.ec_connector_extra_config  # type: ignore[no-any-return]
 
     # ------------------------------------------------------------------ scheduler
 
@@ -80,16 +90,17 @@ class RayKVECConnector(ECConnectorBase):  # type: ignore[misc]
     # ------------------------------------------------------------------ worker
 
     def start_load_caches(self, encoder_cache: dict[str, torch.Tensor], **kwargs: Any) -> None:
-        self._worker.load(encoder_cache, self._get_connector_metadata().files)
+        load(encoder_cache, self._get_connector_metadata().files, current_platform.device_type)
 
     def save_caches(self, encoder_cache: dict[str, torch.Tensor], mm_hash: str, **kwargs: Any) -> None:
-        if self._stores and (name := self._get_connector_metadata().names.get(mm_hash)):
-            self._worker.store(name, encoder_cache[mm_hash])
+        if self._storing and (name := self._get_connector_metadata().names.get(mm_hash)):
+            self._storing.store(name, encoder_cache[mm_hash])
 
     def shutdown(self) -> None:
-        if self.role is ECConnectorRole.WORKER:
-            self._worker.close()
-        self._pool.close()
+        if self._storing:
+            self._storing.close()
+        if self._pool:
+            self._pool.close()
 
 
 def check(version: str, vllm_config: Any) -> None:

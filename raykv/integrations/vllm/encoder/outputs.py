@@ -20,11 +20,14 @@ HEADER = struct.Struct("<QI")  # bytes of the file; CRC-32 of the file, since tw
 
 
 class Outputs:
-    """The outputs of equal encoders. Reads and stores block. A name stands for an output and its encoder's weights."""
+    """The outputs of equal encoders. Reads and stores block. A name stands for an output and its encoder's weights.
+
+    session: this process's part in the pool.
+    """
 
     def __init__(self, cache: KVCache) -> None:
         """cache: of `outputs_in`."""
-        self._cache = cache
+        self._cache, self.session = cache, cache.session
 
     def read(self, name: str, tokens: int) -> bytes | None:
         """The file of an output; None unless the pool has all of it, and it is an output of so many tokens.
@@ -35,7 +38,7 @@ class Outputs:
             file = self._file(name)
             return file if file is not None and len(loaded(file, "cpu")) == tokens else None
         except Exception as error:
-            self._cache.session.directory.fault("encoder", f"an output could not be read: {error!r}")
+            self.session.directory.fault("encoder", f"an output could not be read: {error!r}")
             return None
 
     def _file(self, name: str) -> bytes | None:

@@ -15,27 +15,28 @@ log = logging.getLogger("raykv")
 WAITING = 32  # outputs that wait to be stored, at most: each takes host memory
 
 
-class EncoderWorker:
-    """The encoder's outputs on one rank. All ranks have equal outputs, so the first rank stores them."""
+def load(cache: dict[str, torch.Tensor], files: dict[str, bytes], device: str) -> None:
+    """Put outputs into the engine's cache. cache, files: by identifier; files are of `Outputs.read`."""
+    for identifier, file in files.items():
+        if identifier not in cache:
+            cache[identifier] = loaded(file, device)
 
-    def __init__(self, outputs: Outputs, device: torch.device, at_once: bool) -> None:
+
+class Storing:
+    """Outputs on their way to the pool."""
+
+    def __init__(self, outputs: Outputs, at_once: bool) -> None:
         """at_once: `store` returns only after the pool has the output, since another engine waits for it."""
-        self._outputs, self._device, self._at_once = outputs, device, at_once
-        self._storing = ThreadPoolExecutor(1, thread_name_prefix="raykv-encoder")
+        self._outputs, self._at_once = outputs, at_once
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="raykv-encoder")
         self._room = threading.Semaphore(WAITING)
-
-    def load(self, cache: dict[str, torch.Tensor], files: dict[str, bytes]) -> None:
-        """cache: the engine's, by identifier. files: of `Outputs.read`, by identifier."""
-        for identifier, file in files.items():
-            if identifier not in cache:
-                cache[identifier] = loaded(file, self._device)
 
     def store(self, name: str, output: torch.Tensor) -> None:
         """Store an output, in the background by default. Dropped while too many outputs wait, and after an error."""
         if not self._room.acquire(blocking=self._at_once):
             return
         try:
-            stored = self._storing.submit(self._store, name, *_on_host(output))
+            stored = self._thread.submit(self._store, name, *_on_host(output))
         except RuntimeError:  # no memory for the copy, or no thread
             self._room.release()
             log.exception("an encoder's output was not stored in the raykv pool")
@@ -55,7 +56,7 @@ class EncoderWorker:
 
     def close(self) -> None:
         """End the thread. Drops outputs that wait."""
-        self._storing.shutdown(cancel_futures=True)
+        self._thread.shutdown(cancel_futures=True)
 
 
 def _on_host(output: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event | None]:

@@ -243,8 +243,8 @@ class Engine:
         sampling = SamplingParams(max_tokens=8, temperature=0, detokenize=False, ignore_eos=True)
         asked: Any = [{"prompt_token_ids": prompt, "multi_modal_data": {"image": images}} for prompt in prompts]
         outputs = self._generate(asked, sampling)
-        if has_ec_transfer():
-            get_ec_transfer()._worker._storing.submit(int).result()  # behind the outputs that are stored
+        if has_ec_transfer() and (storing := get_ec_transfer()._storing):
+            storing._thread.submit(int).result()  # behind the outputs that are stored
         of_requests, *_ = self.llm.collective_rpc("get_encoder_timing_stats")  # other ranks encode the same images
         said = [(list(output.outputs[0].token_ids), output.num_cached_tokens or 0) for output in outputs]
         return said, sum(of["num_encoder_calls"] for of in of_requests.values())
