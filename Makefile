@@ -96,7 +96,7 @@ cuda: .venv-cuda/.made  # CuPy, NVRTC and NCCL as `raykv[gpu]` brings them, with
 	.venv-cuda/bin/python -m pytest tests/cuda -m wheels
 
 compat: contract $(ENGINES:%=$(COMPAT)/%/.made)
-	for version in $(ENGINES); do $(COMPAT)/$$version/bin/pytest tests/unit/integrations/test_vllm*.py tests/engines/vllm_*/test_*.py || exit; done
+	for version in $(ENGINES); do $(COMPAT)/$$version/bin/pytest tests/unit/integrations/test_vllm*.py tests/unit/integrations/scheduler tests/engines/vllm_*/test_*.py || exit; done
 
 dist: .venv/.test  # a source distribution, and a wheel that is made from it
 	rm -f $(DIST)/raykv-*
