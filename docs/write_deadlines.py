@@ -13,8 +13,8 @@ PAGE = Path(__file__).parent / "deadlines.md"
 SECONDS = re.compile(r"(?!\w*PER_S)\w+_S")  # names of seconds; a name that ends in PER_S is a rate
 HEAD = """# Deadlines
 
-All times that raykv waits, polls or remembers, in seconds, except those of `raykv bench`. They are constants, not
-settings. Users can set only `deadline` in `PoolConfig` and `patience` in `kv_connector_extra_config`. `python -m
+This page lists, in seconds, how long raykv waits, polls or remembers, except in `raykv bench`. These times are
+constants. Users can set only `deadline` in `PoolConfig` and `patience` in `kv_connector_extra_config`. `python -m
 docs.write_deadlines` writes this page from constants whose names end in `_S`, and their comments.
 """
 
