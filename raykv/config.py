@@ -18,12 +18,13 @@ HEARTBEAT_S = 1.0  # between two heartbeats of a node
 SUSPECT_AFTER_S = 3.0 * HEARTBEAT_S  # a node without a heartbeat for so long is "suspect"
 CLIENT_TTL_S = 10.0  # a client that has said nothing for this long is gone
 TRANSPORTS = ("auto", "nixl", "tcp", "object_store")
-# The share of a node's slots to keep free or copied to its external tier, so that new blocks find room at once.
+# By `write`: the share of a node's slots that are kept free, or whose blocks are kept copied to the external tier. A
+# new block finds room in such a slot at once.
 WRITE_SHARES = {"back": 0.25, "through": 1.0, "never": 0.0}
 FLUSH_DEADLINE_S = 300.0  # to demote all blocks to the external tier when a pool stops
-USES_MAX = 255  # matches of one block that are counted, at most
-KEYS_PER_CALL = 6000  # 96 KB of keys: past 100 KB a Ray argument costs 2 to 4 ms more
-KEYS_PER_JOINT_CALL = 200_000  # where all parts' keys must go in one call: 3.2 MB of its 4 MiB
+USES_MAX = 255  # a block's count of matches ends here
+KEYS_PER_CALL = 6000  # keys of 96 KB: an argument of a Ray call costs 2 to 4 ms more above 100 KB
+KEYS_PER_JOINT_CALL = 200_000  # for a call that needs all keys at once: 3.2 MB; the directory takes calls of 4 MiB
 MIN_MEMORY = 8 * MIB  # bytes of the smallest arena
 
 Size = float | int | str  # size of a memory: see parse_size
@@ -40,20 +41,21 @@ class PoolConfig:
         that GPU first. 0: no GPU tier.
     locality: a writer's node evicts its own coldest block. If a block of another node has been idle more than
         `locality` times as long, that block is evicted instead. 1 is exact cluster-wide LRU. With a value above 1 the
-        pool changes to exact LRU when memory is scarce, and leaves memory to copies when memory is plentiful.
+        pool changes to exact LRU when memory is scarce. When memory is plentiful, the pool uses some of it for copies
+        of other nodes' blocks.
     transport: how blocks cross nodes. "auto": each pair of nodes uses the best transport that both have: NIXL over
-        RDMA, else TCP between node stores. While that fails they use Ray's object store. "nixl": NIXL over any network;
-        "tcp": no NIXL; "object_store": only Ray's, for networks that only Ray may use. Where Ray uses TLS, TCP uses TLS
-        with Ray's certificates, and "nixl" is refused.
+        RDMA, else TCP between node stores. While that transport fails, the pair uses Ray's object store. "nixl": NIXL
+        over any network. "tcp": no NIXL. "object_store": only Ray's object store, for networks that only Ray may use.
+        Where Ray uses TLS, TCP uses TLS with Ray's certificates, and "nixl" is refused.
     external: URL of the external tier, such as "file:///mnt/nvme/raykv?capacity=200GiB" (each node has its own; for a
         shared mount append "&shared=1"), "redis://host:6379?capacity=50GiB" or "s3://bucket/prefix?capacity=1TiB" (one
-        for all nodes). The tier outlives the pool, so it needs a `secret`.
-    write: which blocks are demoted to that tier. "back": a node's oldest blocks, before their room is needed;
-        "through": every block soon after it is stored; "never": none.
+        for all nodes). The tier outlives the pool, so the pool needs a `secret`.
+    write: which blocks are demoted, that is, copied to the external tier. "back": a node's oldest blocks, before their
+        room is needed; "through": every block soon after it is stored; "never": none.
     min_hits: how many matches must have asked for a block before it is demoted.
     deadline: seconds for the directory to answer a client's question, at most 10; a later answer is a miss. Raise it
         where engines keep all processors busy: clients then notice a hanging directory later. A router waits a fifth of
-        the deadline; a read waits eight deadlines for staging slots, and 2 s at least.
+        the deadline. A read waits eight deadlines, and 2 s at least, for room on its node to pull blocks into.
     idle_node_s: the pool leaves a node when nothing else has run on the node for this number of seconds. The node's
         blocks go to other nodes, and its store ends, so Ray's autoscaler can remove it. 0: never. Ray's head keeps a
         store.
@@ -136,8 +138,8 @@ def check_tenant(name: object) -> str:
 class Quota:
     """A tenant's share of a pool's memory. ValueError for impossible shares.
 
-    minimum: share of all nodes' memory that other tenants can't take from this one; 0 to 1. maximum: the largest share
-    that the tenant can have; 0 to 1, where 1 is no limit.
+    minimum: share of all nodes' memory that other tenants can't take from the tenant; 0 to 1. maximum: the largest
+    share that the tenant can have; 0 to 1, where 1 is no limit.
     """
 
     minimum: float = 0.0
@@ -155,9 +157,9 @@ def parse_size(name: str, given: Size) -> float | int:
     """A fraction of something, as a float in (0, 1], or bytes, as an int above 1.
 
     given: a float, an int, or the same as text ("0.3", "1073741824"), or bytes with a unit ("500MB", "20GiB"). As in
-    Kubernetes, units with an `i` are powers of 1024 and others of 1000: Ki, Mi, Gi, Ti and k, M, G, T. A `B` behind
-    them, and upper or lower case, make no difference. 1, 1.0 and "1" are the whole, not one byte.
-    name: of the setting, for the ValueError about other values.
+    Kubernetes, Ki, Mi, Gi and Ti are powers of 1024, and k, M, G and T are powers of 1000. A `B` behind a unit, and
+    upper or lower case, make no difference. 1, 1.0 and "1" are the whole, not one byte.
+    name: the setting's name, which the ValueError for any other value gives.
     """
     value = _number(given) if isinstance(given, str) else given
     if isinstance(value, float) and 0 < value <= 1:
@@ -190,7 +192,7 @@ def memory_size(name: str, given: Size) -> float | int:
 
 
 def fingerprint(pool: str, secret: bytes) -> bytes:
-    """16 bytes that mark arenas and external tiers, equal for equal pool and secret. They do not reveal the secret."""
+    """16 bytes that mark a pool's arenas and external tiers: a hash of pool and secret, which hides the secret."""
     return hashlib.sha256(b"raykv arena\0" + pool.encode() + b"\0" + hashlib.sha256(secret).digest()).digest()[:16]
 
 

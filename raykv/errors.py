@@ -31,7 +31,7 @@ class DeviceError(RayKVError):
 
 
 def reason_of(error: BaseException) -> str:
-    """An error's own text, without the remote traceback and the exception's name that Ray puts before it."""
+    """An error's own text. Leaves out the remote traceback and the exception's name, which Ray puts before the text."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     last = lines[-1] if lines else repr(error)
     name, colon, text = last.partition(": ")

@@ -26,15 +26,15 @@ _HEAD, _MARSHALLED = 5, np.dtype([("code", "S1"), ("value", "<i4")])  # output o
 class CacheId(NamedTuple):
     """The identity of a cache. It does not reveal the root that keys are computed from.
 
-    The tenant is no part of it: a cache may have prompts of several tenants, each with its own salt.
+    The tenant is not part of the identity: a cache may have prompts of several tenants, each with its own salt.
     """
 
     model: str
     block_tokens: int
     block_bytes: int
-    digest: bytes  # of the cache's root, and so of everything that tells the cache from other caches
-    tenant: str = ""  # pays for blocks, and is a label of metrics: see `for_salt`
-    is_named: bool = False  # whether the caller named the tenant; if not, it comes from the cache's salt
+    digest: bytes  # of the cache's root, which depends on everything that tells caches apart
+    tenant: str = ""  # who is charged for blocks, and a label of metrics: see `for_salt`
+    is_named: bool = False  # whether the caller named the tenant; if not, the tenant is derived from a salt
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, CacheId) and self.digest == other.digest and self[:3] == other[:3]
@@ -62,9 +62,9 @@ class CacheId(NamedTuple):
 class Keys(np.ndarray[Any, np.dtype[np.uint8]]):  # not NDArray: an alias is no base class from numpy 2.5 on
     """Keys of one cache: (n, 16) uint8, one for each block. Get them from `KVCache.keys` or `KVCache.rekey`.
 
-    The array carries its cache's identity. Slices, rows chosen by an index, `copy`, pickling and `np.concatenate` of
-    keys of one cache keep the identity. A column, a single key or the result of arithmetic loses it. A cache refuses
-    keys of another cache, and arrays without identity.
+    The array carries its cache's identity. Slices, rows chosen by an index, copies and pickled arrays keep the
+    identity. So does `np.concatenate` of keys of one cache. A column, a single key or the result of arithmetic has no
+    identity. A cache refuses keys of another cache, and arrays without identity.
     """
 
     _cache: CacheId | None
@@ -130,7 +130,7 @@ class Keys(np.ndarray[Any, np.dtype[np.uint8]]):  # not NDArray: an alias is no 
 
 
 def _cache_of(array: object) -> CacheId | None:
-    """The cache of Keys; None for other arrays, and where a view changed the meaning of the rows."""
+    """The cache of Keys; None for other arrays, and for a view whose rows are no longer 16 bytes of uint8."""
     return array._cache if isinstance(array, Keys) and array._are_rows() else None
 
 
@@ -138,19 +138,19 @@ def _cache_of(array: object) -> CacheId | None:
 def tenant_of(salt: str | bytes | None, secret: bytes) -> str:
     """Default name of the tenant of a salt; "" without a salt.
 
-    It is 8 hex digits of the salt's HMAC-SHA256 under the pool's secret. With a plain hash, readers of metrics could
-    find the salt by trying a list.
+    It is 8 hex digits of the salt's HMAC-SHA256 under the pool's secret. If it were a plain hash, a reader of metrics
+    could find the salt by hashing likely salts.
     """
     return hmac.digest(secret, b"tenant" + _bytes("salt", salt), "sha256").hex()[:8] if salt else ""
 
 
 def digest(root: bytes) -> bytes:
-    """16 bytes that tell a cache's root from others. Neither the root nor its keys can be computed from them."""
+    """A hash of a cache's root, of 16 bytes. Neither the root nor any key can be computed from the hash."""
     return hashlib.sha256(b"cache" + root).digest()[:KEY_BYTES]
 
 
 def check(keys: object, cache: CacheId) -> Keys:
-    """The keys, contiguous. ValueError unless they are Keys of that cache."""
+    """The keys, contiguous. ValueError for anything but Keys of that cache."""
     if not isinstance(keys, Keys) or (own := _cache_of(keys)) is None:
         what = f"{keys.dtype} of shape {keys.shape}" if isinstance(keys, np.ndarray) else f"a {type(keys).__name__}"
         raise ValueError(
@@ -211,9 +211,9 @@ def chain(
 
 
 def rekey(root: bytes, hashes: Sequence[bytes] | NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """An engine's own block hashes, which the engine has chained, as keys of this cache: (len(hashes), 16) uint8.
+    """Turn an engine's own block hashes into keys of the cache with this root: (len(hashes), 16) uint8.
 
-    hashes: bytes objects, or (n, k) uint8. ValueError for other values, or an empty hash.
+    hashes: bytes objects, or (n, k) uint8; the engine has chained them. ValueError for other values, or an empty hash.
     """
     if isinstance(hashes, np.ndarray):
         if hashes.ndim != 2 or hashes.dtype != np.uint8:

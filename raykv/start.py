@@ -1,7 +1,8 @@
 """`raykv.start`: start the actors of a pool, if every node can take its part.
 
-The directory and the node stores start first, and wait for the pool's settings. Each store reports the resources of its
-node. `start` puts the settings when every node can take its part. The supervisor comes last, when the pool can serve.
+The directory and the node stores start first, and wait for the pool's settings. Each store reports its node's
+resources. When every node can take its part, `start` writes the settings into Ray's internal KV. The supervisor starts
+last, when the pool can serve.
 """
 
 import json
@@ -43,12 +44,12 @@ Progress = Callable[[int, int], None]
 
 
 def start(config: PoolConfig | None = None, *, exist_ok: bool = False, on_progress: Progress | None = None) -> KVPool:
-    """Start a pool on every node of the Ray cluster, or attach to it if it runs with these settings.
+    """Start a pool on every node of the Ray cluster. If the pool runs already with these settings, attach to it.
 
-    Joins the cluster that runs on this machine if this process has no Ray yet.
+    A process that has no Ray yet joins the cluster that runs on its machine.
 
     config: the pool's settings. Without it, attach to a running pool "default", or start it with the defaults.
-    exist_ok: attach to a running pool whatever its settings. Its secret must still be the same.
+    exist_ok: attach to a running pool even if its settings differ. A secret that is given must still be the pool's.
     on_progress: called with (kernels done, kernels in all) while kernels are compiled, on a machine's first start.
 
     CapacityError where a node can't afford the memory. PoolNotFound if there is no Ray cluster. ValueError for settings
@@ -68,7 +69,7 @@ def start(config: PoolConfig | None = None, *, exist_ok: bool = False, on_progre
             start_supervisor(config.name)  # a killed start may have left the pool without a supervisor
             return KVPool(config.name)
         settings, question = _prepared(config, secret)
-        if named_actors.names(config.name):  # of a start that was killed
+        if named_actors.names(config.name):  # actors that a killed start left
             end_pool(config.name)
         internal_kv.forget(config.name)  # leftovers of a stop that was killed
         try:
@@ -166,7 +167,7 @@ def _await_directory(pool: str, directory: Any, on_progress: Progress | None) ->
 
 
 def _compiled(pool: str) -> list[int]:
-    """Number of kernels that the directory has compiled, and number in all; empty where it compiles none."""
+    """[number of kernels that the directory has compiled, number in all]. Empty if the directory compiles none."""
     return [int(part) for part in (internal_kv.get(pool, Kept.COMPILED) or b"").split()]
 
 
@@ -207,7 +208,7 @@ def _answers(pool: str, stores: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def _check(question: Question, answers: dict[str, dict[str, Any]]) -> None:
-    """CapacityError if a node can't afford its memory; nodes that share a machine's memory are added up.
+    """CapacityError if a node can't afford its memory. Nodes on one machine must afford their memory together.
 
     ValueError if a node's raykv has another protocol version, if a node can't use the external tier or the transport,
     or if no node has a GPU for `gpu_memory`.

@@ -18,14 +18,14 @@ from raykv.system import raylets
 
 ADMIN_DEADLINE_S = 10.0  # for each answer to an administrator; added to the deadline of a resize
 STORES_DEADLINE_S = 1.0  # for all stores to send their counts: a store that hangs is left out
-DRAIN_GRACE_S = 60.0  # added to twice the deadline of a drain, for its last round
+DRAIN_GRACE_S = 60.0  # a caller waits twice the deadline of a drain, and so much longer for the drain's last round
 
 
 class Administration:
     """Calls for which a process need not be a client. These calls map no memory and open no line to the directory.
 
-    name: the pool's. Every method raises PoolNotFound where the pool does not run (any more), and RayKVError in a
-    process that has left its Ray cluster.
+    name: the pool's. Every method raises PoolNotFound if the pool does not run, and RayKVError in a process that has
+    left its Ray cluster.
     """
 
     def __init__(self, name: str) -> None:
@@ -41,7 +41,7 @@ class Administration:
         return {**counts, "failed": failed, "transports": transports_among(names, stores)}
 
     def clear(self) -> int:
-        """Forget every block for good: no restart finds the blocks again. Returns how many keys there were.
+        """Forget every block for good: no restart finds the blocks again. Returns how many keys the pool had.
 
         Raises RayError if the pool's actors do not answer, and ValueError if the pool has no directory.
         """
@@ -51,7 +51,7 @@ class Administration:
         stores = named_actors.find_stores(self.name, set(map(host_of, names))).values()
         internal_kv.drop_other_tokens(self.name)
         content = secrets.token_bytes(CONTENT_BYTES)
-        internal_kv.put(self.name, Kept.SEED, content)  # a restarted store may find a tier without its marker
+        internal_kv.put(self.name, Kept.SEED, content)  # for a restarted store whose tier has no marker
         ray_calls.get([store.clear.remote(floor, content) for store in stores], timeout=ADMIN_DEADLINE_S)
         return int(count)
 
@@ -70,8 +70,9 @@ class Administration:
 
         Blocks that no other node has go to an external tier that all nodes share, or to other nodes.
         node_id: Ray's. deadline: seconds. force: drain even the last node that takes blocks.
-        Returns how many blocks would still be lost with the node. Raises ValueError if no living node has that id, or
-        if the node is the last that takes blocks. Raises RayError if the pool's actors do not answer.
+        Returns how many blocks would still be lost with the node. Raises ValueError if no living node has that id.
+        Without `force`, raises ValueError for the last node that takes blocks. Raises RayError if the pool's actors do
+        not answer.
         """
         supervisor = self._supervisor_of(node_id)
         with _plainly(ValueError):
@@ -95,9 +96,10 @@ class Administration:
         A smaller node gives up its coldest blocks. Slabs with leased blocks stay until the leases end, even after the
         deadline. The new size survives restarts of the node's store, and ends with the pool.
         node_id: Ray's. cpu_memory: as in PoolConfig, a fraction of the node's memory or bytes. deadline: seconds.
-        Returns the new bytes of the node's CPU tier: whole slabs, and more than asked for if the deadline passed.
-        Raises CapacityError if the node can't afford the size, and ValueError for a bad `cpu_memory` or if no living
-        node has that id. Both leave the size as it was. Raises RayError if the pool's actors do not answer.
+        Returns the new size of the node's CPU tier in bytes, in whole slabs: the size reached so far if the deadline
+        passed. Raises CapacityError if the node can't afford the size. Raises ValueError for a bad `cpu_memory`, or if
+        no living node has that id. Both errors leave the size as it was. Raises RayError if the pool's actors do not
+        answer.
         """
         settings_of(self.name)
         cpu_memory = memory_size("cpu_memory", cpu_memory)
@@ -110,9 +112,9 @@ class Administration:
     def set_quota(self, tenant: str, minimum: float = 0.0, maximum: float = 1.0) -> None:
         """Set a tenant's smallest and largest share of the pool's memory, while the pool is in use.
 
-        Other tenants' blocks never take memory that the tenant needs below its minimum. They may use the unused rest of
-        the minimum. Above the maximum, each new block of the tenant evicts another block of the tenant. The pool keeps
-        both shares until it stops.
+        Other tenants may use the part of the minimum that the tenant does not use. They never evict the tenant's blocks
+        within its minimum. At the maximum, each new block of the tenant evicts another block of the tenant. The pool
+        keeps both shares until it stops.
         tenant: as for `cache`; for a cache without a tenant, `pool.tenant_of(salt)`. minimum, maximum: shares of the
         memory of all nodes (GPUs do not count), 0 to 1.
         Raises ValueError for a bad name, for impossible shares, if the minima of all tenants would add up to more than
@@ -123,7 +125,7 @@ class Administration:
             ray_calls.get(directory.set_quota.remote(tenant, quota.minimum, quota.maximum), timeout=ADMIN_DEADLINE_S)
 
     def remove_quota(self, tenant: str) -> bool:
-        """Remove a tenant's quota: the tenant then shares the rest with all tenants without a quota.
+        """Remove a tenant's quota: the tenant then competes for memory with all tenants without a quota.
 
         Returns whether the tenant had a quota. Raises RayError if the directory does not answer.
         """
@@ -134,8 +136,8 @@ class Administration:
         """Quota and used memory of each tenant with a quota. Under "": used memory of all other tenants together.
 
         used: bytes of the tenant's blocks in memory, each block counted once. minimum, maximum: as in `set_quota`.
-        minimum_bytes, maximum_bytes: those shares, in bytes. evicted: the tenant's blocks that made room for others
-        since this directory took charge. Raises RayError if the directory does not answer.
+        minimum_bytes, maximum_bytes: these shares in bytes. evicted: how many of the tenant's blocks were evicted since
+        this directory took charge. Raises RayError if the directory does not answer.
         """
         asked = self._directory().quotas.remote()
         answer: dict[str, dict[str, Any]] = ray_calls.get(asked, timeout=ADMIN_DEADLINE_S)

@@ -35,7 +35,7 @@ ASK_S = 30.0  # for a separate Python process to ask Ray's head
 
 
 def connect(name: str, namespace: str = NAMESPACE, logging_level: int = logging.INFO) -> None:
-    """Join the Ray cluster of RAY_ADDRESS, or else of this machine, unless this process is in a cluster already.
+    """Join the Ray cluster of RAY_ADDRESS, or else of this machine. A process that is in a cluster stays there.
 
     name: of the wanted pool. namespace: of this process's Ray job; raykv's actors are in NAMESPACE.
     logging_level: of Ray's lines in this process. Raises PoolNotFound if there is no cluster, and RayKVError if the
@@ -54,7 +54,7 @@ def connect(name: str, namespace: str = NAMESPACE, logging_level: int = logging.
 
 
 def _check_address(address: str) -> None:
-    """PoolNotFound unless a process listens at RAY_ADDRESS: Ray itself would try for minutes, without a message."""
+    """PoolNotFound if no process listens at RAY_ADDRESS. Ray itself would try for minutes, without a message."""
     if address in ("", "auto", "local"):
         return
     what_to_do = (
@@ -74,12 +74,12 @@ def _check_address(address: str) -> None:
 
 
 def _check_token() -> None:
-    """RayKVError unless the cluster that `ray.init("auto")` would join takes this process's token.
+    """RayKVError if the cluster that `ray.init("auto")` would join refuses this process's token, or lack of a token.
 
     Ray itself would try for half a minute, then say that there is no cluster. ConnectionError if no cluster answers.
     """
     if os.environ.get("RAY_ADDRESS", "") in ("", "auto"):
-        maybe_enable_token_auth_if_token_available(warn_if_disabled=False)  # ray.init does so for these values only
+        maybe_enable_token_auth_if_token_available(warn_if_disabled=False)  # ray.init does so for these values
     if (address := canonicalize_bootstrap_address("auto")) is None:
         return  # RAY_ADDRESS=local: ray.init will start that cluster
     try:
@@ -100,18 +100,18 @@ def sends_token() -> bool:
 
 
 def asks_for_token(address: str) -> bool:
-    """Whether the Ray cluster at an address refuses clients without a token. It takes a second."""
-    without = {**os.environ, "RAY_AUTH_MODE": "disabled"}  # not this process's mode, so a new process asks
+    """Whether the Ray cluster at an address refuses clients without a token. Takes about a second."""
+    without = {**os.environ, "RAY_AUTH_MODE": "disabled"}  # this process may have another mode, so a new process asks
     try:
         command = [sys.executable, "-P", "-c", ASK, address]  # -P: the working folder may have another ray
         asked = subprocess.run(command, env=without, capture_output=True, timeout=ASK_S)
     except subprocess.TimeoutExpired:
-        return True  # Ray keeps trying where a cluster refuses it
+        return True  # Ray keeps trying when a cluster refuses the process
     return asked.returncode == ASKED_FOR
 
 
 def token_source() -> str:
-    """Where this process's token comes from, as Ray looks for it."""
+    """Where Ray takes this process's token from: the name of an environment variable, or the path of a file."""
     return next((name for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH") if name in os.environ), TOKEN_FILE)
 
 

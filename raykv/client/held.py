@@ -52,7 +52,7 @@ class Held:
 
 
 def _joined(parts: list[Locations]) -> bytes:
-    """Take the first KEYS_PER_CALL locations out. The rest goes with later calls."""
+    """Take the first KEYS_PER_CALL locations out of `parts`, as bytes. The rest goes with later calls."""
     if not parts:
         return b""
     whole = np.concatenate(parts)

@@ -22,7 +22,7 @@ SUCH = {
 class KVPool(Administration):
     """A pool of blocks that the nodes of a Ray cluster share. Get one from `start` or `attach`. Thread-safe.
 
-    It survives restarts of the pool's actors. A pickled KVPool attaches to the pool when it is unpickled.
+    A KVPool survives restarts of the pool's actors. A pickled KVPool attaches to the pool when it is unpickled.
     name: the pool's. node_id: of this process's Ray node. session: this process's part in the pool.
     """
 
@@ -55,14 +55,14 @@ class KVPool(Administration):
     ) -> KVCache:
         """A key space of blocks of `block_tokens` tokens and `block_bytes` bytes.
 
-        Equal arguments give equal caches, in every process of the cluster. Engines whose KV differs must differ in an
-        argument, or they read each other's bytes: model, revision, dtype, layout (of a block's bytes), parallel
-        (shape), part (index of a piece of a model that spans nodes). model, dtype and layout are required: nothing else
-        keeps apart two engines with blocks of one size. salt separates tenants that cooperate.
-        tenant: name, in metrics and in `set_quota`, to charge for blocks that are stored or matched through this cache;
-        default: the salt's hash. recompute_tokens_per_s: how fast the engine prefills, which limits waits for an
-        external tier. `tenant` and this rate do not change the cache: tenants may share blocks.
-        Raises ValueError for arguments that are missing or make no block.
+        Equal arguments give equal caches, in every process of the cluster. Two engines whose KV differs must differ in
+        model, revision, dtype, layout (of a block's bytes), parallel (shape) or part (index of a piece of a model that
+        spans nodes). Otherwise they read each other's bytes. model, dtype and layout are required: nothing else keeps
+        apart two engines with blocks of one size. salt separates tenants that cooperate.
+        tenant: who is charged for the blocks that are stored or matched through this cache: a name, for metrics and for
+        `set_quota`. Default: the salt's hash. recompute_tokens_per_s: how fast the engine prefills, which limits waits
+        for an external tier. `tenant` and this rate do not change the cache: tenants may share blocks.
+        Raises ValueError for a missing argument, and for sizes that no block can have.
         """
         _check_said(model=model, dtype=dtype, layout=layout)
         _check_sizes(block_tokens=block_tokens, block_bytes=block_bytes)
@@ -98,15 +98,15 @@ class KVPool(Administration):
     def stats(self) -> dict[str, Any]:
         """The directory's counts of the whole pool, and `faults` of this client by kind.
 
-        While the directory does not answer: only `failed`, `transports` (empty) and `faults`.
+        While the directory does not answer, the result has only `failed`, `transports` (empty) and `faults`.
 
         nodes: counts by Ray node id; a GPU's name is the node's id, "/" and the GPU's UUID.
         socket: host and port where the directory listens, and the number of `connections` of clients and node stores;
         None if all calls go through Ray.
         failed: why other nodes have no store, by Ray node id.
         transports: an entry for each memory (`reader`) that has read from another memory (`from`). `transport`: the
-        transport used last. `gbps`: its rate in GB/s (1e9 bytes). `bytes`, `failed`: the bytes read and the failures,
-        both by transport. Stores that do not answer in time have no entries.
+        transport used last. `gbps`: that transport's rate in GB/s (1e9 bytes). `bytes`, `failed`: the bytes read and
+        the failures, both by transport. Stores that do not answer in time have no entries.
         """
         return {**super().stats(), "faults": dict(self.session.directory.faults)}
 
@@ -123,10 +123,10 @@ class KVPool(Administration):
 def attach(name: str = "default", *, node_id: str | None = None, device: str | int | None = None) -> KVPool:
     """The pool of that name, from any driver, actor, task or Serve deployment of the cluster.
 
-    node_id: this process's Ray node. Give it where Ray can't know it: for example, a driver that an actor started may
-    join any raylet of its machine. device: the GPU whose memory this process reads and writes, by UUID, by number in
-    this process, or by torch's name ("cuda:1"). Blocks go to that GPU's tier first, if the pool was started with
-    `gpu_memory`.
+    node_id: this process's Ray node. Give it where Ray can't know the node: for example, a driver that an actor started
+    may join any raylet of its machine. device: the GPU whose memory this process reads and writes, by UUID, by number
+    in this process, or by torch's name ("cuda:1"). If the pool was started with `gpu_memory`, blocks go to that GPU's
+    tier first.
     Raises PoolNotFound if no such pool or no Ray cluster runs; ProtocolMismatch if another version of raykv started the
     pool; ArenaMismatch if this process can't see its node's shared memory; ValueError for a GPU that this process can't
     use; RayKVError in a fork of a process that is connected to Ray.

@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 from raykv.keys import CacheId
 from raykv.protocol.requests import RequestLine
 
-WAITING = 128  # lines that wait for the next report, at most
+WAITING = 128  # at most so many lines wait for the next report
 
 
 class RequestReport:
-    """Lines that wait to be sent. The owner's lock guards them.
+    """Lines about requests that wait to be sent. The lock of their DirectoryClient guards them.
 
-    followed: whether somebody follows requests, as the directory's last answer said.
+    followed: whether the directory's last answer said that somebody follows requests.
     """
 
     def __init__(self) -> None:
@@ -27,14 +27,14 @@ class RequestReport:
         return bool(self._lines)
 
     def add(self, line: RequestLine) -> None:
-        """Have a line sent. If too many lines wait, only count it."""
+        """Add a line to be sent. If too many lines wait, count the line as left out instead."""
         if len(self._lines) < WAITING:
             self._lines.append(line.packed())
         else:
             self._left_out += 1
 
     def take(self) -> tuple[tuple[bytes, ...], int]:
-        """(lines, number of lines that were only counted) since the last call."""
+        """(lines to send, number of lines that were left out), both since the last call."""
         lines, left_out = tuple(self._lines), self._left_out
         self._lines, self._left_out = [], 0
         return lines, left_out
@@ -49,7 +49,7 @@ def lease_name(owner: int, lease: int) -> str:
 class RequestRecord:
     """One request so far. Seconds are -1 for a step that was not done. Counts are of tokens.
 
-    kind, id, request: see RequestLine. found: tokens by source. short, about: the first reason that was given.
+    kind, id, request: see RequestLine. found: tokens by source. short, about: from the first call of `fall_short`.
     """
 
     kind: str

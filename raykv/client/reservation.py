@@ -17,19 +17,19 @@ from raykv.protocol.clients import NOT_WRITTEN, UNTOUCHED, WRITTEN
 from raykv.protocol.location import LOCATION
 from raykv.protocol.transfers import PULLED
 
-PUSH_BYTES = 128 * MIB  # that another node pulls at a time: large, since pushes do not overlap and each costs a call
+PUSH_BYTES = 128 * MIB  # that another node pulls in one push: large, since each push costs a call, and none overlap
 NO_ROOM = "all memory is held, or this node is drained or has no store: see `raykv status`"
 
 
 class Reservation:
     """Slots that one call granted to a store: `copy_in` at memory speed, then `commit`. A context manager.
 
-    covered: how many leading keys are stored, being written or granted now; the next key found no room.
+    covered: how many leading keys are stored, being written or granted now. The key after these found no room.
     len(): number of granted slots.
     """
 
     def __init__(self, session: Session, keys: Keys, start: int = 0, position: int = 0) -> None:
-        """Reserve slots for the missing keys of keys[start:]. Touches their parents, keys[:start].
+        """Reserve slots for the missing keys of keys[start:]. Marks their parents, keys[:start], as used.
 
         keys: (n, 16), at most KEYS_PER_CALL. position: of keys[0] in its chain.
         """
@@ -71,8 +71,8 @@ class Reservation:
     def commit(self, wait: bool = False) -> int:
         """Push blocks whose slots are on other nodes, then offer all written blocks. Ends the reservation.
 
-        wait: for the directory's answer. Returns how many blocks are newly offered. Without `wait`: how many blocks
-        were written, which the directory is about to offer.
+        wait: whether to wait for the directory's answer; then returns how many blocks are newly offered. Without
+        `wait`, returns how many blocks were written: the directory is about to offer them.
         """
         if not len(self):
             return 0
@@ -96,7 +96,7 @@ class Reservation:
 
     def _push(self) -> None:
         session, away = self._session, np.flatnonzero(self._away & (self._written == WRITTEN))
-        self._written[self._away] = UNTOUCHED  # until their nodes are asked to write there
+        self._written[self._away] = UNTOUCHED  # until another node is asked to pull the block
         if session.local is None:
             return
         for piece in pieces(away, max(1, PUSH_BYTES // self._block_bytes)):
@@ -133,7 +133,7 @@ def store_rows(session: Session, keys: Keys, rows: Rows, start: int = 0, wait: b
     covered, all_written = start, True
     with span("store", pool=session.name, model=keys.cache.model, blocks=len(keys) - start) as it:
         while at < len(keys):
-            first = max(0, at - KEYS_PER_CALL // 2)  # the call also touches the parents
+            first = max(0, at - KEYS_PER_CALL // 2)  # the call also marks the parents as used
             batch = keys[first : first + KEYS_PER_CALL]
             with Reservation(session, batch, at - first, first) as reservation:
                 reservation.copy_in(rows[at - start :])

@@ -43,7 +43,7 @@ class Session:
     """
 
     def __init__(self, name: str, node_id: str | None = None, gpu: str | None = None) -> None:
-        """node_id: default: Ray's. gpu: UUID of the GPU whose memory this process reads and writes, if it has a tier.
+        """node_id: default: Ray's. gpu: UUID of the GPU whose tier this process reads and writes, if the GPU has one.
 
         Raises PoolNotFound, and ArenaMismatch where this process can't see its node's shared memory.
         """
@@ -55,7 +55,7 @@ class Session:
         self._gpu = gpu
         self.local = self._find_store()
         if self.local and not isinstance(self.local.arena, GpuArena):
-            self._gpu = None  # a GPU tier that opens later is not the memory that users were told of
+            self._gpu = None  # do not change to a GPU tier that opens later: users were told of the node's memory
         if self.local is None and (why := internal_kv.failures(name).get(self.node_id)):
             log.warning("pool %s has no store on this node, so every block that is read here is a miss: %s", name, why)
         self.directory = DirectoryClient(
@@ -84,9 +84,9 @@ class Session:
         return self.local.name if self.local else self.node_id
 
     async def in_thread(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run a blocking function beside the event loop. If cancelled, await its end: it may use the caller's memory.
+        """Run a blocking function beside the event loop. A cancelled call still waits for the function's end.
 
-        The function runs in the caller's context, so the caller's span is current there.
+        The function may use the caller's memory until then. It runs in the caller's context, and so in its span.
         """
         return await _in(self._workers, partial(function, *args, **kwargs))
 
@@ -102,7 +102,7 @@ class Session:
     def local_with(self, nodes: NDArray[np.uint32], epoch: int) -> LocalStore | None:
         """This node's store, if its memory has the locations that a directory of this epoch gave.
 
-        Otherwise None, and the session looks for the store again. nodes: `node` of the LOCATIONs.
+        Otherwise returns None, and looks for the store again. nodes: the field `node` of these locations.
         """
         local = self.local
         if local is not None and local.has(nodes, epoch):
@@ -111,7 +111,7 @@ class Session:
         return None
 
     def maps(self, nonces: Iterable[bytes]) -> bool:
-        """Whether all nonces are of the arena that this process maps. If not, look for this node's store again."""
+        """Whether every nonce is that of the mapped arena. If not, look for this node's store again."""
         local = self.local
         if local is not None and all(nonce == local.arena.nonce for nonce in nonces):
             return True
@@ -119,9 +119,9 @@ class Session:
         return False
 
     def refresh(self) -> None:
-        """Look for node stores again, in the background: a store seems to be replaced. At most once in REFRESH_S.
+        """Look for node stores again, since a store seems to be replaced. Looks at most once in REFRESH_S.
 
-        A separate thread waits for stores that do not answer, so no caller waits.
+        A separate thread looks, so no caller waits for a store that does not answer.
         """
         with self._renewing:
             looks = self._renewal is not None and self._renewal.is_alive()
@@ -135,7 +135,7 @@ class Session:
 
     def _let_go_of_lost_memory(self) -> None:
         """Unmap the arena if it is lost: the next store needs the memory."""
-        local = self.local  # `_take` may set another meanwhile
+        local = self.local  # `_take` may change self.local meanwhile
         if local is not None and local.arena.lost:
             local.arena.close()
             self.refresh()
@@ -153,7 +153,7 @@ class Session:
         return self._others.get(memory)
 
     def node_names(self, indices: list[int]) -> list[str]:
-        """Ray node ids, each once, of nodes by their index in locations. Without nodes that are gone."""
+        """Ray node ids, each once, of the nodes with these indices in locations. Leaves out nodes that are gone."""
         if not self._names.keys() >= set(indices):
             self._names.update(self.directory.nodes())
         names = [host_of(self._names[index]) for index in indices if index in self._names]
@@ -166,7 +166,7 @@ class Session:
             self.local.arena.close()
 
     def check_root(self, of_keys: bytes) -> None:
-        """Count a fault if keys do not come from the pool's secret. of_keys: fingerprint of the keys' secret."""
+        """Count a fault if keys were made with another secret. of_keys: fingerprint of the secret of the keys."""
         if of_keys != self.fingerprint:
             self.directory.fault("strange", self._of_another_secret())
 
@@ -215,7 +215,7 @@ async def _in(workers: Workers, function: Callable[[], T]) -> T:
     try:
         return await asyncio.shield(running)
     except asyncio.CancelledError:
-        while not running.done():  # cancelled twice, too
+        while not running.done():  # also after a second cancellation
             with contextlib.suppress(asyncio.CancelledError):
                 await asyncio.wait([running])
         raise

@@ -16,7 +16,7 @@ from raykv.cluster.internal_kv import Kept
 from raykv.config import FLUSH_DEADLINE_S
 
 STOP_DEADLINE_S = 10.0  # for each actor to answer `stop`
-DEATH_DEADLINE_S = 20.0  # Ray takes 5 s to end an actor that does not answer
+DEATH_DEADLINE_S = 20.0  # for actors to end: Ray takes 5 s to end an actor that does not answer
 START_DEADLINE_S = 300.0  # for a start or stop under way, in another process, to end
 LOOK_S = 0.05  # between looks whether an actor has ended
 
@@ -87,9 +87,9 @@ def _flush(stores: list[Any]) -> None:
 def _clean_up(name: str, unstopped: set[str], silent: set[str]) -> int:
     """Remove the arenas of stores that did not answer `stop`. Returns how many arenas were removed.
 
-    unstopped: Ray node ids of living nodes without a stopped store. silent: nodes whose store may still be dying. If a
-    raylet is gone, tasks on its machine's other raylets await the death of its store: otherwise the arena could stay
-    for days.
+    unstopped: Ray node ids of living nodes without a store that answered `stop`. silent: nodes whose store may still be
+    dying. If a raylet is gone, its store may be dying too. Then tasks on the other raylets of its machine wait for the
+    store's death: otherwise the arena could stay for days.
     """
     addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
     living = cluster.living() & addresses.keys()
@@ -106,7 +106,7 @@ def _clean_up(name: str, unstopped: set[str], silent: set[str]) -> int:
         for clean in ray_calls.wait(list(pending), timeout=max(0.0, end - time.monotonic()))[0]:
             address, found = pending.pop(clean), _removed(clean)
             removed += found or 0
-            if found:  # on the whole machine; if it found nothing, the task of another raylet may have been faster
+            if found:  # it cleaned the whole machine; a task that found nothing may have come after another raylet's
                 pending = {other: at for other, at in pending.items() if at != address}
     return removed
 

@@ -18,7 +18,7 @@ from raykv.client.session import Session
 from raykv.keys import CacheId, Keys
 from raykv.protocol.transfers import data_deadline
 
-SLACK = 4  # deadlines of a read, after which blocks that are not back are lost
+SLACK = 4  # a swap-in waits so many deadlines of a read; then blocks that are not back are lost
 RETRY_S = 0.05  # between matches for kept blocks that were not read yet
 
 
@@ -31,7 +31,7 @@ class Swapped:
     stored: Future[int] | None = None
 
     def kept(self) -> bool:
-        """Whether the pool had room for its blocks. Waits until that is known."""
+        """Whether the pool had room for the request's blocks. Waits until that is known."""
         return self.stored is not None and self.stored.result() > 0
 
 
@@ -46,7 +46,7 @@ class Swaps:
         self._session, self._cache, self._root = session, cache, root
         self._secret = secrets.token_bytes(8)  # another process may use the same request ids
         self._requests: dict[str, Swapped] = {}
-        self._numbers = itertools.count()  # a key always means the same bytes, a request id does not
+        self._numbers = itertools.count()  # for keys: a request id may come again with other bytes, a key may not
         self._lock = threading.Lock()  # guards _requests
 
     def out(self, paged: Any, block_ids: Sequence[int], request_id: str) -> Future[int]:
@@ -81,14 +81,14 @@ class Swaps:
     def _out(self, rows: Rows, request: Swapped) -> int:
         store_rows(self._session, request.keys, rows)
         kept = self._session.directory.preempted(request.keys.tobytes())
-        if kept is None:  # the directory may keep the blocks without having answered
+        if kept is None:  # the directory may keep the blocks although no answer came
             self._session.directory.forget_later(request.keys.tobytes())
         return kept or 0
 
     def _back(self, rows: Rows, request: Swapped | None) -> int:
         if request is None or not request.kept():
             return 0
-        tokens_per_s = float(self._cache.block_tokens)  # so a read waits for a tier at most a second for each block
+        tokens_per_s = float(self._cache.block_tokens)  # so a read waits for a tier for at most a second a block
         end, done = time.monotonic() + SLACK * data_deadline(request.blocks * self._cache.block_bytes), 0
         try:
             while done < request.blocks:

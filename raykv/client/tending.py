@@ -1,4 +1,4 @@
-"""The thread of a client: it sends heartbeats and news that no call has told, and finds a lost directory again."""
+"""The thread of a client: it sends heartbeats, and news that no call has carried. It finds a lost directory again."""
 
 import logging
 import threading
@@ -54,7 +54,7 @@ class Tending:
             del client
 
     def _look(self, client: DirectoryClient) -> None:
-        """Send a heartbeat when it is due, and news that no call has told yet. Find a lost directory again."""
+        """Send a heartbeat when it is due, and news that no call has carried yet. Find a lost directory again."""
         client.look_on()
         client.release_dropped()
         if not client.up:

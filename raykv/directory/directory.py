@@ -15,7 +15,7 @@ class Directory(State):
     A state machine for a single thread: it has no locks, and its caller must not call it from two threads at a time.
     Every call takes the time as `now` (seconds of any monotonic clock), and first does everything that is due by then.
     Late or repeated calls raise no error. A call raises ValueError or TypeError if its arguments make no valid message:
-    say, a part of a key or an impossible count. Such a call neither holds nor drops a block.
+    for example, if a key is incomplete or a count impossible. Such a call neither holds nor drops a block.
     Keys are 16 bytes each, joined. `name` names a node or one of its GPUs: see `protocol.location.host_of`.
     """
 

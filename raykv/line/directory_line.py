@@ -17,7 +17,7 @@ from raykv.protocol.location import Address
 from raykv.protocol.packing import packed, unpacked
 
 log = logging.getLogger("raykv")
-SUCCESSION_S = 1.0  # after its process ended, nobody calls a directory through Ray for so long: another replaces it
+SUCCESSION_S = 1.0  # no call through Ray for so long after a directory's process ended: another process replaces it
 SOCKET_AGAIN_S = 5.0  # until a failed socket is tried again; meanwhile calls go through Ray
 
 ERRORS = (RayError, ConnectionError, TimeoutError, ValueError)  # errors of a call where the directory does not answer
@@ -65,7 +65,7 @@ class DirectoryLine:
         return pipeline.socket if pipeline is not None and pipeline.alive else None
 
     def find(self) -> bool:
-        """Find the directory in charge and connect to it, unless connected. Returns whether there is a directory.
+        """Find the directory in charge, and connect if not yet connected. Returns whether there is a directory.
 
         Only a call shows whether that directory answers. Waits for Ray's internal KV, and briefly for the directory's
         socket.
@@ -91,7 +91,7 @@ class DirectoryLine:
             self._last = address
             return pipeline
         except OSError as error:
-            if isinstance(error, ConnectionError) and address == self._last:  # refused, or reset while it ends
+            if isinstance(error, ConnectionError) and address == self._last:  # refused, or reset by its end
                 self._ended_at = before or time.monotonic()
             log.debug("pool %s: the directory is called through Ray: %r", self._pool, error)
             return None
@@ -123,7 +123,7 @@ class DirectoryLine:
         return Sent(method, None, request, pipeline)
 
     def wait(self, sent: Sent, seconds: float) -> Any:
-        """The answer. Raises one of ERRORS without an answer. ValueError: the call failed in the directory."""
+        """Wait for the answer. If none comes, raises one of ERRORS. ValueError: the call failed in the directory."""
         if sent.pipeline is None or sent.request is None:
             return _ray_get(sent.ref, seconds)
         return _result(sent.method, sent.pipeline.wait(sent.request, seconds))
@@ -167,7 +167,7 @@ class DirectoryLine:
             pipeline.close()
 
     def _found(self) -> Any:
-        if self.actor is None or not ray.is_initialized():  # Ray's calls would join a cluster
+        if self.actor is None or not ray.is_initialized():  # a call would have Ray join a cluster
             raise ConnectionError(f"pool {self._pool!r} has no directory")
         return self.actor
 

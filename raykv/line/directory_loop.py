@@ -14,7 +14,8 @@ log = logging.getLogger("raykv")
 class DirectoryLoop(Periodic):
     """Takes steps with a line to the directory in charge. After an error it looks for the directory again.
 
-    After a single late answer it does not look: a look needs Ray's GCS, which may be down while the directory is well.
+    After a single late answer it keeps its directory: to look for another directory needs Ray's GCS, which may be down
+    while the directory is well.
     """
 
     def __init__(

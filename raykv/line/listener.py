@@ -27,8 +27,8 @@ UNPROVEN = 1024  # connections without proof, at most; also at most an eighth of
 ACCEPTS = 16  # connections accepted at a time, between two rounds of answers
 ACCEPT_AGAIN_S = 0.1  # until the next try to accept after a failure, such as a lack of file descriptors
 RECEIVE_BYTES = 256 << 10  # that one call of the system receives
-UNHURRIED_BYTES = 16 << 10  # bytes of a connection's answers that wait for the next answer, at most
-SHAKE_S = 0.005  # for steps of TLS, between two rounds of answers
+UNHURRIED_BYTES = 16 << 10  # at most so many bytes of `Unhurried` answers wait for a connection's next answer
+SHAKE_S = 0.005  # for steps of TLS handshakes, between two rounds of answers
 BULK_BYTES = 128 << 10  # size from which on a frame is served alone, between two rounds of shorter frames
 
 
@@ -39,8 +39,9 @@ class Unhurried(bytes):
 class Connection:
     """An accepted connection. Its user is the listener's thread, or the thread to which it is lent.
 
-    outbox: bytes of one answer at most. events: what the listener waits for; 0: nothing, as while lent. side: the
-    peer's proven side. frame_bytes: bytes of the longest frame that the peer may send. greeted: it took a step of TLS.
+    outbox: unsent bytes, of at most one answer. events: what the listener waits for; 0: nothing, as while lent. side:
+    the peer's proven side. frame_bytes: bytes of the longest frame that the peer may send. greeted: whether the TLS
+    handshake has begun.
     """
 
     def __init__(self, peer: socket.socket) -> None:
@@ -81,9 +82,9 @@ class Listener:
         """host: an address of this node. name: the thread's. frame_bytes: bytes of the longest frame, by the sides that
         may connect.
 
-        serve: returns the bytes of the answer. None: it has lent the connection to another thread. The loop leaves a
-        lent connection alone until `give_back` or `drop`. An error of `serve` ends the connection. OSError where it
-        can't listen at `host`, or where Ray uses TLS and has no certificate for the host.
+        serve: returns the bytes of the answer, or None after it has lent the connection to another thread. The loop
+        leaves a lent connection alone until `give_back` or `drop`. An error of `serve` ends the connection. Raises
+        OSError if it can't listen at `host`, or if Ray uses TLS and has no certificate for the host.
         """
         if tls.used():
             tls.check(host)
@@ -177,7 +178,7 @@ class Listener:
         self._expire()
 
     def _pause(self) -> float | None:
-        """Seconds until the next thing to do without a peer's bytes; None: nothing is due."""
+        """How many seconds the thread may wait for bytes of peers; None: for ever, as nothing else is due."""
         if self._bulk or self._shaking:
             return 0.0
         due = [self._accept_at] if self._accept_at else []
@@ -210,7 +211,7 @@ class Listener:
     def _greet(self, peer: socket.socket, connection: Connection) -> None:
         self.unproven[connection] = None
         if len(self.unproven) > self.most_unproven:
-            oldest = next((each for each in self.unproven if each.events), connection)  # the rest wait for this thread
+            oldest = next((each for each in self.unproven if each.events), connection)  # others wait for this thread
             if oldest.challenge:
                 self._attempt(self._attend, oldest)  # its proof may have come meanwhile
             if oldest in self.unproven:
@@ -229,8 +230,8 @@ class Listener:
         connection.send(connection.challenge)
 
     def _shake(self, connection: Connection) -> None:
-        """Take a step of the TLS handshake, in turn. Send the challenge once all is encrypted."""
-        if connection in self.unproven and isinstance(connection.socket, TlsSocket):  # it has not ended meanwhile
+        """Take a step of the TLS handshake. When the handshake is done, send the challenge."""
+        if connection in self.unproven and isinstance(connection.socket, TlsSocket):  # it has not ended
             self._watch(connection)
             connection.greeted = True
             if connection.socket.shake():

@@ -11,7 +11,7 @@ Pause = float | None  # seconds; None: until `wake`
 
 
 class Periodic:
-    """Takes a step, pauses, and takes the next step, until `stop`. An error in a step does not end it.
+    """Takes a step, pauses, and takes the next step, until `stop`. After an error in a step it goes on.
 
     One thread takes the steps. Any thread may call the methods.
     """

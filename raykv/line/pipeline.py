@@ -1,8 +1,8 @@
 """Requests and answers on one socket, several in flight, from any thread and any event loop.
 
-Answers come in the order of their requests. No thread reads for all others. A thread that waits for an answer reads,
-and delivers other threads' answers, until its own answer comes. Then the next waiting thread reads. An event loop that
-waits watches the socket.
+Answers come in the order of their requests. There is no reader thread: a thread that waits for an answer reads the
+socket, and delivers other threads' answers, until its own answer comes. Then the next waiting thread reads. An event
+loop that waits for an answer watches the socket.
 
 A signal's handler may raise in the main thread wherever a call returns or a function begins. If the handler raised
 between a lock's `acquire` and its `try`, the lock would stay taken for good. So the turn to read is an item of a dict.
@@ -44,7 +44,7 @@ class Request:
     def __init__(self) -> None:
         self.answer: Answer | None = None
         self.gone = False
-        # gets an item when the answer has come, or when this request's thread shall read because no other thread does
+        # gets an item when the answer has come, or when this request's thread must read, as no other thread reads
         self.woken: queue.SimpleQueue[None] = queue.SimpleQueue()
 
     def deliver(self, answer: Answer) -> None:
@@ -55,7 +55,7 @@ class Request:
 class Pipeline:
     """A connection to a Listener. Thread-safe. Once it has failed, every request fails: make another Pipeline.
 
-    address: of the listener. socket: the connection, only to be watched. alive: False once it has failed.
+    address: of the listener. socket: the connection, for watching only. alive: False once the connection has failed.
     """
 
     def __init__(self, address: Address, side: bytes = CLIENT) -> None:
@@ -130,7 +130,7 @@ class Pipeline:
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Answer] = loop.create_future()
         if not self._loops[loop]:
-            loop.add_reader(self.socket, self.look)  # while a thread reads, it delivers the answer
+            loop.add_reader(self.socket, self.look)  # unless a thread reads, which delivers the answer
         self._loops[loop] += 1
         try:
             self.send(body, lambda answer: _resolve_in(loop, future, answer))
@@ -210,7 +210,7 @@ class Pipeline:
             return
         except OSError as error:
             self._end(str(error))
-        except BaseException:  # a signal's error: an answer may be lost, and the next answer would be taken for it
+        except BaseException:  # a signal's error: an answer may be lost, and its request would get the next answer
             self._hang_up()
             raise
 
@@ -226,7 +226,7 @@ class Pipeline:
             self.look()
 
     def _fail(self, why: str) -> None:
-        """Fail all waiting requests: now, or when the present reader is done."""
+        """Fail all waiting requests: now, or, while a thread reads, when that thread is done."""
         self._why = why
         self._hang_up()
         self.look()
@@ -253,7 +253,7 @@ def _checked(answer: Answer) -> bytes:
 def _deliver(deliver: Deliver, answer: Answer) -> None:
     try:
         deliver(answer)
-    except Exception as error:  # the reader is not at fault
+    except Exception as error:  # `deliver` is at fault, not the thread that reads
         log.error("an answer could not be delivered: %r", error, exc_info=error)
 
 

@@ -19,7 +19,7 @@ TURNS = 3  # turns of each side, after which a handshake has ended
 ADDRESS_MISMATCH = 64  # OpenSSL's X509_V_ERR_IP_ADDRESS_MISMATCH
 RECEIVE_BYTES, SEND_BYTES = 128 << 10, 128 << 10  # that one call of the system moves
 HELLO_BYTES = 32 << 10  # at most, of one side's handshake, and of answers that TLS itself sends
-WORN_BYTES = 1 << 38  # that a key may protect, below the 2^24.5 records of RFC 8446, 5.5: raykv does not renew keys
+WORN_BYTES = 1 << 38  # that a key may protect: below the 2^24.5 records of RFC 8446, 5.5, as raykv renews no keys
 
 
 def used() -> bool:
@@ -29,7 +29,7 @@ def used() -> bool:
 
 @functools.cache
 def context(purpose: ssl.Purpose) -> ssl.SSLContext:
-    """For connections to listeners (SERVER_AUTH) or from clients (CLIENT_AUTH). OSError if Ray's files are unusable."""
+    """TLS for connections to listeners (SERVER_AUTH) or from clients (CLIENT_AUTH). OSError for unusable files."""
     missing = [name for name in FILES if not os.environ.get(name)]
     if missing:
         raise FileNotFoundError(f"RAY_USE_TLS is set, and {' and '.join(missing)} not: set them as for Ray")
@@ -49,7 +49,7 @@ def context(purpose: ssl.Purpose) -> ssl.SSLContext:
 
 
 def check(host: str) -> None:
-    """OSError unless other processes accept this process's certificate for the address `host`."""
+    """OSError if other processes would refuse this process's certificate for the address `host`."""
     ours, theirs = ssl.MemoryBIO(), ssl.MemoryBIO()
     try:
         client = context(ssl.Purpose.SERVER_AUTH).wrap_bio(ours, theirs, server_hostname=host)
@@ -120,7 +120,7 @@ class TlsSocket:
         return self._received > WORN_BYTES
 
     def agree(self, end: float) -> None:
-        """Do the handshake on the connecting side. TimeoutError at `end` (time.monotonic()). Else raises as `shake`."""
+        """Do the handshake on the connecting side. TimeoutError at `end` (time.monotonic()). Also raises as `shake`."""
         done = self._shaken()
         while not done:
             if (left := end - time.monotonic()) <= 0:
@@ -131,7 +131,7 @@ class TlsSocket:
     def shake(self) -> bool:
         """Go on with the handshake after bytes came. Returns whether it is done.
 
-        Raises like a socket. ConnectionError where a side refuses the other, or sends too many bytes.
+        Raises like a socket. ConnectionError if a side refuses the other side, or if the peer sends too many bytes.
         """
         received = self.plain.recv(HELLO_BYTES)
         self._said += len(received)
@@ -164,7 +164,7 @@ class TlsSocket:
             view = view[self.send(view) :]
 
     def sendmsg(self, views: Iterable[memoryview], ancillary: Iterable[Any] = (), flags: int = 0) -> int:
-        """Like a socket's, with the rule of `send`. 0: call it again."""
+        """Like a socket's, with the rule of `send`. After a result of 0, call it again."""
         if not self._records:
             with self._mutex:
                 self._owed = self._encrypt(views)

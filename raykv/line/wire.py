@@ -25,7 +25,7 @@ LENGTH = struct.Struct("<I")
 TIMEVAL = struct.Struct("@ll")  # seconds and microseconds, as the kernel takes them
 CHALLENGE_BYTES = PROOF_BYTES = 32
 TOKEN_BYTES = 32
-LISTENER = b"listener"  # the third side, after CLIENT and STORE; a proof names its side, so nobody can send it back
+LISTENER = b"listener"  # a side, as CLIENT and STORE. A proof names its side, so nobody can use another side's proof
 HANDSHAKE_S = 1.0  # to connect, and for both sides to prove the token
 KEEPALIVE_IDLE_S = 5  # until TCP probes an idle peer
 KEEPALIVE_S = 2  # between TCP's probes of a peer that does not answer
@@ -35,9 +35,9 @@ GONE_S = KEEPALIVE_IDLE_S + KEEPALIVE_PROBES * KEEPALIVE_S  # a peer that sends 
 
 
 def connect(address: Address, side: bytes = CLIENT) -> Stream:
-    """A connection after both sides proved the token. It blocks.
+    """Connect, and wait until both sides have proved the token.
 
-    side: what this process is: a CLIENT or a STORE. ConnectionError where nobody answers in time, or the other side
+    side: what this process is: a CLIENT or a STORE. ConnectionError if nobody answers in time, or if the other side
     lacks the token. OSError for unusable TLS files.
     """
     host, port, token = address
@@ -148,7 +148,7 @@ def receive_some(peer: Stream, views: Sequence[memoryview]) -> int:
 def send_all(peer: Stream, views: Sequence[memoryview], end: float) -> None:
     """Send these views one after the other. BlockingIOError by the limit of `set_limits`; TimeoutError after `end`.
 
-    end: time.monotonic(). Without it, a peer that takes a few bytes now and then would keep the thread for ever.
+    end: time.monotonic(). Without an end, a peer that takes a few bytes now and then would keep the thread for ever.
     """
     left = list(views)
     while left:

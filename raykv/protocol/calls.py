@@ -21,7 +21,7 @@ class Asked(NamedTuple):
     by: bytes  # CLIENT or STORE: over the socket or through Ray; ADMINISTRATOR: through Ray only
     answer: type[tuple[Any, ...]] | None = None  # class of the answer, where the answer is a message
     frequent: bool = False  # engines make it with every request, so only a few of these calls are timed
-    few: bool = False  # it may have at most KEYS_PER_CALL keys, as all other callers wait for it
+    few: bool = False  # the call may have at most KEYS_PER_CALL keys, as all other callers wait meanwhile
 
     def meant(self, answer: Any) -> Any:
         """The message that a plain tuple stands for. Returns None and other answers unchanged."""
@@ -43,7 +43,7 @@ CALLS = {
     "commit": Asked(CLIENT, Counted, frequent=True),
     "pin": Asked(CLIENT, Counted, few=True),
     "unpin": Asked(CLIENT, Counted, few=True),
-    "done": Asked(CLIENT, Counted),  # a chain in one call: the order of calls is another than the order in a call
+    "done": Asked(CLIENT, Counted),  # not `few`, as blocks of one call go in another order than blocks of two calls
     "forget": Asked(CLIENT, Counted, few=True),
     "preempted": Asked(CLIENT, Counted, few=True),
     "locate_prefix": Asked(CLIENT, Located),

@@ -8,9 +8,9 @@ NOT_WRITTEN, WRITTEN, UNTOUCHED = range(3)  # what a writer did to a slot
 class Call(NamedTuple):
     """The first argument of every call of a client."""
 
-    client: int  # its random id
+    client: int  # the client's id, a random number
     seq: int  # rises with every call
-    held: bytes = b""  # ids of its leases, reservations and intents; earlier ids that are not listed end
+    held: bytes = b""  # ids of its leases, reservations and intents; the directory ends those that are not listed
     pulled: bytes = b""  # locations of staging slots that hold their block now
     corrupt: bytes = b""  # locations where a reader did not find the block, or where the checksum did not fit
 
@@ -18,8 +18,9 @@ class Call(NamedTuple):
 class MatchRequest(NamedTuple):
     """Lease the longest ready prefix of `keys`. Answer: Matched.
 
-    A tuple of MatchRequests is one question (`match_parts`), for blocks of several parts or for several readers. The
-    directory leases the longest prefix that all parts have. The call may also carry an Intent. Answer: MatchedParts.
+    A tuple of MatchRequests is one question (`match_parts`), for blocks of several parts of a model or for several
+    readers. The directory leases the longest prefix that all parts have. The call may also carry an Intent. Answer:
+    MatchedParts.
 
     A part with a window needs only its last blocks before the end of that prefix, as a sliding-window layer does. A
     model's state needs one block. Earlier blocks may be gone, or may never have been stored.
@@ -33,25 +34,25 @@ class MatchRequest(NamedTuple):
     node: str  # name of the memory that the client reads into
     keys: bytes
     block_bytes: int
-    stage: int  # at most so many blocks get staging slots now; NextWindowRequest brings the others' slots
+    stage: int  # at most so many blocks get staging slots now; a NextWindowRequest asks for slots of later blocks
     window: int = 0  # for `match_parts`: how many last blocks the reader needs; 0: all
     tokens: int = 1  # for `match_parts`: tokens of a block of this part; parts may differ
     tenant: str = ""  # the tenant to charge for the found blocks
-    counted: bool = True  # hit rates count the call: an engine looks blocks up; False: a client only moves blocks
+    counted: bool = True  # whether hit rates count the call; False: no engine looks up, a client only moves blocks
     ahead: int = 0  # for `match_parts`: blocks after the prefix that must be ready too; they are not leased
 
 
 class Intent(NamedTuple):
     """The client will compute the blocks that its MatchRequests do not find. So other clients may wait for them."""
 
-    intent: int  # id that the client has chosen, held like a lease until the blocks are stored; 0: it will store none
-    wait: bool  # where other clients compute or write the next blocks, lease nothing: see MatchedParts.pending
+    intent: int  # id that the client has chosen, held like a lease until the blocks are stored; 0: it only waits
+    wait: bool  # if other clients compute or write the next blocks, lease nothing: see MatchedParts.pending
 
 
 class NextWindowRequest(NamedTuple):
-    """Ask for staging slots for blocks [start, stop) of a lease. Its other blocks lose their slots. Answer: Window."""
+    """Ask for staging slots for blocks [start, stop) of a lease; its other blocks lose theirs. Answer: Window."""
 
-    owner: int  # the client that has the lease; any process of its node may read by it
+    owner: int  # the client that has the lease; any process of the reader's node may read under the lease
     lease: int
     start: int
     stop: int
@@ -65,11 +66,11 @@ class Matched(NamedTuple):
 
     epoch: int
     source: bytes  # locations to read
-    # Locations on the reader's node to pull the blocks into. slab_gen 0: the block is on that node already (then node
-    # is 0 too), or gets its slot later. Empty if all blocks are on that node already.
+    # Locations on the reader's node to pull the blocks into. slab_gen 0: the block is on that node already (then `node`
+    # is 0 too), or gets its slot later. No bytes at all if all blocks are on that node already.
     staged: bytes
-    # None: nobody follows requests. Else the client reports this request (RequestLine). The text says why the match
-    # ended early (see `raykv.directory.calls.why_missing`); "" for a match of all keys.
+    # None: nobody follows requests. Otherwise the client reports this request (RequestLine), and the text says why the
+    # match ended early (see `raykv.directory.calls.why_missing`); "" for a match of all keys.
     short: str | None = None
 
 
@@ -84,7 +85,7 @@ class MatchedPart(NamedTuple):
 
 
 class MatchedParts(NamedTuple):
-    """The answer to several MatchRequests. All parts end at the same token, before their blocks ahead."""
+    """The answer to several MatchRequests. The leased blocks of all parts end at the same token."""
 
     epoch: int
     parts: tuple[MatchedPart, ...]  # one for each request; empty where nothing is leased
@@ -96,19 +97,22 @@ class Window(NamedTuple):
     """Where blocks of a lease are, once the reader has passed the blocks before `start`.
 
     source and staged are as in Matched, for the blocks from `start` on. Both end before the first block that no longer
-    exists. source may name another copy than before: the client then reads that copy, since the directory holds this
-    copy.
+    exists. source may name another copy than before. The client then reads the new copy, as the lease keeps only this
+    copy from eviction.
     """
 
     epoch: int
     source: bytes
     staged: bytes
-    # Sources of all blocks before `start`. Empty, unless some sources are now on another node, or `again` is set.
+    # Sources of all blocks before `start`, if some of these sources are now on another node, or if `again` is set.
     passed: bytes = b""
 
 
 class ReserveRequest(NamedTuple):
-    """Ask for slots for the missing keys of keys[start:]. Touches their parents, keys[:start]. Answer: Reserved."""
+    """Ask for slots for the missing keys of keys[start:], and mark keys[:start], their parents, as used.
+
+    Answer: Reserved.
+    """
 
     reservation: int  # id that the client has chosen
     node: str  # name of the memory that the client writes to
@@ -122,7 +126,7 @@ class Reserved(NamedTuple):
     """Slots that were granted. `indices`, `locations` and `staged` have equal lengths."""
 
     epoch: int
-    covered: int  # leading keys that are stored, being written or granted now; the next key found no room
+    covered: int  # how many leading keys are stored, being written or granted now; the key after these found no room
     indices: bytes  # int32: which of the keys were granted a slot
     locations: bytes  # the slots
     staged: bytes  # locations on the writer's node to write into; slab_gen 0: write into the slot itself
@@ -150,17 +154,17 @@ class Counted(NamedTuple):
 class Located(NamedTuple):
     """The answer to `locate_prefix`: which nodes have a prefix in memory or on their GPUs.
 
-    The call touches, leases and counts nothing.
+    The call leases and counts nothing, and marks no block as used.
     """
 
-    blocks: int  # of the longest ready prefix, in external tiers too
+    blocks: int  # length of the longest ready prefix, including blocks in external tiers
     nodes: dict[str, int]  # how many of these blocks each node has, by name. Leaves out nodes without such blocks
 
 
 class Stored(NamedTuple):
     """The answer to `stored`: which keys are in memory or in an external tier.
 
-    The call touches, leases and counts nothing.
+    The call leases and counts nothing, and marks no block as used.
     """
 
     epoch: int

@@ -19,11 +19,11 @@ LOCATION = np.dtype(
 Locations = NDArray[np.void]  # of LOCATION
 KEY_BYTES = 16
 ALIGN = 4096  # bytes: alignment of the payload, and so the smallest slot
-CONTENT_BYTES = 8  # bytes of the name of a tier's content. A cleared tier gets a new name: nobody reads older blocks
+CONTENT_BYTES = 8  # bytes of the name of a tier's content. A cleared tier gets a new name, so nobody reads old blocks
 COUNTER_BITS = 40  # a generation is epoch << COUNTER_BITS | counter
 EPOCHS = 1 << 21  # every epoch is below this: a header keeps a generation and two more bits in 8 bytes
 GENERATIONS = EPOCHS << COUNTER_BITS  # every generation is below this
-SLABS_MAX = 1 << 20  # of an arena or tier: a count that another process sends must not fill the memory
+SLABS_MAX = 1 << 20  # of an arena or tier. Without a limit, a bad count from another process could fill the memory
 SLAB_BYTES_MAX = 1 << 30  # of one slab
 
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import msgpack
 
-# limits: msgpack allocates an array before it reads the elements. A dict has one entry for each node
+# Lengths are limited, as msgpack allocates an array before it reads the elements. A dict has an entry for each node
 LIMITS = {"max_array_len": 1 << 12, "max_map_len": 1 << 16, "max_ext_len": 0}
 
 

@@ -8,13 +8,13 @@ from raykv.protocol.packing import packed, unpacked
 class RequestLine(NamedTuple):
     """A finished request. Its client reports it as bytes while somebody follows requests.
 
-    kind: "request": a look-up and its reads; "match": a look-up for another process, which reads the blocks; "read":
+    kind: "request": a look-up and its reads. "match": a look-up for another process, which reads the blocks. "read":
     the reads of that other process. A time is -1 for a step that this process did not do. Counts are of tokens.
     """
 
     kind: str
-    id: str  # of the lease; a match and its read have the same
-    request: str  # the engine's name of it, or ""
+    id: str  # of the lease; a "match" and its "read" have the same id
+    request: str  # the engine's name of the request, or ""
     at_ms: int  # when it was done, Unix time
     node: str  # Ray node id of the client
     pid: int
@@ -52,7 +52,7 @@ LINE_TYPES = [kind.__name__ for kind in RequestLine.__annotations__.values()]
 
 
 class Followed(NamedTuple):
-    """The answer to `follow`: lines of requests since the cursor."""
+    """The answer to `follow`: lines of requests since the caller's cursor."""
 
     cursor: tuple[int, int, int]  # to pass to the next call. The first call passes (0, 0, 0), and gets no lines
     lines: tuple[bytes, ...]  # RequestLine.packed

@@ -18,7 +18,7 @@ class Joined(NamedTuple):
     """Answer to `join`."""
 
     node: int  # its index in locations
-    epoch: int  # to stamp on the arena
+    epoch: int  # the directory's, which the store writes into its arena
 
 
 class SlabReport(NamedTuple):
@@ -32,7 +32,7 @@ class SlabReport(NamedTuple):
 class SlabTarget(NamedTuple):
     """The answer to `set_slab_target`: slabs to give back."""
 
-    generation: int  # grants in these slabs have older generations
+    generation: int  # all slots in these slabs were granted at older generations
     numbers: bytes  # int32
 
 
@@ -43,7 +43,7 @@ class Inventory(NamedTuple):
     keys: bytes
     positions: bytes  # uint32: of each block in its chain
     stamps: bytes  # uint32: of its last read, seconds
-    writing: bytes  # locations of slots that somebody still writes; only the last piece has them
+    writing: bytes  # locations of slots that somebody is still writing; only the last piece has such locations
     left: int = 0  # number of older blocks in the pieces to come; at 0 the directory offers the blocks
     node: int = -1  # index that `join` gave: the directory ignores a piece with an outdated index. -1: fits any index
 
@@ -53,11 +53,11 @@ class Heartbeat(NamedTuple):
 
     epoch: int
     floor: int  # all blocks up to this generation were cleared
-    sweep: bytes  # locations of quarantined slots whose write lock the store is to try
+    sweep: bytes  # locations of quarantined slots. The store tries their write locks: a lost writer may still have them
 
 
 class SweepResult(NamedTuple):
-    """A store's findings in quarantined slots. All arrays have equal lengths."""
+    """What a store found in quarantined slots (see Heartbeat). All arrays have equal lengths."""
 
     locations: bytes
     verdicts: bytes  # uint8: STILL_WRITTEN, FREED, or FINISHED with the block in `keys` and `generations`
@@ -68,6 +68,6 @@ class SweepResult(NamedTuple):
 class SoleCopies(NamedTuple):
     """Blocks that would be lost with a node, youngest first; at most SOLE_COPIES_PER_CALL of each size."""
 
-    locations: bytes  # `bytes` is the slot's size
+    locations: bytes  # their field `bytes` is the slot's size
     keys: bytes
     total: int  # of all sole copies, including blocks that are being written

@@ -7,20 +7,20 @@ class TierReport(NamedTuple):
     """The state of a node's external tier. Answer: TierReply, or None where the node must `join` first."""
 
     capacity: int  # bytes
-    shared: bool  # whether all nodes see one content
-    reached: bool
-    lost: bytes  # if the content was lost, name of the new content; all stores of a shared tier give the same name
+    shared: bool  # whether all nodes see the same blocks there
+    reached: bool  # whether the node reaches the tier now
+    lost: bytes  # if the content was lost, the name of the new content; all stores of a shared tier give one name
 
 
 class TierReply(NamedTuple):
     """Answer to `tier_heartbeat`."""
 
     tier: int  # its index in locations
-    list_it: bool  # the store must list the blocks there by `report_existing`
+    list_it: bool  # whether the store must list the tier's blocks by `report_existing`
 
 
 class ExistingBlocks(NamedTuple):
-    """Blocks that a tier has from earlier, oldest first."""
+    """Blocks that lay in a tier before the directory knew the tier, oldest first."""
 
     keys: bytes
     sizes: bytes  # int64: block_bytes
@@ -40,9 +40,9 @@ class DemotionReport(NamedTuple):
 class Demotions(NamedTuple):
     """Blocks of a node's memory to copy to its external tier. `source`, `keys` and `target` have equal lengths."""
 
-    source: bytes  # locations in memory; `bytes` is the slot's size, and the header has the block's
+    source: bytes  # locations in memory; their field `bytes` is the slot's size, and the slot's header has the block's
     keys: bytes
-    target: bytes  # locations in the tier; `bytes` is 0
+    target: bytes  # locations in the tier; their field `bytes` is 0
     to_delete: bytes  # keys to delete in the tier
     number: int  # of this answer; 0: the directory does not serve the tier yet
 
@@ -57,6 +57,6 @@ class GpuDemotionReport(NamedTuple):
 class GpuDemotions(NamedTuple):
     """Blocks of a GPU to copy to its node's memory. All arrays have equal lengths."""
 
-    source: bytes  # locations on the GPU; `bytes` is the slot's size, and the header has the block's
+    source: bytes  # locations on the GPU; their field `bytes` is the slot's size, and the slot's header has the block's
     keys: bytes
-    target: bytes  # locations in the node's memory; `bytes` is 0
+    target: bytes  # locations in the node's memory; their field `bytes` is 0

@@ -44,7 +44,7 @@ class Transfer(NamedTuple):
     def arrays(self) -> tuple[Locations, NDArray[np.uint8], Locations]:
         """source (n,) LOCATION, keys (n, 16) and target (n,) LOCATION.
 
-        ValueError unless all blocks have the same size.
+        ValueError for arrays of different lengths, or blocks of different sizes.
         """
         source, target = np.frombuffer(self.source, LOCATION), np.frombuffer(self.target, LOCATION)
         keys = np.frombuffer(self.keys, np.uint8).reshape(-1, KEY_BYTES)

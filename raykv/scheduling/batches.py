@@ -6,14 +6,14 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-BLOCKS_MAX = 1 << 24  # number of keys that are compared; longer batches are ordered by the first blocks of each prompt
+BLOCKS_MAX = 1 << 24  # at most so many keys are compared: of larger batches, the first keys of each prompt
 SLACK = 0.1  # share of an engine's load by which loads may differ, so that a prefix stays on one engine
 
-Prompts = Sequence[NDArray[np.uint8]]  # a prompt is (n, k): keys of n full blocks; a key covers all blocks before too
+Prompts = Sequence[NDArray[np.uint8]]  # a prompt is (n, k): keys of n full blocks; a key stands for earlier blocks too
 
 
 def order(prompts: Prompts) -> list[int]:
-    """Indices of prompts, depth first over their tree of shared prefixes: prompts that share most are neighbours.
+    """Indices of prompts, depth first in the tree of shared prefixes. So prompts that share most are neighbours.
 
     The subtree that shares most blocks comes first. Equal prompts keep their order. If the cache has room for the
     longest prompt, each shared block is computed once. Takes O(prompts) memory, and a copy of at most 16 million keys.

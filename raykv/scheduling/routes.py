@@ -6,14 +6,15 @@ from hashlib import blake2b
 from statistics import median
 from typing import NamedTuple
 
-# The cost of a token that the replica reads from its own node. A token on another node costs as much as a computed one:
-# to move a session also takes the node's link, and room in a second cache. See docs/scheduling.md.
+# The cost of a token that the replica reads from its own node. A token on another node costs as much as a computed
+# token: moving a session also takes the node's link, and room in a second cache. See docs/scheduling.md.
 LOAD = 0.25
-ANSWER, OF_PROMPT = 64, 1 / 16  # the cost of an answer, and more for each token of the prompt: every step reads its KV
+# The cost of an answer, and its further cost for each token of the prompt, as every step reads the prompt's KV
+ANSWER, OF_PROMPT = 64, 1 / 16
 REMEMBERED = 50_000  # sessions and ends of prompts, together
 REMEMBERED_S = 900.0  # so long after its last prompt, a session's KV counts as evicted from its replica's own cache
 WAITING_S = 600.0  # so long after it was sent, a prompt counts as computed, even if nobody reported its end
-RECENT = 100  # prompts of known length; a request that another router sent costs as much as their median
+RECENT = 100  # prompts of known length, whose median cost is the cost of a request that another router sent
 
 
 class Prompt(NamedTuple):
@@ -47,7 +48,7 @@ class Replica(NamedTuple):
 
 
 class Sent(NamedTuple):
-    """A prompt at a replica. request: its id, which other prompts may have too. at: when it was sent."""
+    """A prompt at a replica. request: the request's id, which other prompts may have too. at: when it was sent."""
 
     request: Hashable
     cost: float
@@ -65,7 +66,7 @@ class Last(NamedTuple):
 class Routes:
     """The prompts that a router sent. They show each replica's work, and the sessions in each replica's own cache.
 
-    A prompt waits until its request has ended, as nobody reports its first token. Not thread-safe.
+    A prompt counts as work until its request has ended, as nobody reports the first token. Not thread-safe.
     """
 
     def __init__(self) -> None:
@@ -74,18 +75,18 @@ class Routes:
         self._recent = deque[float](maxlen=RECENT)
 
     def costs(self, prompt: Prompt, found: Found | None, replicas: Sequence[Replica], now: float) -> list[float]:
-        """Tokens that each replica has to compute until the prompt's first token, with all earlier work of the replica.
+        """For each replica, the tokens to compute until the prompt's first token, including the replica's other work.
 
         found: None if the pool does not answer. now: seconds.
         """
         tokens = self._tokens(prompt)
         own = self._own(prompt, found, now)
         if prompt.session and (home := _home(prompt.session, replicas)) not in own:
-            own[home] = max(1.0, found.tokens if found else 0.0)  # another router may have sent it there
+            own[home] = max(1.0, found.tokens if found else 0.0)  # another router may have sent the session there
         return [tokens - _saved(found, each, own) + self._waiting(each, now) for each in replicas]
 
     def send(self, request: Hashable, prompt: Prompt, found: Found | None, replica: Hashable, now: float) -> None:
-        """A request has gone to a replica. Tokens that the replica reads from the pool keep nobody waiting."""
+        """Note that a request has gone to a replica. Tokens that the replica need not compute keep nobody waiting."""
         tokens = self._tokens(prompt)
         cost = tokens
         if prompt.tokens is not None:
@@ -102,7 +103,7 @@ class Routes:
             self._last.popitem(last=False)
 
     def complete(self, request: Hashable, replica: Hashable) -> None:
-        """A request has ended."""
+        """Note that a request has ended."""
         sent = self._sent.get(replica, [])
         if one := next((each for each in sent if each.request == request), None):
             sent.remove(one)
@@ -150,7 +151,7 @@ def _saved(found: Found | None, replica: Replica, own: dict[Hashable, float]) ->
 
 
 def _home(session: str, replicas: Sequence[Replica]) -> Hashable:
-    """The name of the replica on which all routers agree, by rendezvous hashing."""
+    """The name of the replica that all routers choose for a new session, by rendezvous hashing."""
 
     def weight(replica: Replica) -> bytes:
         return blake2b(f"{replica.name} {session}".encode(errors="surrogatepass"), digest_size=8).digest()

@@ -1,8 +1,8 @@
 """Which requests an engine runs in its next step. Cached tokens cost no computing.
 
-Blocks of cached tokens that other requests hold cost no free blocks either.
+If other requests hold the blocks of cached tokens, these tokens cost no free blocks either.
 
-Names are those of vLLM's scheduler (vllm/v1/core/sched/scheduler.py), where it has a name.
+Names are as in vLLM's scheduler (vllm/v1/core/sched/scheduler.py), for what that scheduler has too.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 class Request:
     """A prompt, and the tokens that were generated after it.
 
-    keys: (n, k) uint8, keys of the prompt's full blocks. A key covers all blocks before it too, like `KVCache.keys`.
+    keys: (n, k) uint8, keys of the prompt's full blocks. A key stands for all blocks up to its own, as of
+    `KVCache.keys`.
     num_tokens: number of the prompt's and of the generated tokens. arrival: seconds.
     num_computed_tokens: for a running request, the number of tokens with KV in the engine. For a waiting request, the
     number of tokens with cached KV that the engine can read.
@@ -55,16 +56,16 @@ class Scheduled(NamedTuple):
 def plan(
     waiting: Sequence[Request], running: Sequence[Request], budget: Budget, now: float, patience: float
 ) -> list[Scheduled]:
-    """The requests to run in the next step: first running, then waiting requests; the least to compute first.
+    """The requests to run in the next step: running requests, then waiting ones; of each, the least to compute first.
 
     A waiting request starts if there are blocks for everything that it must compute, in later steps too. It waits while
     another request computes its next block. Requests that have waited `patience` seconds come before other waiting
-    requests, in order of arrival. Other requests pass them only while they wait for another request's block. A running
-    request without a free block is left out: preempt a request to free some. Refuse requests that need more blocks than
-    the engine has: they would hold up all others. now: seconds, on the clock of arrivals.
+    requests, in order of arrival. Other requests overtake such a request only while it waits for another request's
+    block. A running request without a free block is left out: preempt a request to free some. Refuse requests that need
+    more blocks than the engine has: they would hold up all others. now: seconds, on the clock of arrivals.
     """
     step = _Step(budget)
-    for request in sorted(running, key=lambda request: request.num_new_tokens):  # generation waits for no prompt
+    for request in sorted(running, key=lambda request: request.num_new_tokens):  # generation before prompts
         step.run(request)
     for request in _in_turn(waiting, now, patience):
         if not step.tokens or not (step.start(request) or request.arrival > now - patience):
@@ -90,7 +91,7 @@ class _Step:
     def run(self, request: Request) -> None:
         """Go on with a running request, as far as the tokens suffice.
 
-        In any case its blocks stay reserved for the request.
+        The blocks that the request needs stay reserved even if it can't run.
         """
         blocks = self._blocks_of(request.num_tokens) - self._blocks_of(request.num_computed_tokens)
         if blocks <= self._blocks:

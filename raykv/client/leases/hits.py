@@ -34,7 +34,7 @@ def count_saved(session: Session, cache: CacheId, tokens: int, tokens_per_s: flo
     metrics.add_each(zip(series, (tokens, tokens / tokens_per_s), strict=True))
 
 
-@lru_cache(1024)  # to make these anew would slow each look-up
+@lru_cache(1024)  # making the series anew would slow each look-up
 def _of_look_ups(metrics: Exporter, model: str, tenant: str, is_named: bool) -> tuple[Series, ...]:
     tags = _tags(metrics, model, tenant, is_named)
     hits = [("hit_tokens_total", (*tags, ("source", source))) for source in SOURCES]

@@ -1,4 +1,7 @@
-"""Leases on blocks of several parts, or for several readers. Other processes read the blocks, each on its own node."""
+"""Leases on the blocks of several parts of a model, or for several readers.
+
+Other processes read the blocks, each on its own node.
+"""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -16,11 +19,12 @@ from raykv.protocol.clients import Intent, MatchedPart
 
 
 class Part(NamedTuple):
-    """One part of a prompt's blocks, for one reader.
+    """One part of a prompt's blocks, such as a rank's or a group of layers', for one reader.
 
     memory: the directory's name of the memory to read into (the reader's `Session.memory_name`). window: how many last
-    blocks the reader needs; 0: all. A sliding-window layer needs the blocks of its window, a state needs one. ahead:
-    how many blocks after the prefix must be ready too. These blocks are not leased. A drafter's layer needs one.
+    blocks the reader needs; 0: all. A sliding-window layer needs the blocks of its window, a model's state needs one
+    block. ahead: how many blocks after the prefix must be ready too. These blocks are not leased. A drafter's layer
+    needs one block ahead.
     """
 
     memory: str
@@ -32,7 +36,7 @@ class Part(NamedTuple):
 class LeasedCall(NamedTuple):
     """The leases of one call, by part.
 
-    tokens: how many the call found. firsts: number of each part's first leased block.
+    tokens: how many the call found. firsts: for each part, the index of its first leased block in the prompt.
     """
 
     tokens: int
@@ -41,12 +45,13 @@ class LeasedCall(NamedTuple):
 
 
 class JointMatch:
-    """Leases on the blocks that readers need of the longest prefix that all parts have. `release` ends the leases.
+    """Leases on the longest prefix that all parts have: on those of its blocks that readers need. `release` ends them.
 
     Other processes read the blocks (`leased`), each in its own node's memory. This process need not map that memory.
 
     pending: number of blocks that other clients write or will compute soon, after the ready blocks of the first part.
-    While the caller waits for these blocks, nothing is leased. answered: the directory has answered the last question.
+    While the caller waits for these blocks, nothing is leased. answered: whether the directory answered the last
+    question.
     """
 
     def __init__(self, session: Session, parts: Sequence[Part], tokens_per_s: float, request: str = "") -> None:
@@ -67,7 +72,7 @@ class JointMatch:
         """Lease the blocks. One call asks for all parts if their keys fit into it.
 
         computes: the caller will compute and store the blocks that are not found. Other clients may wait for these
-        until `end_intent`. wait: if other clients compute or write the next blocks, lease nothing: see `pending`.
+        blocks until `end_intent`. wait: if others compute or write the next blocks, lease nothing: see `pending`.
         """
         try:
             self._ask_all(Intent(self._intent if computes else 0, wait) if computes or wait else None)
@@ -97,10 +102,10 @@ class JointMatch:
     def _pieces(self) -> Iterator[list[Keys]]:
         """The keys of all parts, call by call.
 
-        Parts with windows or blocks ahead, or whose blocks end at different tokens, go in one call. Their keys beyond
-        KEYS_PER_JOINT_CALL are not asked for.
+        One call has all keys if any part has a window or blocks ahead, or if parts have blocks of different lengths.
+        Such a call leaves out keys beyond KEYS_PER_JOINT_CALL.
         """
-        # if the keys were split, each piece would lose its last `ahead` blocks, which are not leased
+        # the last `ahead` blocks of a call are not leased: with several calls, each call would lose blocks
         ahead = any(part.ahead for part in self._parts)
         if self._has_windows or ahead or len({part.keys.cache.block_tokens for part in self._parts}) > 1:
             yield self._leading(KEYS_PER_JOINT_CALL)
@@ -178,20 +183,20 @@ class JointMatch:
             if counts == list(map(len, call.leases)):
                 tokens += call.tokens
                 continue
-            # a shorter prefix would need other blocks of a window; its blocks ahead are among the found ones
+            # a shorter prefix would need other blocks of a window. Its blocks ahead are among the found blocks
             if not self._has_windows:
                 tokens += self._common(counts)
             break
         return tokens
 
     def _common(self, counts: Sequence[int]) -> int:
-        """Tokens up to the last place where blocks of all parts end. counts: how many leading blocks each part has."""
+        """The longest prefix, in tokens, that ends with a block of every part. counts: leading blocks of each part."""
         sizes = [part.keys.cache.block_tokens for part in self._parts]
         most = min(count * size for count, size in zip(counts, sizes, strict=True))
         return most - most % lcm(*sizes)
 
     def first(self, part: int) -> int:
-        """Number of a part's first leased block; 0 if nothing is leased."""
+        """Index of a part's first leased block; 0 if nothing is leased."""
         return self._calls[0].firsts[part] if self._calls else 0
 
     def leased(self, part: int, first: int, stop: int) -> list[Leased]:

@@ -19,7 +19,7 @@ from raykv.protocol.location import KEY_BYTES, LOCATION, Locations, is_tier
 
 
 class Leased(NamedTuple):
-    """Blocks that any process of a node may read by another client's lease, until that client releases the lease.
+    """Blocks under the lease of one client. Any process of the reader's node may read them until the lease is released.
 
     source: LOCATIONs. keys: 16 bytes each. followed: the reader reports its read (see RequestRecord).
     """
@@ -47,13 +47,13 @@ class Lease:
     def granted(
         cls, session: Session, keys: Keys, block_s: float, prefetch: bool, lease: int, answer: Matched | None
     ) -> Self:
-        """keys: the keys of the call. block_s: seconds that the engine takes to compute a block. prefetch: see Match.
+        """A lease from the answer to a match. keys: those of the call. block_s: the engine's seconds for a block.
 
-        lease, answer: the result of `DirectoryClient.match` for these keys.
+        prefetch: see Match. lease, answer: the result of `DirectoryClient.match` for these keys.
         """
         source = np.frombuffer(answer.source if answer else b"", LOCATION)
         staged = np.frombuffer(answer.staged, LOCATION) if answer and answer.staged else None
-        ours = source["node"][:1]  # where nothing is staged, the directory found all blocks in one memory
+        ours = source["node"][:1]  # without `staged`, all blocks are in one memory
         if staged is not None:
             ours = np.where(staged["node"] > 0, staged["node"], source["node"])
         cut, local = ("", -1), session.local_with(ours, answer.epoch if answer and len(source) else 0)
@@ -93,13 +93,13 @@ class Lease:
 
     @classmethod
     def borrowed(cls, session: Session, block_bytes: int, leased: Leased) -> Self:
-        """A Lease that reads under another process's lease. That lease was made for this node's memory."""
+        """A Lease that reads under another process's lease, which was made for this node's memory."""
         source = np.frombuffer(leased.source, LOCATION)
         keys = np.frombuffer(leased.keys, np.uint8).reshape(-1, KEY_BYTES)
         return cls(session, session.local, LeasedBlocks(session.directory, block_bytes, leased.name, source, keys))
 
     def _limit_wait(self, block_s: float) -> int:
-        """Limit waits for a tier to the time of computing its blocks. Returns how many blocks are in a tier."""
+        """Limit waits for a tier to the time of computing the tier's blocks. Returns how many blocks are in a tier."""
         external = self.blocks.found["external"]
         self._stream.wait_budget_s = block_s * external if external else None
         return external
@@ -140,7 +140,7 @@ class Lease:
         valid = np.zeros(len(self), np.bool_)
         for blocks, where in self._stream.arrivals(len(self), passes=True):
             valid[blocks] = self._copy(where, keys[blocks], rows[blocks], verify)
-        if self.blocks.name.owner != self._session.directory.client:  # the owner may release it after this returns
+        if self.blocks.name.owner != self._session.directory.client:  # report now: the owner may soon release
             self._session.directory.heartbeat()
         return leading(valid)
 
@@ -161,7 +161,7 @@ class Lease:
                 stop = int(away[0 if staged is None else len(staged)])
         for blocks, where in self._stream.arrivals(stop, passes=whole):
             there[blocks] = True
-            if not whole:  # `whole` gives the slots back, so a later read must not use them
+            if not whole:  # with `whole` the slots are given back, so a later read must not use them
                 self.blocks.move(blocks, where)
         return leading(there[:stop])
 
@@ -175,9 +175,9 @@ class Lease:
         return leading(~is_tier(self.blocks.source["node"]))
 
     def _copy(self, locations: Locations, keys: NDArray[np.uint8], rows: Rows, verify: bool) -> NDArray[np.bool_]:
-        """Read blocks out of slots of this node. (n,) bool: which rows are valid."""
+        """Copy blocks out of slots of this node. Returns (n,) bool: which rows are valid."""
         local, directory = self._session.local, self._session.directory
-        if local is None or local is not self._store or not len(locations):  # replaced meanwhile
+        if local is None or local is not self._store or not len(locations):  # the store was replaced meanwhile
             if len(locations):
                 self.blocks.fall_short("the store of this node was replaced")
             return np.zeros(len(locations), np.bool_)

@@ -29,8 +29,8 @@ class LeasedBlocks:
     source: (n,) LOCATION of each block. found: numbers of blocks that lay in this process's memory, on other nodes and
     in an external tier when they were leased. staged: (n,) LOCATION of the staging slot on this node to pull the
     block into (slab_gen 0: none). keys: (n, 16). external: (n,) bool: whether a block lay in an external tier when it
-    was leased. follows: whether the blocks are read from copies that the directory chooses later. record: of the
-    blocks' request, while somebody follows requests.
+    was leased. follows: whether reads use the copies that the directory names after the match. record: of the blocks'
+    request, while somebody follows requests.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class LeasedBlocks:
         keys: NDArray[np.uint8],
         all_here: bool = False,
     ) -> None:
-        """all_here: all blocks are known to be in the memory of this node."""
+        """all_here: whether all blocks are known to be in the memory of this node."""
         self.name, self.block_bytes = name, block_bytes
         self.source, self.keys, self.staged = source, keys, np.zeros(len(source), LOCATION)
         self.external = np.zeros(len(source), np.bool_) if all_here else is_tier(source["node"])
@@ -66,7 +66,7 @@ class LeasedBlocks:
 
     def move(self, blocks: Blocks | slice, source: Locations) -> None:
         """Note where blocks are now."""
-        if not self.source.flags.writeable:  # it is a view of the directory's answer; most leases never change it
+        if not self.source.flags.writeable:  # a view of the directory's answer, which most leases never change
             self.source = self.source.copy()
         self.source[blocks] = source
 
@@ -75,10 +75,10 @@ class LeasedBlocks:
         return away[: leading(self.staged["slab_gen"][away] > 0)]
 
     def take_slots(self, piece: Blocks, start: int, may_wait: bool = False) -> Blocks | None:
-        """The leading blocks of a piece that have staging slots, after asking for missing slots.
+        """Ask for the staging slots that a piece lacks. Returns the leading blocks of the piece that then have slots.
 
-        Gives back slots of blocks before `start` and behind the piece. None: no answer, or the lease is gone. may_wait:
-        see NextWindowRequest.
+        Gives back slots of blocks before `start` and behind the piece. Returns None if no answer came or the lease is
+        gone. may_wait: see NextWindowRequest.
         """
         if len(self.with_slots(piece)) == len(piece):
             return piece
@@ -94,7 +94,7 @@ class LeasedBlocks:
     def go_back(self) -> None:
         """From now on, read all blocks where they were when they were leased.
 
-        The directory does not hold them there any more, but most are still there.
+        The lease no longer keeps these copies from eviction, but most of them are still there.
         """
         self.follows = False
         if self._leased is not None:
@@ -102,7 +102,7 @@ class LeasedBlocks:
             self.source[away] = self._leased[away]
 
     def give_back_slots(self) -> None:
-        """The blocks were read: give the staging slots to other leases. A later read asks for slots again."""
+        """Give the staging slots of blocks that were read to other leases. A later read asks for slots again."""
         if (self.staged["slab_gen"] > 0).any():
             self._next_window(len(self), len(self))
             self.staged["slab_gen"] = 0
@@ -110,7 +110,7 @@ class LeasedBlocks:
     def _next_window(self, start: int, stop: int, may_wait: bool = False) -> Locations | None:
         """Slots for blocks [start, stop). Gives back other blocks' slots, and notes which copies are to be read.
 
-        None: the directory did not answer.
+        Returns None if the directory did not answer.
         """
         first = self.name.first
         blocks = first + start, first + stop, self.block_bytes
@@ -127,7 +127,7 @@ class LeasedBlocks:
         return slots
 
     def _follow(self, start: int, source: Locations) -> None:
-        """Read the copies that the directory holds now. source: of blocks from `start` on."""
+        """From now on read the copies that the directory names. source: where the blocks from `start` on are."""
         away = np.flatnonzero(~self.here()[start : start + len(source)])
         if (self.source[start + away] != source[away]).any():
             self._leased = self.source.copy() if self._leased is None else self._leased

@@ -23,8 +23,8 @@ class Match:
     """Leases on the leading ready blocks: no leased block is evicted before `release`. A context manager.
 
     If the reader sends the directory no question for ten minutes, its leases end, and a later read may be a miss.
-    num_blocks, num_tokens: how many blocks and tokens are leased. After `release` every read raises ValueError: other
-    blocks may have the slots.
+    num_blocks, num_tokens: how many blocks and tokens are leased. After `release` every read raises ValueError, as the
+    slots may have other blocks by then.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class Match:
 
         tokens_per_s: how fast the engine computes, which limits the wait for an external tier. prefetch: begin to pull
         blocks of other nodes with the match, not with the first read. counted: whether metrics and request reports
-        count this look-up. False: the client itself moves the blocks.
+        count this look-up: no, if raykv itself only moves blocks.
         """
         self._leases, self._released = list[Lease](), False
         self._session, self._keys, self._cache = session, keys, keys.cache
@@ -106,7 +106,7 @@ class Match:
     def nodes(self) -> list[str]:
         """Ray node ids of the nodes that the blocks lie on, in the blocks' order, each once.
 
-        Asks the directory for unknown names. Leaves out nodes that the directory does not name.
+        Asks the directory for names that this process does not know yet. Leaves out nodes that stay unknown.
         """
         return self._session.node_names(self._indices())
 
@@ -119,8 +119,8 @@ class Match:
 
         out: at least (num_blocks, block_bytes) uint8, contiguous and writable, numpy or torch; block i goes to out[i].
         verify: also check the checksums of this node's blocks (other nodes' blocks are always checked).
-        Returns how many leading rows hold their block: num_blocks, or fewer if a node failed, or if other readers used
-        up the staging window for seconds.
+        Returns how many leading rows hold their block: num_blocks, or fewer if a node failed, or if other readers
+        filled the staging window for seconds.
         Raises ValueError for an array of another shape or dtype.
         """
         return self.read_rows(self._dense(out), verify)
@@ -176,8 +176,9 @@ class Match:
     def fetch(self, *, whole: bool = False) -> int:
         """Bring blocks of other nodes and of an external tier to this node, without copying blocks out.
 
-        whole: bring all blocks through the staging window, however long a tier takes; False: as many as the window
-        holds, which a later `read` copies at memory speed. Returns how many leading blocks came, or were here already.
+        whole: bring all blocks through the staging window, however long a tier takes. Without `whole`, bring as many as
+        the window holds; a later `read` copies these at memory speed. Returns how many leading blocks came, or were
+        here already.
         """
         refuse_forked()
         self._check_held()

@@ -16,17 +16,17 @@ from raykv.metrics.span import span
 from raykv.protocol.location import Locations
 from raykv.protocol.transfers import ALTERED, PULLED, data_deadline
 
-PIECE_BYTES = 64 * MIB  # pulled at a time: the copy out of one piece overlaps the pull of the next
-FIRST = 4  # the first pieces are a quarter as long, as the reader and other nodes' readers wait for them
+PIECE_BYTES = 64 * MIB  # pulled at a time: while one piece is copied out, the next piece is pulled
+FIRST = 4  # the first two pieces are a fourth as long: the reader, and readers on other nodes, wait for them
 PIECES_AHEAD = 2
-LATE_S = 0.5  # a pull that failed after so long was late, not refused
+LATE_S = 0.5  # a pull that brings no block after a longer wait was late; before that, it was refused
 WAIT_BUDGET_S = 0.05  # shortest wait of a read for a tier, however fast the engine could compute the tokens
 WINDOW_S = 2.0  # a read waits at least so long for staging slots, or for a copy that another reader pulls
-WINDOW_DEADLINES = 8  # as WINDOW_S, in pool deadlines
+WINDOW_DEADLINES = 8  # a read waits at least so many of the pool's deadlines too, for slots or a copy
 WINDOW_POLL_S = 0.005  # between a read's first questions for staging slots
 WINDOW_REST_S = 0.02  # between a read's later questions for staging slots
 
-SILENT = "its node does not answer"  # the next reasons appear in request lines, which also name the node
+SILENT = "its node does not answer"  # this reason and the next ones appear in request lines, which also name the node
 LATE = "the pull was late", "the external tier was slower than computing would be"  # of another node; of a tier
 FAILED_TO = "the pull failed", "the external tier did not give it"
 
@@ -79,9 +79,9 @@ class Stream:
     def arrivals(self, stop: int, passes: bool) -> Iterator[tuple[Blocks, Locations]]:
         """Bring blocks before `stop` to this node, piece by piece. Yields (blocks, where they are now), as they arrive.
 
-        Blocks that are here already come first, while the first pieces are on their way. If a copy does not give a
-        block, the block is pulled from where it was leased. If that pull also lacks some of its blocks, no further pull
-        begins. passes: after each step, reuse the staging slots of the yielded blocks.
+        Blocks that are here already come first, while the first pieces are on their way. If a block can't be pulled
+        from a copy, it is pulled from where it was leased. If that fails too, no further pull begins. passes: after
+        each step, reuse the staging slots of the yielded blocks.
         """
         blocks, store, here = self.blocks, self._store, self.blocks.here()[:stop]
         if store is None:
@@ -111,13 +111,13 @@ class Stream:
                 pulls.try_again(Pull(pull.blocks[~came], pull.source[~came]))
             pulls.begin()
             if pulls.done and len(blocks) > PIECES_AHEAD * self.piece_blocks:
-                self._session.directory.bell.ring()  # other readers may wait for the last blocks, and no call follows
+                self._session.directory.bell.ring()  # no call follows soon, and other readers may wait for these blocks
             arrived = pull.blocks[came]
             yield arrived, blocks.staged[arrived]
             pulls.pass_by(arrived)
 
     def by_source(self, piece: Blocks) -> list[Blocks]:
-        """A piece's blocks in other nodes' memory, which must not wait for a tier, and its blocks in a tier."""
+        """Split a piece: blocks in other nodes' memory, and blocks in a tier, for which the others must not wait."""
         external = self.blocks.external[piece]
         return [part for part in (piece[~external], piece[external]) if len(part)]
 
@@ -130,7 +130,7 @@ class Stream:
         return store.pull(blocks.source[part], blocks.keys[part], blocks.staged[part], bool(blocks.external[part[0]]))
 
     def _before_silence(self, store: StoreClient, stop: int) -> int:
-        """How many blocks come before `stop` and before the first block of a silent node. Reports that node."""
+        """How many blocks come before `stop` and before the first block of a silent node. Notes a silent node."""
         source = self.blocks.source[:stop]
         reached = reachable(store, source, self.blocks.name.node)
         if reached < stop:
@@ -141,7 +141,7 @@ class Stream:
         return reached
 
     def _first_of(self, store: StoreClient, pulls: dict[Any, Pull]) -> tuple[Pull, NDArray[np.bool_]] | None:
-        """Wait for one of the pulls. Returns (the pull, which blocks came). None: all are late, and given up."""
+        """Wait for one of the pulls. Returns (the pull, which blocks came). None: all pulls are late, and given up."""
         since = time.monotonic()
         with span("pull", pool=self._session.name, pieces=len(pulls)):
             answer = store.first(list(pulls), self._deadline([pull.blocks for pull in pulls.values()]))
@@ -168,7 +168,7 @@ class Stream:
         return arrived
 
     def _wait_for_window(self, end: float, pause: float) -> bool:
-        """Pause until other readers have released slots, or pulled a copy. False: it is past `end` (0: no end yet)."""
+        """Pause before the next question for slots or for a copy. Returns False after `end` (0: no end yet)."""
         if end and time.monotonic() > end:
             self.blocks.fall_short("other readers use up this node's staging window")
             self._session.directory.fault("window", "other readers use up this node's staging window")
@@ -178,7 +178,7 @@ class Stream:
         return True
 
     def _deadline(self, parts: list[Blocks]) -> float:
-        """Seconds to wait for pulls. If all pulls are from a tier: no longer than computing the tokens would take."""
+        """Seconds to wait for pulls. Pulls that are all from a tier may take no longer than computing the tokens."""
         size = self.blocks.block_bytes * sum(map(len, parts))
         if self.wait_budget_s is None or not all(self.blocks.external[part[0]] for part in parts):
             return data_deadline(size)
@@ -186,7 +186,7 @@ class Stream:
         return max(0.0, min(data_deadline(size), left))
 
     def fall_short_of(self, what: tuple[str, str], pull: Pull) -> None:
-        """what: LATE or FAILED_TO. pull: of blocks that did not come."""
+        """Note why a pull brought fewer blocks. what: LATE or FAILED_TO. pull: of blocks that did not come."""
         external = bool(self.blocks.external[pull.blocks[0]])
         self.blocks.fall_short(what[external], -1 if external else int(pull.source["node"][0]))
 
@@ -229,7 +229,7 @@ class _Pulls:
     def try_again(self, missing: Pull) -> None:
         """Pull missing blocks from where they were leased.
 
-        If the pull that failed was from there already, begin no more pulls.
+        If the failed pull was itself from where they were leased, begin no more pulls.
         """
         blocks = self._stream.blocks
         blocks.go_back()

@@ -24,7 +24,7 @@ class LocalStore(StoreClient):
     """
 
     def __init__(self, pool: str, node_id: str, gpu: str | None, on_failure: Callable[[], None]) -> None:
-        """gpu: UUID of a GPU, to map the memory of its tier if it has one; None: the node's memory.
+        """gpu: UUID of a GPU, or None. Maps the memory of the GPU's tier if the GPU has one, else the node's memory.
 
         on_failure: see StoreClient.
         Raises ValueError if the node has no store, RayError if the store does not answer, and ArenaMismatch if this
@@ -43,12 +43,13 @@ class LocalStore(StoreClient):
     def has(self, nodes: NDArray[np.uint32], epoch: int) -> bool:
         """Whether this memory has the locations that a directory of this epoch gave. If not, the store was replaced.
 
-        nodes: `node` of the LOCATIONs. A store raises its memory's epoch before a new directory places blocks there.
+        nodes: the field `node` of these locations. A store raises its memory's epoch before a new directory places
+        blocks there.
         """
         return epoch <= self.arena.epoch and not np.count_nonzero(nodes != self.index)
 
     def wrong(self, locations: Locations, keys: NDArray[np.uint8]) -> Locations:
-        """Which of these locations to report as corrupt. Their blocks could not be read.
+        """Which of these locations, where a reader could not read its block, to report as corrupt.
 
         Leaves out good blocks whose length is not the reader's block size: the reader is wrong about their size.
         """

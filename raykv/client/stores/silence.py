@@ -1,4 +1,4 @@
-"""Silence: of this node's store when it does not answer, and of other nodes when their blocks come late."""
+"""Silence: whether this node's store answers, and from which other nodes blocks come late."""
 
 import threading
 import time
@@ -13,21 +13,21 @@ from raykv.cluster import ray_calls
 from raykv.config import SUSPECT_AFTER_S
 from raykv.protocol.location import is_tier
 
-PING_S = 0.25  # for a store to say that it is there
+PING_S = 0.25  # for a store to answer a ping
 
 
 class Silence:
     """Which nodes were late for one process, and whether its own node's store is silent. Thread-safe.
 
     A store that does not answer a ping is silent until it answers. For SUSPECT_AFTER_S the process asks a late node for
-    nothing. After that time the directory knows of a node that is down, and sends no reader there.
+    nothing. By then the directory has noticed if the node is down, and sends no reader to such a node.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()  # guards that there is one ping at a time, and changes of _until
         self._ping: Any = None  # ping of a store that was late; None once the store has answered
         self._asked = 0.0  # when the ping was sent
-        self._until: dict[int, float] = {}  # by a late node's index: when it may be asked again. Never changed in place
+        self._until: dict[int, float] = {}  # when each late node, by index, may be asked again. Never changed in place
 
     def ask(self, store: Any) -> None:
         """Ping a store whose answer is about to be late."""

@@ -55,7 +55,7 @@ class StoreClient:
         with giving_way(), contextlib.suppress(RaySystemError):  # after ray.shutdown()
             patience = max(0.0, seconds - PING_S)
             ready, _ = ray_calls.wait(answers, timeout=patience)
-            if not ready and patience > 0.0:  # with a shorter wait, a tier is late rather than the store
+            if not ready and patience > 0.0:  # only waits for a tier are as short as PING_S: then the tier is late
                 self.silence.ask(self.store)
             if not ready:
                 ready, _ = ray_calls.wait(answers, timeout=seconds - patience)

@@ -16,7 +16,7 @@ _thread = threading.local()  # seats: the Workers' semaphore that this thread's 
 
 
 class Workers:
-    """Threads; SEATS of them work at a time. A thread that waits for another process frees its seat: `giving_way`."""
+    """Threads, of which SEATS work at a time. A thread that waits for another process frees its seat: `giving_way`."""
 
     def __init__(self, name: str) -> None:
         """name: of the threads."""

@@ -21,7 +21,7 @@ def resume(state: State, totals: dict[str, int]) -> None:
 
 
 def gauges(state: State) -> dict[str, int]:
-    """Numbers of the present state. They need no look at every slot."""
+    """Those numbers of the present state that need no look at every slot."""
     held = [hold.writes for client in state.clients.values() for hold in client.holds.values()]
     return {
         "keys": int(state.c.state[ENTRIES]),
@@ -40,7 +40,7 @@ def oldest_lease(state: State) -> float:
 
 
 def coldest(state: State, name: str) -> int:
-    """Tick of the last use of a node's oldest block in use; -1 if none is in use."""
+    """When the node's oldest block in use was last used, as a tick (State.tick); -1 if no block is in use."""
     node = state.nodes.get(name)
     ticks = [state.size_classes.oldest_tick_in_use(number) for number in node.size_classes.values()] if node else []
     return min((tick for tick in ticks if tick >= 0), default=-1)

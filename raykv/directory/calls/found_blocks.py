@@ -1,4 +1,4 @@
-"""The blocks that a node store found in its arena, as arrays. They are checked: any process can alter headers."""
+"""The blocks that a node store found in its arena, as arrays. All are checked, as any process can alter an arena."""
 
 from typing import NamedTuple, Self
 
@@ -9,7 +9,7 @@ from raykv.directory.state.arrays import KeyArray, key_array
 from raykv.protocol.location import GENERATIONS, LOCATION, Locations
 from raykv.protocol.stores import Inventory
 
-BLOCKS_MAX = 1 << 40  # of a node: no node has as many
+BLOCKS_MAX = 1 << 40  # of a node: no node has so many blocks
 
 
 class FoundBlocks(NamedTuple):
@@ -24,7 +24,7 @@ class FoundBlocks(NamedTuple):
 
     @classmethod
     def of(cls, found: Inventory) -> Self:
-        """ValueError for unequal lengths, or where `left` is no number of blocks."""
+        """The arrays of an Inventory. ValueError for unequal lengths, or if `left` is no number of blocks."""
         locations, keys = np.frombuffer(found.locations, LOCATION), key_array(found.keys)
         positions, stamps = np.frombuffer(found.positions, np.uint32), np.frombuffer(found.stamps, np.uint32)
         if not len(locations) == len(keys) == len(positions) == len(stamps):

@@ -1,4 +1,4 @@
-"""Calls of node stores: they join, report and leave. Also: a node died."""
+"""Calls of node stores, which join and report, and calls about nodes that leave or died."""
 
 import numpy as np
 
@@ -65,12 +65,12 @@ def _check_gpus(state: State, name: str) -> None:
 
 
 def adopt(state: State, name: str, found: Inventory, now: float, offered: int = 0) -> None:
-    """Take up the blocks that a node store found in its arena. For a node that has joined already, it only drops rows.
+    """Take up the blocks that a node store found in its arena. If the node is adopted already, drop blocks that differ.
 
     The inventory may come in pieces, the youngest blocks first. Other calls may come between two pieces; nothing is
-    offered on the node until the last piece. offered: the node's allocated slabs; without the number, blocks would be
-    evicted until the next heartbeat. ValueError for a bad Inventory or count of slabs. Impossible locations are left
-    out.
+    offered on the node until the last piece. offered: how many slabs the node has allocated. Without this number,
+    writers would evict blocks until the next heartbeat, as they would not know of spare slabs. ValueError for a bad
+    Inventory or count of slabs. Leaves out impossible locations.
     """
     check(state, now)
     node = state.nodes.get(name)
@@ -111,7 +111,7 @@ def _take_up(state: State, node: Node, found: FoundBlocks) -> None:
 
 
 def _veto(state: State, found: FoundBlocks) -> None:
-    """Drop blocks whose header names another block of the same or a newer generation."""
+    """Drop blocks in whose slot the store found another block, of the same or a newer generation."""
     rows, gens = state.size_classes.rows_of(found.locations)
     keys, known = found.keys, state.c.rows[rows]
     other = (known["gen"] != gens) | (known["k0"] != keys[:, 0]) | (known["k1"] != keys[:, 1])
@@ -173,9 +173,9 @@ def set_slab_target(state: State, name: str, report: SlabReport, now: float) -> 
 
 
 def follow(state: State, name: str, plan: Plan, now: float) -> None:
-    """From now on use the memory by a plan. Make room on the node for copies.
+    """Use the memory by a plan from now on, and make room on a node for copies of other nodes' blocks.
 
-    While tenants have quotas, no node makes room: their minima are shares of memory without copies. A pool's only node
+    While tenants have quotas, no node makes room: minima are shares of memory without such room. A pool's only node
     makes no room, as it has no node to copy from. A leaving node makes no room either: its primaries still have to be
     copied.
     """
@@ -189,7 +189,7 @@ def follow(state: State, name: str, plan: Plan, now: float) -> None:
 
 
 def _set_withdrawn(state: State, node: Node, given_back: set[int]) -> None:
-    """Take over the node's list of slabs that it gave back. The directory's own list differs after a lost answer."""
+    """Take over the node's list of the slabs that it gave back. After a lost answer the directory's list is another."""
     kept = sorted(node.withdrawn - given_back, reverse=True)
     lost = [number for number in given_back if number in node.slabs]
     for number in lost:
@@ -251,7 +251,7 @@ def sole_copies(state: State, name: str, now: float) -> SoleCopies | None:
 
 
 def remove_node(state: State, name: str, now: float) -> int:
-    """Ray says that a node is dead. Remove its rows. Returns how many slots it had."""
+    """Remove the rows of a node that is dead, as Ray says. Returns how many slots the node had."""
     check(state, now)
     state.leaving.discard(name)
     return sum(_remove(state, node.name) for node in state.of_host(name))
@@ -271,7 +271,7 @@ def _remove(state: State, name: str) -> int:
         state.allocator.lacking.pop(size_class, None)
     state.tier_catalog.leave(name)
     state.gpu_demotion.cancel(name)
-    state.invalidate()  # the node may come back with the same generations in the same rows
+    state.invalidate()  # a node that comes back may have the same rows and generations
     return slots
 
 

@@ -27,18 +27,18 @@ from raykv.protocol.clients import (
 )
 from raykv.protocol.location import KEY_BYTES, LOCATION, is_block_size, is_count, is_tier, slot_bytes
 
-HELD_UP_S = 0.5  # a reader without staging slots waits so long for slots that other readers hold
+HELD_UP_S = 0.5  # a reader that gets no staging slot waits so long for slots that other readers hold
 TURN = 4  # while other readers wait, a reader in a chain gets slots for a quarter of the blocks that it asks for
 AWAITED_S = 0.1  # readers in chains count as waiting for so long after an answer that told a reader to wait
-WAIT_S = 0.5  # a reader in a chain waits so long for copies on their way, and twice as long in all
+WAIT_S = 0.5  # a reader in a chain waits so long for copies that were on their way, and twice as long for any copies
 
 
 @dataclass(slots=True)
 class HeldPrefix:
     """A prefix that is held for a reader, and where its blocks are.
 
-    counts: numbers of all blocks; of blocks outside the reader's memory; of blocks in external tiers; and, if the
-    reader is a GPU, of blocks in the memory of its node.
+    counts: four numbers of blocks: all; those outside the reader's memory; those in external tiers; and, if the reader
+    is a GPU, those in the memory of its node.
     """
 
     reader: Node | None
@@ -83,7 +83,7 @@ def match(state: State, call: Call, request: MatchRequest, now: float) -> Matche
 def match_parts(
     state: State, call: Call, requests: tuple[MatchRequest, ...], intent: Intent | None, now: float
 ) -> MatchedParts:
-    """Lease for each reader the blocks that it needs of the longest prefix that all parts have.
+    """Lease the longest prefix that all parts have: for each reader, the blocks of the prefix that it needs.
 
     requests: one for each part and reader, each with its own lease. Parts with equally long blocks have equally many
     keys. intent: the client will compute the blocks that are not leased, or wait for clients that compute them. Others
@@ -106,9 +106,9 @@ def match_parts(
         blocks = _needed(request, tokens)
         held = _hold_prefix(state, call, request, part[blocks], requests[0].lease, now)
         found.append(held)
-        if held.counts[0] < blocks.stop - blocks.start:  # no room to stage it
+        if held.counts[0] < blocks.stop - blocks.start:  # no room to stage the rest
             tokens = _shortened(requests, held.counts[0] * request.tokens)
-    watched = set()  # last keys of parts; ranks with the same last key read the same blocks: count them once
+    watched = set()  # last keys of parts: ranks with equal last keys read the same blocks, which count once
     for request, part, held in zip(requests, keys, found, strict=True):
         blocks = _needed(request, tokens)
         _cut(state, held, blocks.stop - blocks.start)
@@ -131,7 +131,7 @@ def match_parts(
 
 
 def _ready_prefix(state: State, requests: tuple[MatchRequest, ...], keys: list[KeyArray]) -> int:
-    """Tokens up to which all parts without a window are ready, with their blocks ahead. Touches and holds nothing."""
+    """Tokens up to which all parts without a window are ready, with their blocks ahead. Changes nothing."""
     whole = _whole(requests, keys)
     limits = whole or zip(requests, keys, strict=True)
     tokens = min(_less_ahead(request, len(part)) for request, part in limits)
@@ -199,7 +199,7 @@ def _hold_prefix(state: State, call: Call, request: MatchRequest, keys: KeyArray
     counts = leases.match(state.c, *question, False)
     if counts[0] < 0 and reader:
         if state.allocator.provide_slots(reader, size_class, stride, -counts[0]):
-            table.find(state.c, keys, firsts)  # the slots may come from another size's slab, which held some of them
+            table.find(state.c, keys, firsts)  # again: some keys' blocks may have been in a slab that was taken
         counts = leases.match(state.c, *question, True)
     hold = Hold(
         call.seq,
@@ -305,7 +305,7 @@ def _provide_staging(state: State, hold: Hold, staged: RowArray, stride: int, no
 
 
 def locate_prefix(state: State, keys: bytes) -> Located:
-    """Which nodes have the longest ready prefix of `keys`. A router chooses a reader by it."""
+    """Which nodes have the longest ready prefix of `keys`. A router uses the answer to choose a reader."""
     hosts = np.zeros(len(state.c.grid), np.int64)
     numbers: dict[str, int] = {}
     for node in state.nodes.values():
@@ -317,7 +317,7 @@ def locate_prefix(state: State, keys: bytes) -> Located:
 
 
 def stored(state: State, keys: bytes) -> Stored:
-    """Which keys are stored, in memory or in an external tier, even if their node does not answer just now."""
+    """Which keys are stored, in memory or in an external tier. A node that does not answer for a while counts too."""
     if any(node.state == "joining" for node in state.nodes.values()):
         return Stored(state.epoch, b"")
     found = state.find(keys)
@@ -326,7 +326,7 @@ def stored(state: State, keys: bytes) -> Stored:
 
 
 def _next_keys(keys: bytes, n: int) -> list[bytes]:
-    """Keys from the n-th on. At most KEYS_PER_CALL, because all callers wait while each key is looked up."""
+    """Keys from the n-th on, at most KEYS_PER_CALL: other callers wait while the directory looks each key up."""
     return split_keys(keys[n * KEY_BYTES : (n + KEYS_PER_CALL) * KEY_BYTES])
 
 

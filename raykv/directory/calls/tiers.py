@@ -67,7 +67,7 @@ def demote(state: State, name: str, report: DemotionReport, now: float) -> Demot
 
 
 def _share(state: State, node: Node, stride: int, slots: int, share: float) -> float:
-    """The share of a size's slots to keep free or clean: at least one slab's if other sizes may take a slab."""
+    """The share of a size's slots to keep free or clean. If other sizes may take a slab, at least one slab's slots."""
     if not 0.0 < share < 1.0 or not slots or len(node.size_classes) == 1:
         return share
     return max(share, min(1.0, (node.slab_bytes // stride) / slots))

@@ -10,13 +10,13 @@ from raykv.directory.state.holds import Client
 from raykv.directory.state.state import State
 
 CHECK_EVERY_S = 0.5  # between two looks for nodes and clients that are gone
-MARKS = 12  # notes of the tick until a user is late
+MARKS = 12  # how often the tick is noted in the time after which a user is late
 
 
 def check(state: State, now: float) -> None:
-    """Suspect silent nodes; end silent clients, and old leases, pins and intents; age the hit curve.
+    """Set silent nodes to "suspect"; end silent clients, and old leases, pins and intents; age the hit curve.
 
-    Does so twice a second at most. After a burst of look-ups it checks the curve sooner.
+    Does so at most twice a second. After a burst of look-ups it ages the hit curve sooner.
     """
     if now < state.next_check:
         if state.hit_curve.overdue:
@@ -37,7 +37,7 @@ def check(state: State, now: float) -> None:
 
 
 def mark(state: State, now: float) -> None:
-    """Note the tick. Users that began to wait before the tick of a while ago are late."""
+    """Note the tick now and then. Users that have waited since before the tick noted `state.late` ago are late."""
     marks = state.marks
     if now - marks[-1][0] >= state.late / MARKS:
         marks.append((now, state.tick))

@@ -23,7 +23,7 @@ def clear(state: State, now: float) -> int:
             slabs.clear_rows(state.c, *state.size_classes.span(record))
     state.tier_catalog.clear()
     state.pins.repair()
-    state.hit_curve.begin()  # else it would expect hits on cleared blocks
+    state.hit_curve.begin()  # the old curve would expect hits on cleared blocks
     return keys
 
 
@@ -42,6 +42,6 @@ def set_quota(state: State, tenant: str, quota: Quota, now: float) -> None:
 
 
 def remove_quota(state: State, tenant: str, now: float) -> bool:
-    """End a tenant's quota: it then shares with all tenants without a quota. Returns whether it had a quota."""
+    """End a tenant's quota: the tenant then counts among those without a quota. Returns whether it had a quota."""
     check(state, now)
     return state.quotas.remove(tenant)

@@ -11,7 +11,7 @@ NO_MEMORY = "on another node, and the reader's has no memory to take it"
 
 
 def why_missing(state: State, key: bytes) -> str:
-    """Why a match ended at this key, in words: why the reader could not get the best copy."""
+    """Why a match ended at this key, in words. If copies exist, says why the reader could not get the best of them."""
     found, row, c = ABSENT, int(state.find(key)[0]), state.c
     while row >= 0:
         role = int(c.rows[row]["state"])

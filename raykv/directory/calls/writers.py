@@ -13,7 +13,7 @@ from raykv.protocol.location import LOCATION, is_block_size, slot_bytes
 
 
 def reserve(state: State, call: Call, request: ReserveRequest, now: float) -> Reserved:
-    """Grant slots for the missing keys of keys[start:]. Touches their parents, keys[:start]."""
+    """Grant slots for the missing keys of keys[start:]. Marks their parents, keys[:start], as used."""
     client, start = on_call(state, call, now), request.start
     state.clients.end(client, request.reservation)
     writer, keys = state.nodes.get(request.node), key_array(request.keys)
@@ -38,7 +38,7 @@ def reserve(state: State, call: Call, request: ReserveRequest, now: float) -> Re
     covered, grants = ask(found=False)
     if covered < 0:
         if state.allocator.provision(writer, size_class, stride, -covered, tenant):
-            table.find(state.c, keys, firsts)  # the slots may come from another size's slab, which held some of them
+            table.find(state.c, keys, firsts)  # again: some keys' blocks may have been in a slab that was taken
         covered, grants = ask(found=True)
     client.holds[request.reservation] = Hold(
         call.seq,

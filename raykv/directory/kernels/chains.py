@@ -1,4 +1,4 @@
-"""Chains of readers: the readers of a long lease pull each block one after another, each from the copy before.
+"""Chains of readers: readers that want the same many blocks pull them one after another, each from the last copy.
 
 Without a chain all readers would read the same copy, on one node. A reader waits while another reader pulls a copy of
 its next block. When that copy has arrived, the reader pulls the block from there, and the next reader waits for its
@@ -18,7 +18,7 @@ GIVEN_UP = 0  # `last` of a STAGING row for which no reader waits
 
 @kernel
 def in_chains(c, size_class):
-    """Whether readers on a node form chains. Readers on GPUs form no chains: their host is nearer than any copy.
+    """Whether readers on a node form chains. Readers on GPUs form none: their node's memory is nearer than any copy.
 
     Readers on nodes that leave, or that are late with heartbeats, form no chains either.
     """
@@ -35,8 +35,8 @@ def is_crowded(c, row):
 def copies_elsewhere(c, first, node):
     """Look at a key's copies on other nodes. Returns (row of the newest copy in memory or -1, whether a copy arrives).
 
-    A copy arrives while a reader pulls it into a staging slot, unless other readers have given the copy up. Leaves out
-    GPUs, and nodes that leave or are late with heartbeats.
+    A copy arrives while a reader pulls it into a staging slot. Copies that were given up do not count. Leaves out GPUs,
+    and nodes that leave or are late with heartbeats.
     """
     newest, arrives = np.int64(-1), False
     row = np.int64(first)
@@ -51,7 +51,10 @@ def copies_elsewhere(c, first, node):
 
 @kernel
 def arrives_elsewhere(c, firsts, n, reader, blocks):
-    """Whether a reader has to wait: a copy of its first block without a slot arrives. n: number of its blocks."""
+    """Whether a reader has to wait, as another reader pulls a copy of its next block.
+
+    The next block is the first block without a staging slot. n: number of the reader's blocks.
+    """
     for i in range(n):
         if blocks.staged[i] == UNSTAGED:
             crowded = in_chains(c, reader.size_class) and is_crowded(c, np.int64(blocks.source[i]))

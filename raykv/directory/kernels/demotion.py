@@ -1,11 +1,11 @@
 """Demotion to an external tier, and from a GPU to the memory of its node: which blocks are copied one tier down.
 
-An external tier's blocks are rows of size classes of its own: DEMOTING while they are written, then EXTERNAL. The block
-stays in memory too, where it is clean from then on: an eviction loses nothing. The tier may evict other blocks to make
-room.
+A tier has size classes of its own, and a row for each of its blocks: DEMOTING while the block is written, then
+EXTERNAL. The block stays in memory too. There it is *clean*: evicting it loses nothing, as the tier has it. The tier
+may evict other blocks to make room.
 
-A block copied from a GPU becomes a primary in memory and a replica on the GPU: evicting that replica loses nothing.
-During the copy the row in memory is DEMOTING and held, so that nobody evicts or reads it.
+A block that was copied from a GPU becomes a primary in memory and a replica on the GPU: evicting that replica loses
+nothing. During the copy the row in memory is DEMOTING and held, so that nobody evicts or reads it.
 """
 
 import numpy as np
@@ -56,7 +56,7 @@ from raykv.directory.kernels.table import delete, first_of, first_row
 from raykv.system.jit import kernel
 
 ROWS_EXAMINED = 1 << 14  # by one call, at most: clean rows cost time too, and other callers wait
-CHANCES = 8  # blocks that one eviction from a tier passes over because they are in memory too
+CHANCES = 8  # an eviction from a tier passes over at most so many blocks that are in memory too
 
 
 @kernel(C, GOAL)
@@ -65,7 +65,7 @@ def shortfall(c, goal):
 
     These slots are free, hold a replica, or hold a clean block. Staging slots do not count.
     """
-    oldest(c, goal.size_class)  # takes held rows, which are no victims, off the old end
+    oldest(c, goal.size_class)  # takes held rows off the old end: they are no victims
     want, short = _wanted(c, goal), np.int64(0)
     for tenant in range(c.state[TENANTS]):
         short += max(0, _lack(c, goal.size_class, tenant, want))
@@ -82,7 +82,7 @@ def _wanted(c, goal):
 def _lack(c, size_class, tenant, want):
     """How many of a tenant's blocks to demote, so that every tenant has the same share of clean blocks.
 
-    Otherwise all clean blocks could belong to a tenant within its minimum, whose blocks no other tenant evicts.
+    Otherwise all clean blocks could belong to a tenant within its minimum, and no other tenant may evict these.
     """
     total = np.int64(0)
     for other in range(c.state[TENANTS]):
@@ -116,7 +116,7 @@ def in_memory(c, row):
 def take_tier_slot(c, tier_class, evicted, count):
     """Take a free row of a tier's size class. Without one, evict the oldest block, and append its key to `evicted`.
 
-    Readers read a block from memory if it is there. So the block's row in the tier looks older than the block is. The
+    While a block is in memory too, readers read it there. So its row in the tier looks older than the block is. The
     eviction passes over CHANCES such blocks. Returns (row or -1, new count of evicted keys).
     """
     row = np.int64(c.lists[tier_class * LISTS_PER_CLASS + FREE_LIST].head)
@@ -152,7 +152,7 @@ def demote(c, goal, min_uses, tier_class, examined, pinned, chosen):
         if row < 0:
             break
         which = list_of(c, row, READY)
-        if goal.share < 1.0 and c.rows[row].holds > 0:  # no victim; when its last hold ends, it is the youngest
+        if goal.share < 1.0 and c.rows[row].holds > 0:  # no victim: at the end of its last hold it becomes the youngest
             unlink(c, which, row)
             continue
         if c.rows[row].uses >= min_uses and c.rows[row].last >= NEEDED and not in_external_tier(c, row):
@@ -202,8 +202,8 @@ def _start_in_tier(c, row, tier_class, chosen, n, count):
 def demoted(c, rows, gens, stored, lost):
     """If a DEMOTING row was stored, set it to EXTERNAL, else free it. Idempotent.
 
-    lost[i], out: the row no longer belongs to this demotion, so nobody wants the stored bytes. Returns how many became
-    EXTERNAL.
+    lost[i], out: whether the row no longer belongs to this demotion, so that nobody wants the stored bytes. Returns how
+    many rows became EXTERNAL.
     """
     count = 0
     for i in range(len(rows)):
@@ -251,7 +251,7 @@ def _row_in(c, tier, k0, k1):
 
 @kernel(C, INT, KEYS, MASK)
 def report_existing(c, tier_class, keys, refused):
-    """Take up blocks that lay in a tier before, oldest first. refused[i], out: there is no room for keys[i]."""
+    """Take up blocks that lay in a tier before, oldest first. refused[i], out: whether there is no room for keys[i]."""
     for i in range(len(keys)):
         row = np.int64(c.lists[tier_class * LISTS_PER_CLASS + FREE_LIST].head)
         known = _row_in(c, c.size_classes[tier_class].node, keys[i, 0], keys[i, 1]) >= 0
@@ -265,7 +265,7 @@ def report_existing(c, tier_class, keys, refused):
 
 @kernel(C, INT)
 def forget_clean_tail(c, size_class):
-    """Some clean blocks of a size class are no longer clean: let demotion look at its blocks again, oldest first."""
+    """Let demotion look at a size class's blocks again, oldest first, as some clean blocks are no longer clean."""
     for tenant in range(c.state[TENANTS]):
         c.lists[ready_list(size_class, tenant)].clean_tail = -1
         c.lists[ready_list(size_class, tenant)].clean_count = 0
@@ -276,8 +276,8 @@ def demote_gpu(c, size_class, host_class, want, source, target):
     """Demote a GPU's oldest primaries that nobody holds, `want` at most.
 
     Each block takes a slot of the node's memory (`host_class`): a slot that costs nothing, else the slot of an evicted
-    block. That is the oldest block there that may go for the tenant of the demoted block. Returns how many were
-    demoted.
+    block. The evicted block is the oldest there that may go for the demoted block's tenant. Returns how many blocks
+    were demoted.
     source[i], out: the row on the GPU; it is not held, as the copier checks its generation.
     target[i], out: the DEMOTING row in memory.
     """
@@ -346,7 +346,7 @@ def gpu_demoted(c, rows, stored):
 
 @kernel
 def _make_replicas(c, row):
-    """A key has a new primary: make its other primaries replicas, as the oldest of their size class."""
+    """After a key got a new primary, make its other primaries replicas, and the oldest ones of their size class."""
     other = first_of(c, row)
     while other >= 0:
         if other != row and c.rows[other].state == READY:

@@ -1,8 +1,9 @@
 """Reuse distances: how many bytes of blocks are used between two uses of a key, measured on a sample of the keys.
 
 SHARDS: Waldspurger, Park, Garthwaite, Ahmad, "Efficient MRC Construction with SHARDS", FAST 2015. A key is in the
-sample if its hash is below a limit, so the sample sees all uses of a key, or no use. The distance of a use is the bytes
-of all keys used since the key's last use, its own included: an LRU with that much memory would have had the key.
+sample if its hash is below a limit, so the sample sees either all uses of a key or none. The distance of a use is the
+bytes of all keys that were used since the key's last use, and of the key itself. An LRU with that much memory would
+have had the key.
 """
 
 from typing import NamedTuple
@@ -20,12 +21,12 @@ KEY = np.dtype(
     [
         *(("k0", "<u8"), ("k1", "<u8"), ("bytes", "<i8")),
         ("last", "<i4"),  # the place of its last use
-        ("free", "<i4"),  # in entries from COUNT on: a number that no key has; unused in earlier entries
+        ("free", "<i4"),  # from entry state[COUNT] on: a number that no key has; unused in earlier entries
     ]
 )
-# A use that is not counted yet. Counting many uses in a row is four times as fast: caches then hold the sample
+# A use that is not counted yet. Counting many uses in a row is four times as fast, as the processor caches the sample
 USE = np.dtype([("k0", "<u8"), ("k1", "<u8"), ("bytes", "<i8"), ("call", "<i4"), ("asked", "<i4")])
-# Both an entry of a hash table, `hashed`, and the place of a use in the order of uses
+# Two things in one: an entry of a hash table (`hashed`), and a place in the order of last uses (`used`, `sum`)
 PLACE = np.dtype(
     [
         ("hashed", "<i4"),  # 0, or 1 more than a key's number
@@ -49,7 +50,7 @@ class Sample(NamedTuple):
     counts: NDArray[np.float64]  # (DISTANCES + 1,) estimated uses of all keys by distance; last entry: of unknown keys
     waiting: NDArray[np.void]  # (n,) USE. Uses of several calls, if these have at most n / 4 keys
     # state[NEXT]: the next place. COUNT: number of keys in the sample. BYTES: bytes of these keys. SHIFT: the sample
-    # takes one of 2**SHIFT keys. USES: counted uses. WAITING: uses not counted yet. CALL: number of the last call
+    # takes one of 2**SHIFT keys. USES: counted uses. WAITING: uses not counted yet. CALL: number of the last `use`
     state: NDArray[np.int64]
 
 
@@ -114,7 +115,7 @@ def _count_one(s, one):
 
 @kernel
 def _use_one(s, k0, k1, size, horizon):
-    """Make a key the last used key."""
+    """Make a key the most recently used key."""
     if s.state[NEXT] == len(s.places):
         _rebuild(s, np.int64(0), HASHES)
     hashed = hash_of(k0, k1)
@@ -122,7 +123,7 @@ def _use_one(s, k0, k1, size, horizon):
     if number < 0:
         if s.state[COUNT] == len(s.keys):
             _thin(s, horizon)
-        # thinning may leave this key out. It may also make no room: somebody may have chosen keys with small hashes
+        # `_thin` may leave this key out, or make no room: somebody may have chosen keys with small hashes
         if hashed <= HASHES >> np.uint64(s.state[SHIFT]) and s.state[COUNT] < len(s.keys):
             _place(s, _insert(s, hashed, k0, k1, size))
     elif s.keys[number].last + 1 != s.state[NEXT]:
@@ -203,7 +204,7 @@ def _distance(s, number):
 
 @kernel
 def _thin(s, horizon):
-    """Make room: drop the keys beyond the horizon. If they are few, drop half of all keys instead."""
+    """Make room: drop the keys beyond the horizon. If these keys are few, drop half of all keys instead."""
     gone, at, left = np.int64(0), np.int64(1), s.state[BYTES]
     while at < s.state[NEXT] and float(left << s.state[SHIFT]) > horizon:
         if s.places[at].used > 0:
@@ -218,7 +219,7 @@ def _thin(s, horizon):
 
 @kernel
 def _halve(s):
-    """Drop half of the keys, and take half as many from now on."""
+    """Drop half of the keys, and sample half as many keys from now on."""
     if s.state[SHIFT] < SHIFT_MAX:
         s.state[SHIFT] += 1
         _rebuild(s, np.int64(0), HASHES >> np.uint64(s.state[SHIFT]))

@@ -86,7 +86,7 @@ def match(c, keys, firsts, reader, blocks, places, found):
     """Hold the longest ready prefix, and write where its blocks are.
 
     blocks, out: see `_hold_prefix`. places, out: the locations of `blocks`. found: whether `find` has filled `firsts`.
-    Returns the number of blocks in the prefix, on other nodes, in external tiers, and on the reader's `host`.
+    Returns four numbers of blocks: in the prefix, on other nodes, in external tiers, and on the reader's `host`.
     If `found` is False and the prefix needs more staging slots than are free, holds nothing. Then the first number is
     minus the number of slots that the prefix needs.
     """
@@ -138,14 +138,14 @@ def _hold_prefix(c, keys, firsts, reader, blocks):
         n += 1
     limit = reader.limit
     if remote > limit and n >= reader.long and arrives_elsewhere(c, firsts, n, reader, blocks):
-        limit = np.int64(0)  # it streams: `next_window` gives it slots in its turn
+        limit = np.int64(0)  # the reader joins a chain: `next_window` gives it slots in its turn
     covered = _cover(c, keys, n, limit, reader.size_class, blocks)
     if covered < n and reader.size_class >= 0:  # replicas of a long prefix must not fill the window
         moved = _read_elsewhere(c, firsts, covered, n, reader.node, blocks)
         remote += moved
         if moved > 0:
             covered = _cover(c, keys, n, limit, reader.size_class, blocks)
-    if covered < n and reader.size_class < 0:  # the reader has no memory to pull them into
+    if covered < n and reader.size_class < 0:  # the reader has no memory to pull blocks into
         for j in range(n - covered):
             i = n - 1 - j
             remote -= staged[i] != -1
@@ -158,7 +158,7 @@ def _hold_prefix(c, keys, firsts, reader, blocks):
 
 @kernel
 def _count_use(c, first):
-    """Count a match in every copy of a key: later decisions may look at the count of any copy."""
+    """Count a match in every row of a key, as later decisions may look at the count of any of these rows."""
     row = np.int64(first)
     while row >= 0:
         c.rows[row].uses = min(USES_MAX, c.rows[row].uses + 1)
@@ -169,8 +169,8 @@ def _count_use(c, first):
 def _read_elsewhere(c, firsts, covered, n, node, blocks):
     """Release replicas on the reader's node, and read their primaries on other nodes instead.
 
-    The replicas may take up the staging window. Replaces replicas of blocks[covered:n], last to first. Returns the
-    number of replaced replicas. `next_window` uses a released replica if it still exists.
+    Held replicas may fill the staging window. Replaces replicas of blocks[covered:n], last to first. Returns the number
+    of replaced replicas. If a released replica still exists later, `next_window` uses it.
     """
     moved = 0
     for j in range(n - covered):
@@ -200,8 +200,8 @@ def _primary_elsewhere(c, first, node):
 def pass_by(c, keys, blocks, node):
     """Release the replicas that a lease has passed. From now on the lease reads their primaries.
 
-    The held replicas may take up a window that this lease or another lease waits for. Releases the last replica first.
-    Returns how many.
+    The held replicas may fill a staging window that this lease or another lease waits for. Releases the last replica
+    first. Returns the number of released replicas.
     """
     blocks, moved = Blocks(*blocks), 0
     source, gens = blocks.source, blocks.gens
@@ -211,7 +211,7 @@ def pass_by(c, keys, blocks, node):
         if row < 0 or c.rows[row].gen != gens[i]:
             source[i] = -1  # the block is gone
             continue
-        if c.rows[row].state != REPLICA:  # asked first: a look into the hash table costs 50 times as much
+        if c.rows[row].state != REPLICA:  # checked first: a look into the hash table costs 50 times as much
             continue
         other = _primary_elsewhere(c, first_row(c, keys[i, 0], keys[i, 1]), node)
         if other >= 0:
@@ -231,9 +231,9 @@ def _readable(c, row):
 
 @kernel
 def _cover(c, keys, n, limit, size_class, blocks):
-    """Give UNSTAGED blocks[:n] staging slots, in order, until `limit` have one or the window is used up.
+    """Give UNSTAGED blocks[:n] staging slots, in order, until `limit` blocks have a slot or the window is used up.
 
-    Returns how many leading blocks can be read now. No block after them has a staging slot.
+    Returns how many leading blocks can be read now. No block after these has a staging slot.
     """
     staged, granted = blocks.staged, 0
     for i in range(n):
@@ -249,8 +249,8 @@ def _cover(c, keys, n, limit, size_class, blocks):
 def _stage_next(c, keys, i, n, size_class, blocks):
     """Give block i of n a staging slot. If the window is used up, release the slots of later blocks first.
 
-    Blocks are read in order: a block that waited for slots of later blocks would wait for ever. Returns whether block i
-    has a slot.
+    Blocks are read in order. So a block that waited for the slots of later blocks would wait for ever. Returns whether
+    block i has a slot.
     """
     row = stage(c, size_class, keys[i, 0], keys[i, 1])
     if row < 0 and _give_back(c, i + 1, n, blocks):
@@ -297,7 +297,7 @@ def next_window(c, keys, blocks, node, size_class, turn):
         if staged[i] == -1 and node_of(c, row) != node:
             return i, waits  # the reader's node is gone, and the source with it
         if full or staged[i] != UNSTAGED:
-            continue  # on the reader's node, or staged before
+            continue  # the block is on the reader's node, or has a slot already
         first = first_row(c, keys[i, 0], keys[i, 1])
         there, staging = best(c, first, node)
         if there >= 0 and node_of(c, there) == node:
@@ -347,7 +347,7 @@ def staging_lack(c, size_class, staged):
 def pulled(c, rows, gens, promoted):
     """Turn pulled STAGING rows into replicas, or into primaries where the key has no lasting primary (`has_primary`).
 
-    promoted: this call adds the number of new primaries to promoted[size_class]. A new primary keeps a slot of the
+    promoted[size_class], in and out: this call adds the number of new primaries, each of which keeps its slot of the
     staging window.
     """
     for i in range(len(rows)):
@@ -363,7 +363,7 @@ def pulled(c, rows, gens, promoted):
 
 @kernel
 def has_primary(c, row):
-    """Whether the key has a lasting primary, or a WRITING row. If this row is fleeting, any primary will do."""
+    """Whether a row's key has a lasting primary or a WRITING row. If the row is `fleeting`, any primary counts."""
     row_is_fleeting = fleeting(c, row)
     other = first_of(c, row)
     while other >= 0:
@@ -376,14 +376,14 @@ def has_primary(c, row):
 
 @kernel
 def fleeting(c, row):
-    """Whether a row is on a GPU, or on a node that is about to leave: the row's block must get a copy elsewhere."""
+    """Whether a row is on a GPU, or on a node that is about to leave. Its block needs a copy elsewhere to last."""
     offered = c.size_classes[size_class_of(c, row)].offered
     return TO_READERS <= offered <= TO_OWN
 
 
 @kernel
 def _succeed(c, row):
-    """A row became its key's primary: make the key's other primaries replicas, because they are fleeting."""
+    """After a row became its key's primary, make the key's other primaries replicas. The others are fleeting."""
     other = first_of(c, row)
     while other >= 0:
         if other != row and c.rows[other].state == READY:
@@ -435,7 +435,7 @@ def _lasting(c, first):
 
 @kernel(C, ROWS, ROWS)
 def copies(c, firsts, out):
-    """Write all rows of the keys to out, as many as it has room for. Returns how many there are."""
+    """Write the rows of the keys to `out`, as many as fit. Returns the number of all rows of the keys."""
     n = 0
     for first in firsts:
         row = np.int64(first)
@@ -456,7 +456,7 @@ def release(c, source, gens, staged, staged_gens):
         row = np.int64(source[i])
         _release_row(c, row, gens[i])
         if row >= 0 and c.rows[row].state == REPLICA and c.rows[row].gen == gens[i]:
-            touch_primary(c, row)  # a read of a replica is a use of the key, and the primary has the key's age
+            touch_primary(c, row)  # reading a replica uses the key, whose age the primary has
         if i < len(staged):
             _release_row(c, np.int64(staged[i]), staged_gens[i])
     return warm
@@ -464,7 +464,7 @@ def release(c, source, gens, staged, staged_gens):
 
 @kernel
 def touch_primary(c, row):
-    """Touch the primary of a replica's key. If somebody holds the primary, the end of that hold will touch it."""
+    """Mark the primary of a replica's key as used now. A held primary is marked when its last hold ends."""
     other = first_of(c, row)
     while other >= 0:
         if c.rows[other].state == READY and c.rows[other].holds == 0:
@@ -480,10 +480,10 @@ def _release_row(c, row, gen):
 
 @kernel(C, ROWS, ROWS)
 def abandon(c, rows, gens):
-    """A client is gone: quarantine the rows into which it may still write.
+    """Quarantine the rows into which a client that is gone may still write.
 
-    These are rows that only this client held and that are unfinished or were forgotten. Rows of external tiers are left
-    out: no client writes there, and no node store would sweep them.
+    These are rows that only this client held and that are unfinished or were forgotten. Leaves out rows of external
+    tiers: no client writes there, and no node store would sweep such rows.
     """
     for i in range(len(rows)):
         row = np.int64(rows[i])

@@ -1,4 +1,4 @@
-"""Which leading blocks of a prompt can be read, and where they are. Nothing is touched, and nothing is held."""
+"""Which leading blocks of a prompt can be read, and where they are. Looks only: no block becomes younger or held."""
 
 import numpy as np
 
@@ -73,7 +73,7 @@ def unfinished_prefix(c, keys, firsts, node):
 
 @kernel
 def _is_written(c, first):
-    """Whether a writer is to fill one of a key's rows."""
+    """Whether a writer was granted one of a key's rows, and has not committed the row yet."""
     row = np.int64(first)
     while row >= 0 and c.rows[row].state != WRITING:
         row = np.int64(c.rows[row].same)
@@ -82,12 +82,12 @@ def _is_written(c, first):
 
 @kernel(C, ROWS, ROWS, ROWS, ROWS)
 def locate_prefix(c, firsts, hosts, counts, last):
-    """The number of blocks of the longest ready prefix. Touches nothing.
+    """The number of blocks of the longest ready prefix.
 
     counts[h], out: how many of these blocks host h has, in memory or on a GPU.
 
-    hosts[node & NODE_MASK]: the host of a node. last, in and out: zeros at first, then for each host the number (from
-    1) of its last counted block.
+    hosts[node & NODE_MASK]: the host of a node. last[h], in and out: number of the host's last counted block, from 1;
+    0 at first.
     """
     for i in range(len(firsts)):
         row = np.int64(firsts[i])

@@ -89,8 +89,8 @@ def _grant_missing(c, keys, firsts, writer, source, staged, granted):
     firsts: the keys' first rows, of `find`. source[i], out: the held or granted row, -1 where another client writes the
     key. staged[i], out: if the granted row is elsewhere, the row on the writer's node to write into; else -1.
     granted, out: indices of the granted keys.
-    Returns (leading keys that are covered, number of grants). The first key that is not covered found no room, or came
-    after this call had used up the staging window.
+    Returns (number of leading keys that are covered, number of grants). The first key that is not covered found no
+    room, or came after this call had used up the staging window.
     """
     size_class, others, tenant = np.int64(writer.size_class), writer.others, writer.tenant
     n, grants, tried, elsewhere = len(keys), 0, 0, 0
@@ -112,7 +112,7 @@ def _grant_missing(c, keys, firsts, writer, source, staged, granted):
             continue
         ahead = next_ahead(c, ahead)
         can_leave = can_stage(c, size_class)
-        may_leave = can_leave or elsewhere > 0  # else other calls use up the window: store the block here or not at all
+        may_leave = can_leave or elsewhere > 0  # if not, other calls fill the window: store it here or not at all
         leaving, target = np.int64(-1), np.int64(-1)
         if room(c, size_class) > 0 and not is_full(c, tenant, c.size_classes[size_class].charge):
             target = size_class
@@ -123,7 +123,7 @@ def _grant_missing(c, keys, firsts, writer, source, staged, granted):
                 tried += 1
         has_room = bool(target >= 0)
         if not has_room:
-            has_own_room = room(c, size_class) > 0  # a full tenant may use it only once an older block is gone
+            has_own_room = room(c, size_class) > 0  # a tenant at its maximum must evict a block before using it
             leaving = victim(c, writer, can_leave or has_own_room or (may_leave and writer.locality == 1.0))
             if leaving < 0:
                 return i, grants
@@ -135,7 +135,7 @@ def _grant_missing(c, keys, firsts, writer, source, staged, granted):
             if not can_leave:  # this call used up the window: evict nothing for keys that another call must store
                 return i, grants
             elsewhere += 1
-            staged[i] = stage(c, size_class, k0, k1)  # first: an eviction may promote a replica, which uses the window
+            staged[i] = stage(c, size_class, k0, k1)  # before an eviction: that may promote a replica in the window
         row = take(c, target) if has_room else evict(c, leaving)
         grant(c, row, k0, k1, WRITING, 1)
         if c.state[TENANTS] > 1:

@@ -2,8 +2,8 @@
 
 A tenant is a number below `TENANTS`. Tenant 0 is everybody without a quota. All rows of a key have one tenant, usually
 the tenant that stored or matched the key last. Only primaries in the memory of nodes count, ready or being written.
-`eviction` asks before a block goes, `placement` before a slot is granted, `demotion` before it takes a slot.
-`lists.assign` moves a key from one tenant to another.
+`eviction` asks this module before a block goes, `placement` before it grants a slot, and `demotion` before it takes a
+slot. `lists.assign` moves a key from one tenant to another.
 """
 
 import numpy as np
@@ -22,7 +22,7 @@ def tenant_of(c, row):
 
 @kernel
 def is_full(c, tenant, size):
-    """Whether a tenant is above its maximum with `size` bytes more."""
+    """Whether a tenant would be above its maximum with `size` bytes more."""
     return size > 0 and c.quotas[tenant].used + size > c.quotas[tenant].maximum
 
 
@@ -31,7 +31,8 @@ def whose(c, tenant, size):
     """Whose blocks may be evicted for a tenant's new block. size: bytes of the new block; 0 if no quota counts it.
 
     ANYBODY: no quota counts the new block. OWN: the tenant would be above its maximum. OTHERS: the tenant would be
-    within its minimum, and must be able to grow even if its own blocks are the oldest. FAIR: in between.
+    within its minimum, and must be able to grow even if its own blocks are the oldest. FAIR: the tenant would be
+    between minimum and maximum.
     """
     if size == 0:
         return ANYBODY
@@ -42,7 +43,7 @@ def whose(c, tenant, size):
 
 @kernel
 def may_go(c, owner, tenant, who, size):
-    """Whether a block of `owner`, of `size` bytes, may go for a block of `tenant` (-1: for nobody's block).
+    """Whether a block of `owner`, of `size` bytes, may be evicted for a block of `tenant` (-1: for nobody's block).
 
     OWN: only the tenant's own blocks may go. OTHERS: only blocks of other tenants may go, if these tenants keep their
     minimum without the block. FAIR: blocks of both kinds may go.

@@ -57,7 +57,7 @@ def open_rows(c, base, slots):
 
 @kernel(C, INT, INT)
 def close_rows(c, base, slots):
-    """Take a slab's rows out of table and lists, held or not. Their holders find another generation."""
+    """Take a slab's rows out of table and lists, held or not. Holders of a row will see that its generation changed."""
     for row in range(base, base + slots):
         ahead = row + AHEAD
         if ahead < base + slots and stored(c.rows[ahead].state):
@@ -101,7 +101,7 @@ def clear_rows(c, base, slots):
 def retire(c, base, slots):
     """Close the unheld rows of a slab. Returns how many rows are left.
 
-    If every hold ends at some time, repeated calls empty a slab, even if some row in the slab is always held.
+    Repeated calls empty a slab even if at any time somebody holds a row in it, as long as each hold ends some time.
     """
     left = 0
     for row in range(base, base + slots):
@@ -146,8 +146,8 @@ def census(c, base, slots, counts):
 def adopt(c, rows, keys, gens, floor):
     """Take up blocks found in free slots of a node that joins, oldest first. The first copy of a key is primary.
 
-    The blocks become older than all rows in the node's lists, since the youngest piece of an inventory comes first.
-    floor: the tick before the tick of the oldest block. rows, in and out: -1 where a block was not taken up.
+    The blocks become older than all rows in the node's lists, since an inventory's youngest piece comes first.
+    floor: the oldest block gets the tick after this one. rows, in and out: -1 where a block was not taken up.
     """
     for i in range(len(rows)):
         row = np.int64(rows[i])
@@ -157,7 +157,7 @@ def adopt(c, rows, keys, gens, floor):
         unlink(c, list_of(c, row, FREE), row)
         role = REPLICA if taken(c, first_row(c, keys[i, 0], keys[i, 1])) else READY
         fill(c, row, keys[i, 0], keys[i, 1], gens[i], role)
-        c.rows[row].last = floor + i + 1  # ages of nodes that are adopted one by one must interleave
+        c.rows[row].last = floor + i + 1  # so that blocks of nodes that are adopted one by one mix by age
     for j in range(len(rows)):
         row = np.int64(rows[len(rows) - 1 - j])
         if row >= 0:

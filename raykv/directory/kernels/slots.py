@@ -30,7 +30,7 @@ def takeable(c, size_class):
 
 @kernel(C, INT)
 def room(c, size_class):
-    """How many slots writers may take without evicting. The unused staging window stays free. May be negative."""
+    """How many slots writers may take without evicting. Leaves the unused staging window free. May be negative."""
     return takeable(c, size_class) - max(0, c.size_classes[size_class].window - c.size_classes[size_class].staging)
 
 
@@ -42,7 +42,7 @@ def can_stage(c, size_class):
 
 @kernel
 def stage(c, size_class, k0, k1):
-    """Grant a staging slot for a key on the reader's (or remote writer's) own node. -1 if the window is used up."""
+    """Grant a key a staging slot on the node of a reader, or of a writer to another node. -1: the window is full."""
     if size_class < 0 or not can_stage(c, size_class):
         return np.int64(-1)
     row = take(c, size_class)

@@ -30,7 +30,7 @@ def prefetch(typing_context: Any, array: Any, at: Any) -> Any:
 
 @kernel
 def hash_of(k0, k1):
-    """64 bits; the upper ones depend on all bits of the key."""
+    """A key's hash, of 64 bits. Its upper bits depend on all bits of the key."""
     return (k0 ^ (k1 * np.uint64(0x9E3779B97F4A7C15))) * np.uint64(0xD6E8FEB86659FD93)
 
 
@@ -157,7 +157,7 @@ def find(c, keys, out):
         for i in range(start, stop):
             row = out[i]
             if row >= 0 and (c.rows[row].k0 != keys[i, 0] or c.rows[row].k1 != keys[i, 1]):
-                out[i] = first_row(c, keys[i, 0], keys[i, 1])  # two keys with one tag
+                out[i] = first_row(c, keys[i, 0], keys[i, 1])  # another key has the same tag
 
 
 @kernel
@@ -168,13 +168,13 @@ def prefetch_entry(c, row):
 
 @kernel
 def alone(c, position, row):
-    """Whether a row is the only one of its key, whose entry is at `position`."""
+    """Whether a row is the only row of its key. position: of the key's entry in the table."""
     return c.rows[row].same < 0 and row_at(c, position) == row
 
 
 @kernel(C, ROWS)
 def rehash(c, old):
-    """Move the entries of a smaller table into c.table."""
+    """Move the entries of `old`, a smaller table, into c.table."""
     mask = len(c.table) - 1
     for entry in old:
         if entry != 0:

@@ -1,8 +1,8 @@
 """The memory of all nodes, in slabs: which slab serves which block size, and which slabs a node gives back.
 
 A node's memory is cut into slabs, and each slab into slots of one size. Some slots of each size are the staging window:
-readers of that node pull other nodes' blocks into it. A size that needs room gets spare slabs first. Then it gets slabs
-of other sizes whose newest block is older than its own oldest block.
+readers of that node pull other nodes' blocks into it. A size that needs room gets spare slabs first. Then it gets a
+slab of another size, if the slab's newest block is older than the oldest block of the size that needs room.
 """
 
 import sys
@@ -19,7 +19,7 @@ from raykv.directory.state.size_classes import SizeClasses
 from raykv.protocol.location import LOCATION, Locations, host_of, slot_bytes
 
 QUARANTINED_PER_HEARTBEAT = 4096
-CLOSED_PER_CALL = 8  # slabs
+CLOSED_PER_CALL = 8  # slabs that one call of `withdraw` takes from a node, at most
 NOBODY = -1  # instead of a tenant, if no writer asks for the slots
 SLOTS_MAX = 1 << 22  # of a slab: 16 times the slots of a 1 GiB slab
 
@@ -37,15 +37,15 @@ class Node:
     limit: int  # slabs that the node is to have
     state: str = "joining"  # then alive <-> suspect
     leaving: bool = False
-    floor: int = -1  # tick before the oldest block of its inventory; known from the inventory's first piece on
+    floor: int = -1  # tick before that of the oldest block in its inventory; -1 until the inventory's first piece
     offered: int = 0  # slabs that were allocated
     withdrawn: set[int] = field(default_factory=set)  # offered slabs that the node gave back or must give back
-    closing: set[int] = field(default_factory=set)  # slabs to withdraw in which somebody still holds a slot
+    closing: set[int] = field(default_factory=set)  # slabs to withdraw as soon as nobody holds a slot in them
     spare: list[int] = field(default_factory=list)  # slabs that serve no size; the last is taken first
     size_classes: dict[int, int] = field(default_factory=dict)  # by slot size
     slabs: dict[int, int] = field(default_factory=dict)  # slab record by slab number
-    copies: float = 0.0  # share of its slots that it reserves for copies of other nodes' blocks, while it stays
-    checked: dict[int, int] = field(default_factory=dict)  # by size class: its evictions at the last `_oldest_slab`
+    copies: float = 0.0  # share of its slots that it reserves for copies of other nodes' blocks, until it leaves
+    checked: dict[int, int] = field(default_factory=dict)  # size class -> its evictions before the last `_oldest_slab`
 
     @cached_property
     def host(self) -> str:
@@ -57,7 +57,7 @@ class Node:
         return self.name != self.host
 
     def least_window(self, stride: int) -> int:
-        """Slots of a size's staging window, without room for copies."""
+        """Slots of a size's staging window, without the room that a plan reserves for copies."""
         return max(1, self.window_bytes // stride)
 
     @property
@@ -80,7 +80,7 @@ class Allocator:
 
     def __init__(self, size_classes: SizeClasses) -> None:
         self.nodes: dict[str, Node] = {}
-        self.may_have_spare: set[str] = set()  # names of all nodes with spare slabs, maybe also of other nodes
+        self.may_have_spare: set[str] = set()  # names of all nodes with spare slabs, and maybe of further nodes
         self.lacking: dict[int, int] = {}  # by size class: slots that its window lacks until holds on blocks end
         self._size_classes = size_classes
 
@@ -147,7 +147,7 @@ class Allocator:
                 del self.lacking[size_class]
 
     def promote_replicas(self, node: Node) -> None:
-        """For this node's primaries, make replicas on staying nodes the primaries."""
+        """For each primary on this node, make a replica on a node that stays the primary, if there is a replica."""
         promoted = np.zeros(len(self._c.size_classes), np.int64)
         for record in node.slabs.values():
             leases.promote_replicas(self._c, *self._size_classes.span(record), promoted)
@@ -191,7 +191,7 @@ class Allocator:
         return {entry[-1] for entry in sorted(order)[:count]}
 
     def size_class(self, node: Node, stride: int) -> int:
-        """The node's size class for slots of `stride` bytes; -1 where a slab has no such slot, or too many."""
+        """The node's size class for slots of `stride` bytes; -1 if a slab would have no such slot, or too many."""
         if not 0 < stride <= node.slab_bytes <= stride * SLOTS_MAX:
             return -1
         if stride not in node.size_classes:
@@ -265,7 +265,7 @@ class Allocator:
         """Take slabs of other sizes until `measure(size_class)` is `need`. Returns whether it took any slab.
 
         While this size has nothing to evict for the tenant, any slab will do. Otherwise the slab's newest block must be
-        older than the oldest block that may go. A search for a slab looks at all rows. So a size class with
+        older than this size's oldest block that may go. A search for a slab looks at all rows. So a size class with
         victims searches again only after as many evictions as a slab has slots.
         """
         took = False
@@ -289,8 +289,8 @@ class Allocator:
     def _oldest_slab(self, node: Node, size_class: int, tenant: int) -> tuple[int, int]:
         """The slab of another size that was used longest ago: (tick of its newest block, its number; -1 for no slab).
 
-        Skips slabs without which another tenant would fall below its minimum. Slabs without which this tenant itself
-        would fall below its minimum come last.
+        Skips slabs whose loss would bring another tenant below its minimum. Slabs whose loss would bring this tenant
+        itself below its minimum come last.
         """
         found = []
         for number, record in node.slabs.items():
@@ -301,7 +301,7 @@ class Allocator:
         return min(found, key=lambda entry: entry[:2])[1:] if found else (0, -1)
 
     def _lacking_without(self, record: int) -> set[int]:
-        """Tenants that would fall below their minimum without a slab that has blocks of theirs."""
+        """Tenants with blocks in a slab that would fall below their minimum if the slab were lost."""
         if self._size_classes.tenants == 1:
             return set()
         used = self._size_classes.used_by_tenant(record)
@@ -309,7 +309,7 @@ class Allocator:
         return set(np.flatnonzero((used > 0) & (quotas["used"] - used < quotas["minimum"])).tolist())
 
     def _open_slab(self, node: Node, number: int, size_class: int, stride: int, gen: int | None = None) -> None:
-        """gen: generation of the slab's format, if the slab was found formatted."""
+        """Let a slab serve a size class. gen: generation of the slab's format, if the slab was found formatted."""
         gen = self._size_classes.next_gen() if gen is None else gen
         node.slabs[number] = self._size_classes.open(node.index, number, size_class, node.slab_bytes // stride, gen)
 
@@ -324,18 +324,18 @@ class Allocator:
         return np.concatenate(held)
 
     def slots(self, node: Node) -> dict[int, int]:
-        """A node's slots by their size."""
+        """How many slots of each size a node has."""
         records = self._c.slabs[np.fromiter(node.slabs.values(), np.int64, len(node.slabs))]
         slots = np.zeros(len(self._c.size_classes), np.int64)
         np.add.at(slots, records["size_class"], records["slots"])
         return {stride: int(slots[size_class]) for stride, size_class in node.size_classes.items()}
 
     def capacity(self) -> int:
-        """The bytes that all nodes are to have for blocks, without staging windows and GPUs."""
+        """The bytes for blocks that all nodes together are to have, without staging windows and GPUs."""
         return sum(node.limit * node.slab_bytes - node.window_bytes for node in self.nodes.values() if not node.on_gpu)
 
     def memory_bytes(self) -> int:
-        """The bytes that all nodes are to have, without GPUs."""
+        """The bytes that all nodes together are to have, without GPUs."""
         return sum(node.limit * node.slab_bytes for node in self.nodes.values() if not node.on_gpu)
 
     def quarantined(self, node: Node) -> Locations:
@@ -356,7 +356,7 @@ class Allocator:
         return next(filter(None, self.stats_in_steps(node, now, sys.maxsize)))
 
     def stats_in_steps(self, node: Node, now: float, slots_a_step: int) -> Iterator[dict[str, Any] | None]:
-        """Like `stats`, with a None after each `slots_a_step` slots or so. Between two steps anything may change."""
+        """Like `stats`, but yields None after about every `slots_a_step` slots. The state may change at each None."""
         total = np.zeros(len(columns.STATES) + 1, np.int64)
         used = seen = 0
         for number in list(node.slabs):

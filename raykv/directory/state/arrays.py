@@ -30,8 +30,8 @@ def split_keys(keys: bytes) -> list[bytes]:
 def zeros(length: int, least: int, dtype: DTypeLike) -> NDArray[Any]:
     """`length` zeros, or fewer where the system refuses so many addresses.
 
-    OSError where the system refuses even `least`. The array grows in place: its addresses are reserved, and memory is
-    taken as it is first written to. The memory is in huge pages where the system grants these.
+    OSError where the system refuses even `least`. The array grows in place: its addresses are reserved, and a part
+    takes memory when it is first written to. The memory is in huge pages where the system grants these.
     """
     while True:
         try:
@@ -41,6 +41,6 @@ def zeros(length: int, least: int, dtype: DTypeLike) -> NDArray[Any]:
             if length == least:
                 raise
             length = max(least, length // 2)
-    with contextlib.suppress(OSError):  # without huge pages it is only slower
+    with contextlib.suppress(OSError):  # without huge pages the array is only slower
         memory.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(memory, dtype)

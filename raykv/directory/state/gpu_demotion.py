@@ -22,7 +22,7 @@ BYTES_PER_CALL = 64 * MIB  # from a GPU, of each slot size
 
 
 class GpuDemotion:
-    """Demotion from every GPU to the memory of its node. Only the last answer to each GPU counts."""
+    """Demotion from every GPU to the memory of its node. For each GPU, only reports on the last answer count."""
 
     def __init__(self, size_classes: SizeClasses, allocator: Allocator) -> None:
         self._size_classes, self._allocator = size_classes, allocator
@@ -45,7 +45,7 @@ class GpuDemotion:
         return GpuDemotions(*batch.fields())
 
     def demoted(self, name: str, locations: Locations, stored: NDArray[np.uint8]) -> int:
-        """Finish the last answer. Blocks that the report names as stored count as demoted. Returns their number.
+        """Finish the last answer. Blocks that the report names as stored are now demoted. Returns how many these are.
 
         A report on an earlier answer has no effect: that answer's rows are quarantined by now, or hold other blocks.
         """
@@ -55,10 +55,10 @@ class GpuDemotion:
         return int(demotion.gpu_demoted(c, under_way, np.isin(under_way, done)))
 
     def cancel(self, name: str) -> None:
-        """A GPU is gone: no block of its last answer was stored."""
+        """Finish the last answer to a GPU that is gone: no block of this answer was stored."""
         self.demoted(name, np.zeros(0, LOCATION), np.zeros(0, np.uint8))
 
     def invalidate(self) -> None:
-        """Slabs were closed. Forget the rows of these slabs."""
+        """After slabs were closed, forget the rows of these slabs."""
         for rows in self._under_way.values():
             self._size_classes.invalidate(rows, rows)

@@ -11,14 +11,14 @@ from raykv.directory.state.arrays import KeyArray
 KEYS = 32_768  # of the sample: 4 MiB
 MULTIPLES = (0.5, 1.0, 2.0, 4.0)  # of the pool's memory, for which `figures` has hit rates
 CEILING = 16  # times the pool's memory: a key with a longer distance between two uses counts as never used again
-USES_MOST, LOOK_S = 50_000, 10.0  # uses of sampled keys, 0.1 us each, in LOOK_S; with more uses, the sample is halved
+USES_MOST, LOOK_S = 50_000, 10.0  # with more uses of sampled keys in LOOK_S (0.1 us each), the sample is halved
 CALM_S = 600.0  # with few look-ups: then the hit curve begins anew with all keys
 HALF_LIFE_S = 1800.0  # in which the counts of the hit curve lose half of their weight
 PLANNED_FROM = 20_000  # uses of sampled keys before the first plan
-LEAST_COPIES, MOST_COPIES, STEP = 0.125, 0.5, 1 / 32  # of a node's slots; a smaller share spares few reads
-PRICE = 0.0075  # of hit rate, that the room for copies may cost
-SHORT = 0.01  # of hit rate, that evictions on the writers' nodes may cost, against an LRU over all nodes
-SPARE_LOCALITY = 2.0  # where there is room for copies
+LEAST_COPIES, MOST_COPIES, STEP = 0.125, 0.5, 1 / 32  # of a node's slots; less room for copies would spare few reads
+PRICE = 0.0075  # so much hit rate the room for copies may cost
+SHORT = 0.01  # so much hit rate less than one LRU over all nodes, the pool may have before it evicts like that LRU
+SPARE_LOCALITY = 2.0  # least `locality` while room is reserved for copies
 
 
 class Plan(NamedTuple):
@@ -39,7 +39,7 @@ class Plan(NamedTuple):
 
 
 class HitCurve:
-    """Counts, for a sample of the keys, how much memory an LRU would need to have a key at its next use."""
+    """Counts for a sample of the keys: how much memory would an LRU need so that it has a key at the key's next use?"""
 
     def __init__(self) -> None:
         self._capacity = self._horizon = 1.0
@@ -76,7 +76,7 @@ class HitCurve:
 
     @property
     def overdue(self) -> bool:
-        """Whether more uses were counted since the last look than USES_MOST."""
+        """Whether more than USES_MOST uses were counted since the last look."""
         return self._uses_since() > USES_MOST
 
     def _uses_since(self) -> int:
@@ -90,7 +90,7 @@ class HitCurve:
             hit_curve.halve(self._arguments)
             self._halved += 1
         if uses > USES_MOST or now - self._checked >= LOOK_S:
-            if uses << self._halved > USES_MOST // 2:  # it would be too many without halving
+            if uses << self._halved > USES_MOST // 2:  # the whole sample would have too many uses
                 self._calm = now
             self._checked, self._uses = now, int(self._sample.state[USES])
         if self._halved and now - self._calm > CALM_S:
@@ -114,9 +114,9 @@ class HitCurve:
         return float(min(max(hits / self._asked, 0.0), 1.0))
 
     def plan(self, before: Plan) -> Plan:
-        """Plan as much room for copies as costs nearly no hit.
+        """Plan the most room for copies that costs hardly any hits.
 
-        If there is no memory to spare, and the pool found fewer blocks than one LRU over all nodes would, the pool
+        If there is no memory to spare, and the pool found fewer blocks than one LRU over all nodes would find, the pool
         evicts like that LRU from now on.
         """
         hit_curve.count(self._arguments, self._horizon)

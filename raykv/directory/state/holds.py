@@ -31,11 +31,11 @@ class Hold:
     used: float  # when it began, or when its reader last asked for staging slots (same clock)
     held_up: float | None = None  # since when it waits for slots that others hold (same clock); None: no wait
     waits: float | None = None  # since when it waits for a copy that another reader pulls (same clock)
-    waits_gen: int = 0  # the last generation that was given before `waits`
-    gave_up: int = 0  # it waits no more for copies up to this generation
+    waits_gen: int = 0  # the newest generation at the time `waits`
+    gave_up: int = 0  # it waits no more for copies with generations up to this one
 
     def cut(self, n: int) -> "Hold":
-        """Cut the blocks from index n on off this hold. Returns a Hold of those blocks, for the caller to release."""
+        """Take the blocks from index n on out of this hold. Returns them as a Hold, which the caller must release."""
         rest = replace(self, keys=self.keys[n:], blocks=self.blocks.part(slice(n, None)))
         self.keys, self.blocks = self.keys[:n].copy(), self.blocks.first(n)
         return rest
@@ -56,7 +56,7 @@ class Clients(dict[int, Client]):
         self._size_classes, self._ttl = size_classes, ttl
 
     def seen(self, client: int, now: float) -> Client:
-        """A client calls, maybe for the first time."""
+        """Note that a client calls, maybe for the first time."""
         known = self.get(client)
         if known is None:
             known = self[client] = Client(now)
@@ -79,14 +79,14 @@ class Clients(dict[int, Client]):
             self.end_all(client, [i for i, hold in client.holds.items() if i not in held and hold.seq < call.seq])
 
     def disconnect(self, client: int) -> Client | None:
-        """A client says that it leaves. It writes nothing any more."""
+        """Remove a client that says that it leaves. The client writes nothing any more."""
         gone = self.pop(client, None)
         if gone:
             self.release(gone.holds.values())
         return gone
 
     def expire(self, client: int) -> Client:
-        """A client has vanished. Slots that it may still write are quarantined."""
+        """Remove a client that has vanished. Slots that it may still write are quarantined."""
         gone, c = self.pop(client), self._size_classes.c
         for hold in gone.holds.values():
             leases.abandon(c, hold.blocks.source, hold.blocks.gens)
@@ -95,7 +95,7 @@ class Clients(dict[int, Client]):
         return gone
 
     def end_unused(self, now: float) -> None:
-        """End leases that nobody used for UNUSED_S. A late reader notices by the blocks' headers.
+        """End leases that nobody used for UNUSED_S. A reader that still reads notices the end by the blocks' headers.
 
         Slots that the reader's node may still write are quarantined.
         """
@@ -123,7 +123,7 @@ class Clients(dict[int, Client]):
         return [i for i, client in self.items() if now - client.last_seen > self._ttl]
 
     def invalidate(self) -> None:
-        """Slabs were closed. Take the rows of these slabs out of all holds."""
+        """After slabs were closed, take the rows of these slabs out of all holds."""
         for client in self.values():
             for hold in client.holds.values():
                 self._size_classes.invalidate(hold.blocks.source, hold.blocks.gens)

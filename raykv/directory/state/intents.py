@@ -8,13 +8,13 @@ from dataclasses import dataclass
 
 from raykv.protocol.clients import Call
 
-KEYS_MAX = 1 << 18  # of all intents together; nobody waits for keys beyond that
+KEYS_MAX = 1 << 18  # keys of all intents together; further keys are left out, so nobody waits for them
 TTL_S = 60.0  # after so long nobody waits for an intent any more
 
 
 @dataclass(slots=True)
 class Intended:
-    """keys: only keys that no earlier intent has."""
+    """One intent. keys: only keys that no earlier intent has."""
 
     seq: int  # of the call with the intent
     since: float
@@ -60,7 +60,7 @@ class Intents:
             self._end(call.client, [i for i, it in mine.items() if i not in held and it.seq < call.seq])
 
     def end_all(self, client: int) -> None:
-        """A client is gone."""
+        """End all intents of a client that is gone."""
         self._end(client, list(self._clients.get(client, ())))
 
     def expire(self, now: float) -> None:

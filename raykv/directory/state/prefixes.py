@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from raykv.protocol.location import KEY_BYTES
 
 KEPT = 256  # prefixes that stay when the table is cleared
-SEEN = 1024  # prefixes until the table is cleared; all but the KEPT largest are forgotten then
+SEEN = 1024  # with more prefixes the table is cleared: all but the KEPT largest are forgotten
 
 
 @dataclass(slots=True)
@@ -31,7 +31,7 @@ class Prefixes:
         self._seen: dict[bytes, Prefix] = {}
 
     def count(self, keys: bytes, blocks: int, block_bytes: int, now: float) -> None:
-        """A look-up found the first `blocks` of `keys`. blocks: at least one."""
+        """Count a look-up that found the first `blocks` of `keys`. blocks: at least one."""
         key = keys[(blocks - 1) * KEY_BYTES : blocks * KEY_BYTES]
         prefix = self._seen.get(key)
         if prefix is not None:

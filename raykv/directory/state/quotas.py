@@ -1,7 +1,7 @@
-"""Shares of the pool's memory: a minimum that is kept for a tenant, and a maximum.
+"""Quotas: shares of the pool's memory. A tenant's minimum is kept for the tenant; its maximum is the most it can have.
 
-Only tenants with a quota are told apart, each by a number. All others are tenant 0, which has no minimum and no limit.
-Kernels enforce quotas: `kernels/quotas.py: may_go` says which tenant's blocks may go for another tenant.
+Each tenant with a quota has a number. All others together are tenant 0, which has no minimum and no limit. Kernels
+enforce quotas: `kernels/quotas.py: may_go` says which tenant's blocks may be evicted for another tenant.
 """
 
 from typing import Any
@@ -24,7 +24,7 @@ class Quotas(dict[str, Quota]):
         return self._numbers.get(tenant, 0)
 
     def set(self, tenant: str, quota: Quota) -> None:
-        """ValueError for a bad name, for minima above 1 in sum, or for too many tenants."""
+        """Set a tenant's quota. ValueError for a bad name, for minima above 1 in sum, or for too many tenants."""
         check_tenant(tenant)
         others = sum(other.minimum for name, other in self.items() if name != tenant)
         if others + quota.minimum > 1 + 1e-9:
@@ -42,7 +42,7 @@ class Quotas(dict[str, Quota]):
         self._apply()
 
     def remove(self, tenant: str) -> bool:
-        """End a tenant's quota, and charge tenant 0 for its blocks. Returns whether it had a quota."""
+        """End a tenant's quota, and charge tenant 0 for its blocks. Returns whether the tenant had a quota."""
         if self.pop(tenant, None) is None:
             return False
         self._size_classes.give_up(self._numbers.pop(tenant))
@@ -55,9 +55,9 @@ class Quotas(dict[str, Quota]):
         self._apply()
 
     def stats(self) -> dict[str, dict[str, Any]]:
-        """Bytes used, minimum and maximum as shares and in bytes, evictions.
+        """By tenant: used bytes, minimum and maximum as shares and in bytes, and number of evictions.
 
-        By tenant; "": all tenants without a quota.
+        "": all tenants without a quota.
         """
         return {"": self._stats(0, Quota())} | {
             tenant: self._stats(self._numbers[tenant], quota) for tenant, quota in sorted(self.items())

@@ -43,7 +43,7 @@ class SizeClasses:
     """All size classes of a pool, by number."""
 
     def __init__(self, epoch: int) -> None:
-        self._reserved = zeros(RESERVED_ROWS, 64, columns.ROW)  # copying all rows would hold up callers
+        self._reserved = zeros(RESERVED_ROWS, 64, columns.ROW)  # to grow in place: copies would hold up callers
         self._tenants = zeros(RESERVED_ROWS, 64, np.uint8)
         self.c = columns.Columns(
             rows=self._reserved[:64],
@@ -92,7 +92,7 @@ class SizeClasses:
     def add(self, node: int, stride: int, window: int, offered: int, charge: int) -> int:
         """Make a size class for slots of `stride` bytes. Returns its number.
 
-        window: how many slots may be staging. charge: bytes that a primary's tenant pays.
+        window: how many slots may be staging. charge: bytes that count as used by a primary's tenant.
         """
         size_class = self._add(node, window, offered, charge)
         self.classes[stride] = np.append(self.classes.get(stride, np.zeros(0, np.int64)), size_class)
@@ -124,12 +124,12 @@ class SizeClasses:
         record["window"] = max(window, record["staging"])
 
     def remove(self, size_class: int, stride: int) -> None:
-        """The node of a size class is gone, and all its slabs are closed."""
+        """Remove a size class whose node is gone, after all its slabs were closed."""
         self.classes[stride] = self.classes[stride][self.classes[stride] != size_class]
         self._reset_heap(stride)
 
     def reset_heaps(self) -> None:
-        """Begin all heaps anew, as oldest primaries may have become older."""
+        """Begin all heaps anew. Needed when the oldest primaries of size classes may have become older."""
         for stride in self.classes:
             self._reset_heap(stride)
 
@@ -164,16 +164,16 @@ class SizeClasses:
         return int(free_slots.takeable(self.c, size_class))
 
     def oldest_tick(self, size_class: int) -> int:
-        """Tick of the last use of the size class's oldest victim; -1 where it has none."""
+        """Tick of the last use of the oldest block that may be evicted; -1 if there is none."""
         return self._tick_of(eviction.oldest(self.c, size_class))
 
     def end_late(self, after: int, before: int) -> None:
-        """Have blocks go before all others that wait, if their wait began at ticks in (after, before]."""
+        """Have blocks whose user left at a tick in (after, before] evicted before others that wait for their user."""
         if eviction.end_late(self.c, self._class_count, after, before):
             self.reset_heaps()
 
     def oldest_tick_in_use(self, size_class: int) -> int:
-        """As `oldest_tick`, among blocks that nobody is done with."""
+        """As `oldest_tick`, among blocks in use: those that nobody is done with."""
         return self._tick_of(eviction.oldest_in_use(self.c, size_class))
 
     def oldest_tick_for(self, size_class: int, tenant: int) -> int:
@@ -211,7 +211,7 @@ class SizeClasses:
         return number
 
     def invalidate(self, rows: RowArray, gens: RowArray) -> None:
-        """Set rows of closed slabs and their generations to -1, in the arrays of a hold."""
+        """In the arrays of a hold, set rows of closed slabs, and the generations of these rows, to -1."""
         closed = (rows >= 0) & (self.c.rows["state"][rows] == columns.CLOSED)
         rows[closed] = gens[closed] = -1
 
@@ -230,14 +230,14 @@ class SizeClasses:
         return found
 
     def used_by_tenant(self, record: int) -> NDArray[np.int64]:
-        """Bytes of a slab's ready primaries, by the tenant that pays for them."""
+        """Bytes of a slab's ready primaries, by the tenant that is charged for them."""
         base, slots = self.span(record)
         ready = self.c.rows["state"][base : base + slots] == columns.READY
         counts = np.bincount(self.c.tenants[base : base + slots][ready], minlength=columns.TENANTS_MAX)
         return counts * int(self.c.size_classes[self.c.slabs[record]["size_class"]]["charge"])
 
     def _take_pages(self, pages: int) -> int:
-        """Take the pages of a closed slab of the same size, else new pages. Returns the first page."""
+        """Take the pages of a closed slab with as many pages, else new pages. Returns the first page."""
         for i, (first, length) in enumerate(self._free_pages):
             if length == pages:
                 del self._free_pages[i]

@@ -36,7 +36,7 @@ COUNTERS = (
     "promoted",
     "gpu_demoted",
 )
-LATE_S = 60.0  # after so long, a user that should ask for blocks again may not come any more
+LATE_S = 60.0  # after so long, a user who was to ask for blocks again may not come any more
 
 
 class State:
@@ -56,7 +56,7 @@ class State:
         if it was idle `locality` times as long as the oldest block of the writer's node. client_ttl: seconds without a
         call after which a client is gone. share: share of a node's slots that demotion keeps free or clean. min_hits:
         number of matches after which a block is copied to the external tier. long_bytes: bytes of a lease from which on
-        its readers read in a chain. late: a user that waits for more seconds may not ask for its blocks again.
+        its readers read in a chain. late: seconds after which an absent user may not ask for its blocks again.
         """
         compile_all("raykv.directory")  # so that no caller waits for a kernel
         self.locality, self.long_bytes, self.late = float(locality), long_bytes, late
@@ -78,7 +78,7 @@ class State:
         self.leaving: set[str] = set()  # nodes that are about to leave, joined or not
         self.stamped: set[bytes] = set()  # nonces of arenas that carry this epoch
         self.next_check = 0.0
-        # (seconds of the callers' clock, the tick then). Users that began to wait before the first are late
+        # (seconds of the callers' clock, the tick then). Users that began to wait before the first tick are late
         self.marks = deque([(-math.inf, FIRST_TICK)])
         self._indices = itertools.count()
 
@@ -93,7 +93,7 @@ class State:
 
     @property
     def tick(self) -> int:
-        """Counts uses of blocks."""
+        """The number of uses of blocks so far: the clock that blocks age by."""
         return int(self.c.state[CLOCK])
 
     @property
@@ -102,7 +102,7 @@ class State:
         return self.size_classes.nbytes
 
     def long_blocks(self, block_bytes: int) -> int:
-        """How many blocks make a lease long: its readers read in a chain, as others would wait long for their end."""
+        """How many blocks make a lease long. Readers of a long lease read in a chain (see kernels/chains.py)."""
         return max(1, -(-self.long_bytes // block_bytes))
 
     def find(self, keys: bytes) -> RowArray:
@@ -113,13 +113,13 @@ class State:
         return firsts
 
     def resize(self) -> None:
-        """The nodes, or the memory of a node, have changed."""
+        """Adapt to a change of the nodes, or of the memory of a node."""
         capacity = self.allocator.capacity()
         self.quotas.resize(capacity)
         self.hit_curve.resize(capacity)
 
     def next_plan(self) -> Plan:
-        """How to use the memory from now on. A `locality` of 1 is an LRU over all nodes whatever was measured."""
+        """How to use the memory from now on. With a `locality` of 1, always as one LRU over all nodes."""
         return self.hit_curve.plan(self.plan) if self.locality > 1 else Plan()
 
     def of_host(self, name: str) -> list[Node]:
@@ -131,7 +131,7 @@ class State:
         return self.epoch % (1 << 31 - NODE_BITS) << NODE_BITS | next(self._indices) * 2 + tier
 
     def invalidate(self) -> None:
-        """Slabs were closed. Take the rows of these slabs out of all leases, reservations, demotions and pins."""
+        """After slabs were closed, take their rows out of all leases, reservations, demotions and pins."""
         self.clients.invalidate()
         self.gpu_demotion.invalidate()
         self.pins.repair()

@@ -1,7 +1,7 @@
 """The external tiers of a pool: their blocks, the blocks to copy there, and the keys to delete there.
 
 A tier is cut into slabs like memory, so its blocks are rows too. The node stores do the I/O: each answer to `demote`
-names blocks to copy and keys to delete, and the next call reports the outcome.
+names blocks to copy and keys to delete, and the node's next call of `demote` reports the outcome.
 """
 
 from collections.abc import Callable, Iterable
@@ -34,19 +34,19 @@ class ExternalTier:
     owner: str | None  # name of the node that owns the tier; None: all nodes share it
     spare: list[int]  # numbers of slabs that serve no size
     slab_bytes: int
-    size_classes: dict[int, int] = field(default_factory=dict)  # by the bytes of a block there
+    size_classes: dict[int, int] = field(default_factory=dict)  # by the bytes that a block takes there
     slabs: dict[int, int] = field(default_factory=dict)  # slab record by slab number
     to_delete: dict[bytes, None] = field(default_factory=dict)  # keys to delete there, in order
     unreached: set[str] = field(default_factory=set)  # nodes that do not reach the tier; if any, it is not offered
     demoting: dict[str, tuple[RowArray, RowArray]] = field(default_factory=dict)  # by node: rows of its last answer
-    lister: str | None = None  # the node that lists the blocks that lay there before
+    lister: str | None = None  # the node that lists the blocks that lay in the tier before
     listed: bool = False  # whether the lister has listed all these blocks
-    cleared: bool = False  # whether the tier was cleared meanwhile: blocks that are listed later are deleted too
-    # By node: number of its last answer, and the keys to delete in this answer
+    cleared: bool = False  # whether the tier was cleared before that: blocks that are listed later are deleted too
+    # By node: number of the last answer to the node, and the keys to delete that this answer named
     deleting: dict[str, tuple[int, list[bytes]]] = field(default_factory=dict)
-    answers: int = 0  # so far; also the number of the last answer
+    answers: int = 0  # how many answers so far; also the number of the last answer
     content: bytes = b""  # name of the present content; b"" if content was never lost
-    demoted: int = 0  # blocks, since start
+    demoted: int = 0  # how many blocks were demoted so far
 
 
 class TierCatalog:
@@ -67,7 +67,7 @@ class TierCatalog:
         return self.tiers.get(node) or self.tiers.get("")
 
     def heartbeat(self, node: str, report: TierReport, new_index: Callable[[], int]) -> TierReply:
-        """A node reports its tier, and whether it reaches it. new_index: makes the index of a new tier."""
+        """Take a node's report on its tier. new_index: makes the index of a new tier."""
         name = "" if report.shared else node
         tier = self.tiers.get(name)
         if tier is None:
@@ -82,7 +82,7 @@ class TierCatalog:
         return TierReply(tier.index, not tier.listed and tier.lister == node)
 
     def set_suspect(self, node: str, suspect: bool) -> None:
-        """A node stops answering, or answers again. The node's own tier is not offered while the node is silent."""
+        """Note that a node is silent, or answers again. While the node is silent, its own tier is not offered."""
         if node in self.tiers:
             self._set_reached(self.tiers[node], SUSPECT, not suspect)
 
@@ -92,7 +92,7 @@ class TierCatalog:
             self._c.size_classes[size_class]["offered"] = columns.NOT_OFFERED if tier.unreached else columns.TO_READERS
 
     def leave(self, node: str) -> None:
-        """A node is gone. A tier that only this node could read is gone too."""
+        """Remove a node that is gone. A tier that only this node could read is gone too."""
         for name, tier in list(self.tiers.items()):
             self._set_reached(tier, node, True)
             self._cancel(tier, node)
@@ -104,7 +104,7 @@ class TierCatalog:
                 del self.tiers[name]
 
     def lose_content(self, node: str, content: bytes) -> None:
-        """The content of a node's tier is lost. content: name of the new content; a repeated report is ignored."""
+        """Forget the lost content of a node's tier. content: name of the new content. Ignores a repeated report."""
         tier = self.tier_of(node)
         if tier and tier.content != content:
             tier.content = content
@@ -120,7 +120,7 @@ class TierCatalog:
         self.refresh(size_class for size_classes in self._size_classes.classes.values() for size_class in size_classes)
 
     def refresh(self, size_classes: Iterable[int]) -> None:
-        """Some clean blocks of these size classes are no longer clean. Look for blocks to demote from the oldest on."""
+        """Look for blocks to demote from the oldest on again, as some clean blocks may not be clean any more."""
         for size_class in size_classes:
             demotion.forget_clean_tail(self._c, size_class)
 
@@ -145,7 +145,7 @@ class TierCatalog:
             if size_class >= 0:
                 self._provide_slots(tier, size_class, len(k))
                 demotion.report_existing(self._c, size_class, k, refused)
-            there = self._in_tier(tier, k)  # maybe with another size, as a key may be listed with two sizes
+            there = self._in_tier(tier, k)  # maybe in another size, as a node may list a key with two sizes
             for key in split_keys(k[there].tobytes()) if tier.to_delete else ():
                 tier.to_delete.pop(key, None)
             self._add_to_delete(tier, k[refused & ~there])
@@ -186,16 +186,16 @@ class TierCatalog:
         return self._answer(tier, node, batch)
 
     def demoted(self, node: str, locations: Locations, keys: KeyArray, stored: NDArray[np.uint8], seen: int) -> bool:
-        """A node reports which blocks of earlier `demote` answers it stored. Returns whether any block was not stored.
+        """Take a node's report on which blocks of earlier `demote` answers it stored. Returns whether any is missing.
 
-        The node did not store blocks that the report does not name. A block that was not stored, or is no longer
-        wanted, may have left bytes in the tier, so its key is deleted. The key is not deleted if it was demoted again:
-        the bytes now belong to the newer copy. seen: number of the answer whose deletions the node has carried out.
+        Blocks of these answers that the report does not name were not stored either. A block that was not stored, or is
+        no longer wanted, may have left bytes in the tier, so its key is deleted. A key that was demoted again stays:
+        the bytes belong to the newer copy. seen: number of the answer whose deletions the node has carried out.
         """
         tier = self.tier_of(node)
         if tier is None:
             return False
-        ours = locations["node"] == tier.index  # other locations are another directory's; that tier is listed anyway
+        ours = locations["node"] == tier.index  # others are an earlier directory's; the tier will be listed anyway
         (rows, gens), lost = self._size_classes.rows_of(locations[ours]), np.zeros(int(ours.sum()), np.bool_)
         tier.demoted += int(demotion.demoted(self._c, rows, gens, stored[ours], lost))
         cancelled = self._cancel(tier, node)
@@ -204,7 +204,7 @@ class TierCatalog:
         return cancelled or not stored.all()
 
     def _reschedule_delete(self, tier: ExternalTier, node: str, seen: int) -> None:
-        """Schedule the keys of a node's last answer for deletion again, unless it has `seen` that answer."""
+        """Schedule the deletions of a node's last answer again if the node has not `seen` that answer."""
         number, keys = tier.deleting.pop(node, (seen, []))
         if number != seen:
             self._schedule_delete(tier, key_array(b"".join(keys)))
@@ -222,7 +222,7 @@ class TierCatalog:
         tier.to_delete.update(dict.fromkeys(split_keys(keys.tobytes())))
 
     def _cancel(self, tier: ExternalTier, node: str) -> bool:
-        """Free the rows that the node's last answer still demotes. Returns whether there were any."""
+        """Free rows of the node's last answer that are still DEMOTING. Returns whether there were any."""
         rows, gens = tier.demoting.pop(node, (np.zeros(0, np.int64), np.zeros(0, np.int64)))
         c = self._c
         rows = rows[(c.rows["gen"][rows] == gens) & (c.rows["state"][rows] == columns.DEMOTING)]
@@ -301,7 +301,7 @@ class TierCatalog:
     # ------------------------------------------------------------------ slabs
 
     def _size_class(self, tier: ExternalTier, stride: int) -> int:
-        """The tier's size class for slots of `stride` bytes, including the record's header; -1 for a bad size."""
+        """The tier's size class for slots of `stride` bytes, of which ALIGN hold a header; -1 for a bad size."""
         if not ALIGN < stride <= tier.slab_bytes:
             return -1
         if stride not in tier.size_classes:
