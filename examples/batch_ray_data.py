@@ -42,9 +42,9 @@ def build(model: str, pool: str | None, engines: int = ENGINES) -> Processor:
             "kv_cache_memory_bytes": 256 * MIB,
         },
         concurrency=(engines, engines),
-        batch_size=2,  # at most the rows of a block of prefix_ordered
-        max_concurrent_batches=1,  # an engine takes twice this many blocks ahead, even if they suit the other engine
-        # with GPUs, and more than two CPUs a node, leave these out
+        batch_size=2,  # no more rows than a block of prefix_ordered has
+        max_concurrent_batches=1,  # an engine takes twice as many blocks ahead, whichever engine they suit
+        # with GPUs, and more than two CPUs a node, leave the next four options out
         placement_group_config={"bundles": [{"CPU": 1}]},
         chat_template_stage=SMALL,
         tokenize_stage=SMALL,
@@ -80,7 +80,7 @@ def _messages(document: str, question: str) -> list[dict[str, str]]:
 
 
 def answers(processor: Processor, model: str, asked: list[Row]) -> dict[str, str]:
-    """The answer to each row, by the row's id. model: a folder, whose tokenizer serves to order the rows."""
+    """The answer to each row, by the row's id. model: its folder, which has the tokenizer for `prefix_ordered`."""
     ray.data.DataContext.get_current().wait_for_min_actors_s = 600  # both engines run before the first row
     tokenizer = AutoTokenizer.from_pretrained(model)
 

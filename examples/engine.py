@@ -40,10 +40,10 @@ MODEL, TOKENS, PATIENCE_S = "random-llama", 512, 10.0  # TOKENS: how many a step
 
 
 class BlockPool:
-    """The engine's blocks. Full blocks are found by name, their key's bytes. Unheld blocks rest, and leave by LRU."""
+    """The engine's blocks. A full block's name is its key's bytes. Blocks without holders are reused, oldest first."""
 
     def __init__(self, blocks: int) -> None:
-        self._resting: OrderedDict[int, None] = OrderedDict.fromkeys(range(blocks))  # the first leaves first
+        self._resting: OrderedDict[int, None] = OrderedDict.fromkeys(range(blocks))  # the first is reused first
         self._holders: Counter[int] = Counter()
         self._by_name: dict[bytes, int] = {}
         self._names: dict[int, bytes] = {}
@@ -53,11 +53,11 @@ class BlockPool:
         return len(self._resting)
 
     def find(self, names: Sequence[bytes]) -> list[int]:
-        """The blocks of the leading names that are here."""
+        """The blocks with these names, up to the first name that no block has."""
         return [self._by_name[name] for name in itertools.takewhile(self._by_name.__contains__, names)]
 
     def held(self, blocks: Sequence[int]) -> int:
-        """How many of the leading blocks are held by requests."""
+        """How many of the leading blocks requests hold."""
         return sum(1 for _ in itertools.takewhile(self._holders.__contains__, blocks))
 
     def hold(self, blocks: Sequence[int]) -> None:
@@ -66,7 +66,7 @@ class BlockPool:
             self._resting.pop(block, None)
 
     def take(self, count: int) -> list[int]:
-        """Take so many blocks. They lose their names."""
+        """Take `count` blocks to write to. The blocks lose their names."""
         taken = [self._resting.popitem(last=False)[0] for _ in range(count)]
         for block in taken:
             self._by_name.pop(self._names.pop(block, b""), None)
@@ -80,7 +80,7 @@ class BlockPool:
                 self._by_name[name], self._names[block] = block, name
 
     def release(self, blocks: Sequence[int]) -> None:
-        """End a hold. Nameless blocks leave first, then the prompt's end: it is of no use without the beginning."""
+        """End a hold. Nameless blocks are reused first, and a prompt's last blocks before its first blocks."""
         for block in reversed(blocks):
             self._holders[block] -= 1
             if not self._holders[block]:
@@ -92,7 +92,7 @@ class BlockPool:
 class PagedKV(Cache):  # type: ignore[misc]
     """KV that the model's layers read and write in one step. kv: (blocks, layers, 2, heads, block_tokens, dim).
 
-    write: (2, n) int64, the block and the place in the block of each token to compute. read: of each token to read.
+    write: (2, n) int64: block, and place in the block, of each token to compute. read: the same of each token to read.
     """
 
     def __init__(self, kv: torch.Tensor, write: torch.Tensor, read: torch.Tensor) -> None:
@@ -186,11 +186,11 @@ class Engine:
         return Request(job.keys, len(job.tokens), job.arrival, cached, self.pool.held(own))
 
     def _most(self, job: Job) -> int:
-        """Number of blocks that may come from a cache: not the block of the last token, which must be computed."""
+        """Number of blocks that may come from a cache. The last token must be computed, so its block may not."""
         return (len(job.tokens) - 1) // self.cache.block_tokens
 
     def _start(self, job: Job) -> None:
-        """Take the engine's blocks of the job's prefix, and read further blocks from the pool."""
+        """Take the blocks of the job's prefix that the engine has, and read further blocks from the pool."""
         self.waiting.remove(job)
         self.running.append(job)
         job.blocks = self.pool.find(job.names[: self._most(job)])
@@ -207,7 +207,7 @@ class Engine:
 
     @torch.no_grad()
     def _forward(self, jobs: list[Job], news: list[int]) -> list[int]:
-        """Compute `new` further tokens of each job. Returns the token that follows them in each job."""
+        """Compute further tokens of each job. news: how many. Returns the token that follows them in each job."""
         ends = [job.computed + new for job, new in zip(jobs, news, strict=True)]
         places = [np.arange(job.computed, end) for job, end in zip(jobs, ends, strict=True)]
         write = np.concatenate([self._at(job, at) for job, at in zip(jobs, places, strict=True)], axis=1)

@@ -11,8 +11,8 @@ cluster that has a pool (`raykv start`), on nodes that all see the model's folde
         -d '{"model": "llm", "messages": [{"role": "user", "content": "..."}], "max_tokens": 16, "stream": true}'
 
 All engines are attached to the pool, and know nothing of each other. So there are no ports to choose, and no engine
-prefills a prompt that another engine has prefilled. Of several engines that prefill (`prefills=2`), the router chooses
-the engine with the least left to do. The model is a small Llama of random weights, made on the spot.
+prefills a prompt that another engine has prefilled. Among several prefill engines (`prefills=2`), the router chooses
+the engine that has the least left to compute. The model is a small Llama of random weights, made on the spot.
 """
 
 import tempfile
@@ -39,7 +39,7 @@ def build(arguments: dict[str, str]) -> serve.Application:
             model_loading_config={"model_id": MODEL, "model_source": arguments["model"]},
             engine_kwargs={
                 "kv_transfer_config": transfer,
-                "dtype": "float32",  # in bfloat16 some CPUs give other answers if other pieces are computed
+                "dtype": "float32",  # in bfloat16 some CPUs answer otherwise if less of a prompt is computed
                 "max_model_len": 2048,
                 "block_size": 32,
                 "enforce_eager": True,
@@ -47,7 +47,7 @@ def build(arguments: dict[str, str]) -> serve.Application:
                 "enable_prompt_tokens_details": True,
             },
             deployment_config={"num_replicas": 1} | deployment,
-            # A replica takes two CPUs with its own, all of a node: so each node has one. With GPUs, leave these two out
+            # With its engine a replica takes two CPUs, a whole node. With GPUs, leave the next two arguments out.
             placement_group_config={"bundles": [{"CPU": 1}]},
             accelerator_config={"kind": "cpu"},
             runtime_env={"env_vars": ENVIRONMENT},

@@ -62,7 +62,7 @@ def build(arguments: dict[str, str]) -> serve.Application:
             "enable_prompt_tokens_details": True,
         },
         deployment_config={"num_replicas": 2, "request_router_config": router},
-        # A replica takes two CPUs with its own, all of a node: so each node has one. With GPUs, leave these two out
+        # With its engine a replica takes two CPUs, a whole node. With GPUs, leave the next two arguments out.
         placement_group_config={"bundles": [{"CPU": 1}]},
         accelerator_config={"kind": "cpu"},
         runtime_env={"env_vars": ENVIRONMENT},
@@ -81,7 +81,7 @@ class Answer(NamedTuple):
 
 
 def ask(prompt: str, max_tokens: int = 8, url: str = URL, **more: Any) -> Answer:
-    """Ask one question, streamed. more: of the request's body, such as kv_transfer_params."""
+    """Ask one question, and stream the answer. more: further fields of the request, such as kv_transfer_params."""
     begin, ttft, text, usage = time.perf_counter(), 0.0, "", dict[str, Any]()
     for event in _stream(prompt, max_tokens, url, more):
         for choice in event["choices"]:
@@ -114,7 +114,7 @@ def _stream(prompt: str, max_tokens: int, url: str, more: dict[str, Any]) -> Ite
 
 
 def make_model(folder: Path, seed: int = 0) -> str:
-    """Make a Llama of random weights with 16 KiB of KV for a token and the words t3, t4, ... Returns its folder."""
+    """Make a Llama of random weights. A token has 16 KiB of KV, and is a word: t3, t4, ... Returns its folder."""
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -142,7 +142,7 @@ def words(seed: int, count: int) -> str:
 
 def shutdown() -> None:
     """End Serve and its replicas, wait until the replicas' vLLM processes have ended, and remove their files."""
-    ours = ("LLMServer", "Prefill:", "Decode:", "OpenAiIngress", "TelemetryAgent")  # all import vLLM
+    ours = ("LLMServer", "Prefill:", "Decode:", "OpenAiIngress", "TelemetryAgent")  # processes that import vLLM
     named = [(str(process.info["cmdline"]), process) for process in psutil.process_iter(["cmdline"])]
     replicas = [process for name, process in named if any(part in name for part in ours)]
     engines = [child for replica in replicas for child in replica.children(recursive=True)]

@@ -1,8 +1,8 @@
 """The directory as an actor: its server, calls through Ray, and what Ray's internal KV keeps for later directories.
 
-A call through Ray costs this process ten times as much as answering the call. So clients and node stores each keep a
-connection, which one thread serves. A lock keeps that thread and Ray's thread apart. Calls through Ray are for
-administrators, and for processes that can't reach the socket.
+Ray's part of a call costs this process ten times as much as the answer. So each client and node store keeps a
+connection to a socket of the directory. One thread serves all these connections, and takes turns with Ray's thread by a
+lock. Calls through Ray are for administrators, and for processes that can't reach the socket.
 """
 
 import contextlib
@@ -27,16 +27,16 @@ from raykv.system import events, free_memory
 from raykv.system.jit import compile_all
 
 log = logging.getLogger("raykv")
-SUCCESSOR_BYTES = 1 << 30  # free memory with which a successor loads its kernels early
+SUCCESSOR_BYTES = 1 << 30  # a successor loads its kernels early if more memory than this is free
 
 
 class DirectoryActor(DirectoryServer):
     """The actor that knows where every block of a pool is."""
 
     def __init__(self, pool: str, name: str) -> None:
-        """name: this actor's.
+        """name: the name of this actor.
 
-        The actor serves if the pool says that it is in charge. Otherwise the actor stands by: see Succession.
+        The actor serves if Ray's internal KV names this actor as in charge. Otherwise it stands by: see Succession.
         """
         super().__init__(pool, DirectoryMetrics(pool, name))
         events.begin(named_actors.restarted(), role="directory", pool=pool, name=name, pid=os.getpid())
@@ -55,7 +55,7 @@ class DirectoryActor(DirectoryServer):
         return f"Directory(pool={self._pool})"
 
     def node_id(self) -> str:
-        """Id of the Ray node that it runs on."""
+        """Id of the Ray node that this actor runs on."""
         return str(ray.get_runtime_context().get_node_id())
 
     def take_charge(self) -> None:
@@ -63,7 +63,7 @@ class DirectoryActor(DirectoryServer):
         self._succession.take()
 
     def _serve(self) -> Address | None:
-        """Begin to serve, unless it serves already. Returns where it listens."""
+        """Begin to serve, unless this actor serves already. Returns the address where it listens."""
         if self._state is None:
             self._begin()
         return self._listener.address if self._listener else None
@@ -71,7 +71,7 @@ class DirectoryActor(DirectoryServer):
     def _begin(self) -> None:
         """Answer from now on, with an empty directory and a new epoch."""
         settings, epoch = self._settings, internal_kv.take_epoch(self._pool)
-        self._nodes = cluster.living()  # later Ray is asked only about unknown nodes, as all callers wait for it
+        self._nodes = cluster.living()  # later Ray is asked only about unknown nodes: all callers wait meanwhile
         directory = Directory(
             epoch, settings["locality"], share=WRITE_SHARES[settings["write"]], min_hits=settings["min_hits"]
         )
@@ -86,7 +86,7 @@ class DirectoryActor(DirectoryServer):
         self.serve(directory)
         self._metrics.attach(directory, self._lock)
         self._metrics.start()
-        with contextlib.suppress(PermissionError):  # Ray runs its workers at nice 15, and all clients wait for this
+        with contextlib.suppress(PermissionError):  # Ray runs its workers at nice 15, but all clients wait here
             os.setpriority(os.PRIO_PROCESS, 0, 0)
         gc.freeze()  # a collection that walks all of numba would hold up every caller
         self._open_socket(settings["transport"])
@@ -102,7 +102,7 @@ class DirectoryActor(DirectoryServer):
             log.warning("pool %s: no socket for the directory, which is called through Ray: %r", self._pool, error)
 
     def join(self, name: str, arena: Message) -> Message:
-        """As DirectoryServer. ValueError for a node that Ray does not have, as each node takes memory."""
+        """As DirectoryServer. ValueError for a node that Ray does not have: such nodes would only take memory."""
         if host_of(name) not in self._nodes:
             self._nodes = cluster.living()
         if host_of(name) not in self._nodes:

@@ -1,4 +1,4 @@
-"""Finished requests on their way from clients to followers, the people who watch requests. Limited in number."""
+"""Lines about finished requests, on their way from clients to followers: the people who watch requests."""
 
 from collections import deque
 
@@ -6,10 +6,10 @@ from raykv.protocol.requests import LINE_BYTES, Followed
 
 FOLLOW_S = 3.0  # clients report for so long after a call of `follow`
 KEPT = 2000  # lines
-LINES_PER_S = 500  # that are kept, of all clients together; further lines are only counted
+LINES_PER_S = 500  # lines kept in a second, of all clients together; further lines are only counted
 LINES_PER_ANSWER = 500
 
-Cursor = tuple[int, int, int]  # epoch of the directory, and its numbers of lines and left-out requests so far
+Cursor = tuple[int, int, int]  # epoch of the directory, its count of lines, its count of left-out requests
 
 
 class Followers:
@@ -46,7 +46,10 @@ class Followers:
         self._left_out += left_out + len(lines[room:])
 
     def follow(self, cursor: Cursor, epoch: int, names: dict[int, str], now: float) -> Followed:
-        """Lines since the cursor of the last Followed, or all lines after a take-over. cursor (0, 0, 0): no line."""
+        """The kept lines since `cursor`, which the caller got in its last Followed. cursor (0, 0, 0): no line.
+
+        All kept lines if the cursor is of another directory.
+        """
         self._until = now + FOLLOW_S
         known, seen, left_out = cursor
         if known == 0:

@@ -37,23 +37,23 @@ GAUGES = {
     "clients": "clients",
     "pinned_blocks": "pinned",
 }
-MEMORY_EVERY = 2  # exports from one census of a memory to the next: a census looks at every slot
-STEP_SLOTS = 16_384  # that a census looks at in a row, in less than a millisecond
-STEP_S = 0.0005  # between two looks at some of a node's slots, so that calls come in between
+MEMORY_EVERY = 2  # slots are counted at every second export, as counting looks at every slot
+STEP_SLOTS = 16_384  # slots that are counted in one step, in less than a millisecond
+STEP_S = 0.0005  # between two steps of counting a node's slots, so that calls come in between
 FOLDED = 1024  # call times that are added to their buckets at once
-TIMED_EVERY = 8  # one call of TIMED_EVERY frequent calls is timed: timing a call costs more than counting the call
+TIMED_EVERY = 8  # only every eighth call of a frequent method is timed, as timing costs more than counting
 SLOT_STATES = ("free", "writing", "ready", "replica", "staging", "quarantined", "dropped", "demoting")
 
 
 def timed_every(method: str) -> int:
-    """How many calls of a method each timed call stands for."""
+    """For how many calls of a method one timed call stands."""
     return TIMED_EVERY if CALLS[method].frequent else 1
 
 
 class DirectoryMetrics:
-    """Exports a directory's figures once in EXPORT_S, after it takes charge.
+    """Exports a directory's figures once in EXPORT_S, from when the directory takes charge.
 
-    calls: number of calls by method. Its users hold the directory's lock.
+    calls: number of calls by method; the directory's lock guards this dict.
     """
 
     def __init__(self, pool: str, name: str) -> None:
@@ -68,7 +68,7 @@ class DirectoryMetrics:
         self._steps, self._started = 0, time.time()
 
     def called(self, method: str, seconds: float) -> None:
-        """Count the time of a call. Its caller holds the directory's lock. Costs a tenth of a microsecond."""
+        """Note how long a call took. The caller holds the directory's lock. Takes a tenth of a microsecond."""
         try:
             times = self._times[method]
         except KeyError:
@@ -91,7 +91,7 @@ class DirectoryMetrics:
         return self._kept
 
     def attach(self, directory: Directory, lock: threading.Lock) -> None:
-        """Export this directory's figures. lock: guards the directory; held only for a part of a node at a time."""
+        """Export this directory's figures. lock: guards the directory; free between two steps of counting slots."""
         self._directory, self._lock = directory, lock
 
     def start(self) -> None:
@@ -157,7 +157,7 @@ class DirectoryMetrics:
             self._tier_figures(node or "shared", tier)
 
     def _last(self, steps: Iterator[dict[str, Any] | None]) -> dict[str, Any] | None:
-        """The last value of `steps`. Each step holds the lock; waiting threads get the lock between two steps."""
+        """The last value of `steps`. The lock is held during a step, and free between two steps."""
         found = None
         while found is None:
             with self._lock:
@@ -202,9 +202,9 @@ class DirectoryMetrics:
 
 
 def _by_source(totals: dict[str, int]) -> dict[str, int]:
-    """Hits by where the blocks were.
+    """Hits by the place of the blocks.
 
-    A `promoted` block is in the memory of a GPU reader's node, and counts as memory.
+    If a reader on a GPU finds a block in the memory of its own node, the block counts as memory.
     """
     elsewhere = {"gpu": "gpu_hits", "node": "remote_hits", "external": "external_hits"}
     found = {source: totals[name] for source, name in elsewhere.items()}

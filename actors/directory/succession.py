@@ -1,7 +1,8 @@
 """Which directory of a pool is in charge. A pool has two: one is in charge, the other is ready to take over.
 
-Neither needs the supervisor, or waits until Ray notices a lost node. A directory that takes charge takes an epoch that
-no directory had. So two directories can't be in charge: a process that knows the newer directory refuses the older.
+A take-over needs no supervisor, and does not wait until Ray notices a lost node. A directory that takes charge takes a
+new epoch, a number higher than that of all directories before. Processes that know the newer epoch refuse the older
+directory.
 """
 
 import logging
@@ -22,31 +23,31 @@ from raykv.protocol.location import Address
 from raykv.system import events
 
 log = logging.getLogger("raykv")
-SILENT_PINGS = 3  # of HEARTBEAT_S each; after them a directory counts as lost
-ENDING_LOOKS = 50  # checks whether a process has ended, at most
-ENDING_LOOK_S = 0.02  # between two looks whether a process has ended
+SILENT_PINGS = 3  # after so many pings without an answer, of HEARTBEAT_S each, a directory counts as lost
+ENDING_LOOKS = 50  # most checks whether a process has ended
+ENDING_LOOK_S = 0.02  # between two checks whether a process has ended
 SILENT_RAY_PINGS = 10  # like SILENT_PINGS, for pings through Ray, which wait behind all other calls
 
 
 class Succession:
-    """A directory's thread. While the directory stands by, the thread watches the directory in charge.
+    """A thread of each directory. While its directory stands by, the thread watches the directory in charge.
 
-    Once its own directory is in charge, the thread checks that this directory still is in charge.
+    Once its own directory is in charge, the thread checks that no other directory has taken charge.
     """
 
     def __init__(
         self, pool: str, name: str, prepare: Callable[[], None], take_charge: Callable[[], Address | None]
     ) -> None:
-        """name: of this directory's actor. prepare: slow work to do early. take_charge: makes the directory serve.
+        """name: of this directory's actor. prepare: slow work before it serves. take_charge: makes it serve.
 
-        take_charge returns where the directory listens. If telling the pool of the first answer failed, it is called
-        again. A second call changes nothing.
+        take_charge returns the address where the directory listens. It is called again if this address could not be
+        written into Ray's internal KV. The second call changes nothing.
         """
         self._pool, self._name, self._prepare, self._take_charge = pool, name, prepare, take_charge
         self._line = DirectoryLine(pool)
-        self._pinged, self._silent = 0.0, 0  # when the directory in charge was last pinged, and failed pings since
-        self._watched: Address | None = None  # where it was pinged
-        self._known: Address | None = None  # where it answered
+        self._pinged, self._silent = 0.0, 0  # the last ping of the directory in charge, and how many failed in a row
+        self._watched: Address | None = None  # the address that was pinged
+        self._known: Address | None = None  # the address that answered
         self._serves = False
         self._taking = threading.Lock()  # held by `take`, which the supervisor may call too
         self._loop = Periodic("raykv-succession", self._step, self._on_error, self._watched_connection)
@@ -60,7 +61,7 @@ class Succession:
         self._loop.start()
 
     def take(self) -> None:
-        """Take charge, and tell everybody. Does nothing if another directory has taken charge meanwhile."""
+        """Take charge, and write that into Ray's internal KV. Does nothing if another directory is faster."""
         with self._taking:
             before = internal_kv.in_charge(self._pool)
             if self._serves:
@@ -68,7 +69,7 @@ class Succession:
                 return
             self._prepare()
             if internal_kv.in_charge(self._pool) == before:
-                address, self._known = self._take_charge(), None  # if telling fails, `_is_lost` finds out
+                address, self._known = self._take_charge(), None  # if the next line fails, `_is_lost` finds out
                 internal_kv.put_in_charge(self._pool, self._name, address)
                 self._serves = True
 
@@ -82,7 +83,7 @@ class Succession:
         return max(0.0, self._pinged + HEARTBEAT_S - time.monotonic())
 
     def _watched_connection(self) -> Stream | None:
-        """While standing by: the connection to the directory in charge. It closes when that process ends."""
+        """The connection to the directory in charge, which closes when its process ends. None if this one serves."""
         return None if self._serves else self._line.connection
 
     def _on_error(self, error: Exception) -> float:
@@ -111,10 +112,10 @@ class Succession:
         return known is not None and not self._line.look() and self._has_ended(known)
 
     def _connect(self, address: Address | None) -> None:
-        """Watch the directory in charge, at that address."""
+        """Watch the directory in charge, which listens at `address`."""
         if self._line.address is None or self._line.address != address:
             self._line.find()
-        if self._line.address != self._watched:  # it was restarted, and listens elsewhere
+        if self._line.address != self._watched:  # the directory was restarted, and listens elsewhere
             self._watched, self._silent = self._line.address, 0
 
     def _is_silent(self) -> bool:

@@ -16,8 +16,8 @@ from raykv.actors.directory.directory import start_directory
 log = logging.getLogger("raykv")
 FIRST_LOOK_S = 10.0  # until the first look: a pool that has just started is busy
 LOOK_S = 5.0  # between two looks at the successor
-START_DEADLINE_S = 120.0  # for a successor to start; then another is started
-MOVE_AFTER_S = 30.0  # between two moves of a successor: nodes come and go, and a start takes seconds of a core
+START_DEADLINE_S = 120.0  # for a successor to start; then another successor is started
+MOVE_AFTER_S = 30.0  # between two moves of a successor to another node, as each start takes seconds of a core
 
 
 class Successor:
@@ -28,13 +28,13 @@ class Successor:
         self._number = 0  # number of the directory that stands by: 1 or 2; 0 before the first look
         self.node_id = ""  # the successor's node, by its last answer
         self._handle: Any = None  # None until the successor is found
-        self._answer: Any = None  # pending answer: the node that it is on
+        self._answer: Any = None  # the successor's pending answer to `node_id`
         self._look_at = time.monotonic() + FIRST_LOOK_S
         self._asked = 0.0  # time.monotonic()
         self._moved, self._given_up = -MOVE_AFTER_S, 0
 
     def due(self) -> bool:
-        """Whether to look at the successor now. The next look is due LOOK_S later in any case."""
+        """Whether to look at the successor now. If so, the next look is due in LOOK_S."""
         if time.monotonic() < self._look_at:
             return False
         self._look_at = time.monotonic() + LOOK_S
@@ -45,11 +45,11 @@ class Successor:
         return self._number == number and self._handle is not None and is_alive(self._handle)
 
     def look(self, number: int, in_charge: str, others: list[str]) -> Any:
-        """Start the successor if it does not run. Returns the successor's handle if it should be on another node.
+        """Start the successor if it does not run. Returns its handle if the caller should end it: see `_is_bad`.
 
-        number: the successor's. in_charge: node of the directory in charge. others: other nodes where it may be.
+        number: the successor's. in_charge: node of the directory in charge. others: other nodes for the successor.
         """
-        if self._number != number:  # the successor took over: a pending answer is not of the new successor
+        if self._number != number:  # the old successor took over, so a pending answer is of that directory
             self._number, self._answer, self._handle, self.node_id = number, None, None, ""
         nodes = others or [in_charge]
         if self._handle is None or not is_alive(self._handle):
@@ -70,7 +70,7 @@ class Successor:
     def _is_bad(self, nodes: list[str]) -> bool:
         """Whether the successor has been silent too long, or is on none of these nodes.
 
-        A successor that moved less than MOVE_AFTER_S ago stays where it is. Each answer counts once.
+        A successor that moved less than MOVE_AFTER_S ago stays where it is. Each answer is judged once.
         """
         if self._answer is None:
             return False
@@ -88,5 +88,5 @@ class Successor:
 
 
 def is_alive(actor: Any) -> bool:
-    """Whether an actor is alive, by what Ray has already told this process. Costs no call."""
+    """Whether an actor is alive, as far as Ray has told this process. Makes no call."""
     return bool(actor._get_local_state() == ActorTableData.ALIVE)

@@ -13,7 +13,7 @@ LOOK_S = 60.0  # between looks whether the dashboard's files are there
 
 
 class DashboardKeeper:
-    """Writes the files at its first look, and later when files are missing. Only where Ray's dashboard runs."""
+    """Writes the dashboard's files at the first look, and again when files are missing. Only on Ray's head node."""
 
     def __init__(self) -> None:
         self._due = 0.0  # time.monotonic() of the next look

@@ -1,7 +1,7 @@
-"""Demotes a node's blocks to its external tier. It is the part of a node store that reports on the tier.
+"""Demotes a node's blocks: copies them to its external tier. Also reports the tier's state to the directory.
 
-The directory decides which blocks are demoted and which are deleted. The Demoter asks for these blocks in its own
-thread, which may wait for a slow tier, and reports the outcome.
+The directory decides which blocks are copied there, and which are deleted there. The Demoter asks for these blocks,
+copies or deletes them, and reports the outcome. It has its own thread, as a tier may be slow.
 """
 
 import secrets
@@ -28,9 +28,9 @@ from raykv.tiers import open_tier, parse, register_tier
 from raykv.tiers.copier import TierCopier
 from raykv.tiers.guarded import GuardedTier
 
-POLL_S = 0.1  # between looks at a tier that is down; the first pause without blocks is a quarter of it
+POLL_S = 0.1  # between looks at the tier during a `flush`; the first pause without blocks is a quarter of this
 IDLE_POLL_S = 1.0  # the longest pause between two questions to the directory
-SERVED_HEARTBEAT_S = 5.0  # between heartbeats of a tier while answers to `demote` show that the directory serves it
+SERVED_HEARTBEAT_S = 5.0  # between heartbeats of a tier while the answers to `demote` show that the directory knows it
 TIER_RETURNS_S = 5.0  # `flush` gives up on a tier that is down for so long
 REFUSED_S = 1.0  # pause after the tier refused blocks of a batch
 EXISTING_PER_CALL = 4096  # blocks
@@ -40,8 +40,8 @@ NOTHING_DONE = DemotionReport(locations=b"", keys=b"", stored=b"", seen=0, whole
 def open_external(pool: str, fingerprint: bytes, url: str, maker: bytes | None) -> tuple[GuardedTier, int]:
     """The tier of an `external=` URL, not yet opened, and its capacity in bytes.
 
-    maker: the pickled argument of `register_tier`; None where the pool has no tier of its own. ValueError for a URL
-    that names no tier.
+    maker: the function given to `register_tier`, pickled; None where the pool has no tier class of the user's own.
+    ValueError for a URL that names no tier.
     """
     if maker is not None:  # before `parse`, as the registered scheme decides which parameters the URL may have
         register_tier(urlsplit(url).scheme, ray.cloudpickle.loads(maker))
@@ -61,15 +61,15 @@ class Demoter:
     def __init__(self, pool: str, node_id: str, arena: Arena, external: GuardedTier, capacity: int) -> None:
         """arena: of the node's memory. capacity: of the tier, in bytes."""
         self.external, self.copier = external, TierCopier(arena, external)
-        self.index = -1  # of the tier, in locations; -1 until the directory has given it one
-        # Held while `demote` reads slots, which no lease keeps. The Resizer takes it before it frees memory. A store
-        # into the tier may go on reading past its deadline, without the guard: see GuardedTier.storing.
+        self.index = -1  # the tier's index in locations; -1 until the directory has given the tier an index
+        # Held while blocks are copied to the tier, as no lease keeps their slots. The Resizer takes this lock before it
+        # frees memory. A copy that is past its deadline may still read without this lock: see GuardedTier.storing.
         self.read_guard = threading.Lock()
         self._node_id, self._capacity = node_id, capacity
         self._report = NOTHING_DONE  # not yet sent to the directory
-        self._lost = False  # the tier's content is gone, and the directory does not know it
-        self._reported_up, self._reported_at = False, 0.0  # the tier's state that the directory knows, and since when
-        self._served = False  # the directory knows all of the tier, and every node reaches it
+        self._lost = False  # the tier's content is gone, and the directory does not know that yet
+        self._reported_up, self._reported_at = False, 0.0  # the tier's state in the last report, and when that was
+        self._served = False  # the directory knows all blocks of the tier, and every node reaches the tier
         self._flushes: set[object] = set()  # callers that want everything demoted
         self._idle = threading.Event()  # set when nothing was left to demote
         self._pause = 0.0
@@ -77,7 +77,7 @@ class Demoter:
         self._loop.start()
 
     def flush(self, seconds: float, lasting: bool = True) -> bool:
-        """Demote everything that is not in the tier yet. Returns whether it was done in time.
+        """Demote everything that is not in the tier yet. Returns whether that was done in time.
 
         lasting: afterwards go on to demote blocks as soon as they are stored.
         """
@@ -117,7 +117,7 @@ class Demoter:
         return self._pause
 
     def _heartbeat(self, directory: DirectoryLine) -> None:
-        """Report the tier's state to the directory. If the directory asks for it, also list the blocks in the tier."""
+        """Report the tier's state to the directory. If the directory asks for a list of the tier's blocks, send it."""
         self._lost |= self.external.probe() is False
         up, now = self.external.up, time.monotonic()
         if self.external.shared is None:  # the tier could not be opened yet
@@ -134,7 +134,7 @@ class Demoter:
         self._reported_up, self._reported_at, self._lost = up, now, False
         reply = TierReply(*answer)
         if reply.tier != self.index:
-            self.index, self._report = reply.tier, NOTHING_DONE  # a new directory learns the rest from the list
+            self.index, self._report = reply.tier, NOTHING_DONE  # a new directory learns what was stored from the list
         if reply.list_it:
             self._report_existing(directory)
 
@@ -187,8 +187,8 @@ class Demoter:
 def fitting(sizes: list[int], capacity: int) -> list[bool]:
     """Which blocks of a tier have room in `capacity` bytes, if the newest get slots first.
 
-    sizes: block_bytes, oldest first. Counts slots like the directory. Otherwise the directory would refuse the newest
-    blocks, as they are listed last.
+    sizes: block_bytes, oldest first. Counts slots as the directory does. If more blocks were listed, the directory
+    would refuse the newest, which are listed last.
     """
     slab = slab_bytes(capacity)
     spare = max(1, capacity // slab)

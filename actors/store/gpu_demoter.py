@@ -1,7 +1,7 @@
 """Demotes the oldest blocks of a GPU to the memory of its node.
 
-The directory decides which blocks are demoted. The GpuDemoter asks for these blocks in its own thread, like the
-Demoter.
+The directory decides which blocks are demoted. The GpuDemoter asks for these blocks, copies them, and reports the
+outcome, in its own thread.
 """
 
 import logging
@@ -31,7 +31,7 @@ class GpuDemoter:
 
     def __init__(self, pool: str, gpu: NodeMemory, memory: NodeMemory) -> None:
         self._gpu, self._memory = gpu, memory
-        self._report = NOTHING_DONE  # outcome of the last answer
+        self._report = NOTHING_DONE  # which blocks of the directory's last answer arrived
         self._pause = 0.0
         self._loop = DirectoryLoop(pool, "raykv-gpu-demoter", self._demote, lambda _: POLL_S)
         self._loop.start()

@@ -29,9 +29,9 @@ def open_gpus(
 ) -> list[NodeMemory]:
     """The memory of each GPU that this process can use.
 
-    gpu_memory, transport: see PoolConfig. cluster: see `raylets.cluster_id`. again: whether this is a later try: then
-    engines may have taken the room for NCCL. CapacityError where a GPU has too little memory, or the node's GPUs can't
-    be used. DeviceError where a GPU fails.
+    gpu_memory, transport: see PoolConfig. cluster: see `raylets.cluster_id`. again: whether this is a later try. A
+    later try leaves no room for NCCL, as engines may have taken that room. CapacityError where a GPU has too little
+    memory, or the node's GPUs can't be used. DeviceError where a GPU fails.
     """
     if not gpu_memory:
         return []
@@ -45,13 +45,13 @@ def open_gpus(
     beside = memory_of(2 * _others(node_id)) if counts else 0
     memories: list[NodeMemory] = []
     try:
-        gpus = [device.device(uuid) for uuid in found]  # all before the first takes memory
+        gpus = [device.device(uuid) for uuid in found]  # find all GPUs before the first arena takes memory
         for gpu in gpus:
             arena = _open_arena(pool, fingerprint, gpu, gpu_memory, beside, cluster)
             transports = open_transports(arena, transport, ray.util.get_node_ip_address())
             memories.append(_fixed_size_memory(f"{node_id}/{gpu.uuid}", arena, transports))
     except BaseException:
-        for memory in memories:  # open all GPUs or none, as the next try begins with all
+        for memory in memories:  # keep all arenas or none, as the next try opens all
             memory.transports.close()
             memory.arena.close(unlink=True)
         raise
@@ -59,7 +59,7 @@ def open_gpus(
 
 
 def _others(node_id: str) -> int:
-    """How many GPUs other nodes have. NCCL makes a pair with each GPU, in either direction."""
+    """How many GPUs other nodes have. With each of them NCCL makes two pairs, one for each direction."""
     nodes = [node for node in ray.nodes() if node["Alive"] and node["NodeID"] != node_id]
     return int(sum(node["Resources"].get("GPU", 0) for node in nodes))
 

@@ -16,7 +16,7 @@ from raykv.line.periodic import Periodic
 from raykv.metrics.exporter import EXPORT_S, Exporter
 from raykv.protocol.location import host_of
 
-LOOK_S = 60.0  # between two questions to Ray about which nodes live
+LOOK_S = 60.0  # between two questions to Ray: which nodes live
 log = logging.getLogger("raykv")
 
 

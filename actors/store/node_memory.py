@@ -1,7 +1,7 @@
-"""One memory of a node: its own, or a GPU's. To the directory each memory is a node.
+"""One memory of a node: the host's, or a GPU's. A node store owns the host's memory, and that of each GPU.
 
-A memory joins the directory, reports its slabs with every heartbeat, and follows the answers. A node store owns a
-memory for the node, and a memory for each GPU.
+To the directory each memory is a node of its own. The memory joins the directory, reports its slabs (the pieces that it
+offers) with every heartbeat, and follows the answers.
 """
 
 import logging
@@ -20,7 +20,7 @@ from raykv.transports.selector import TransportSelector
 
 log = logging.getLogger("raykv")
 JOIN_DEADLINE_S = 30.0  # for the directory to take a node with all of its blocks
-PIECE_BLOCKS = 4096  # of an inventory; a piece takes the directory a millisecond or two
+PIECE_BLOCKS = 4096  # blocks in a piece of an inventory: the directory takes a piece in a millisecond or two
 
 
 class NodeMemory:
@@ -39,15 +39,16 @@ class NodeMemory:
         report: makes a report. on_directory_reply: takes the answer to the report.
         """
         self.name, self.arena, self.transports = name, arena, transports
-        self.index = -1  # in locations; -1 until it has joined
+        self.index = -1  # in locations; -1 until this memory has joined
         self.joined = threading.Event()
         self._report, self._on_directory_reply = report, on_directory_reply
         self._had_name = True  # whether the arena's file still had its name at the last look
 
     def heartbeat(self, directory: DirectoryLine) -> bool:
-        """Report to the directory. Join a directory that does not know this memory. Returns whether the memory joined.
+        """Report to the directory. Returns True if the directory did not know this memory, and the memory joined again.
 
-        Raises one of `directory_line.ERRORS` if the directory does not answer, or is not in charge.
+        A memory that has never joined does so before its first report. Raises one of `directory_line.ERRORS` if the
+        directory does not answer, or is not in charge.
         """
         self._look_at_file()
         if not self.joined.is_set():  # a restarted store: the directory may know its node, but not this arena
@@ -82,7 +83,7 @@ class NodeMemory:
         arena = self.arena
         described = ArenaDescription(arena.nonce, arena.slab_bytes, self._report().limit, arena.epoch)
         joined = Joined(*directory.call("join", self.name, tuple(described), seconds=JOIN_DEADLINE_S))
-        if not arena.raise_epoch(joined.epoch):  # before the inventory: grants of an older directory are void now
+        if not arena.raise_epoch(joined.epoch):  # first, so that grants of an older directory become void
             raise ValueError(f"a directory of epoch {joined.epoch} answered, {arena.epoch} is known")
         found = inventory_of(arena, joined.node)
         for piece in pieces_of(found):
@@ -95,7 +96,10 @@ class NodeMemory:
         )
 
     def _sweep(self, directory: DirectoryLine, locations: Locations) -> None:
-        """Report in which quarantined slots (n LOCATIONs) nobody holds the write lock any more."""
+        """Report in which of these slots (n LOCATIONs) nobody holds the write lock any more.
+
+        The slots are quarantined: to the directory their writer is gone, but it may still write.
+        """
         verdicts = self.arena.sweep(locations)
         keys, generations = self.arena.identify(locations)
         result = SweepResult(locations.tobytes(), verdicts.tobytes(), keys.tobytes(), generations.tobytes())
@@ -116,7 +120,7 @@ def pieces_of(whole: Inventory) -> Iterator[Inventory]:
 
 
 def inventory_of(arena: Arena, index: int) -> Inventory:
-    """The blocks in an arena. index: the node's, in locations."""
+    """The blocks in an arena. index: the memory's index in locations."""
     found = arena.inventory()
     found.ready["node"] = found.writing["node"] = index
     return Inventory(

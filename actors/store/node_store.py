@@ -1,6 +1,6 @@
-"""The store of one node: owns its arenas and its external tier, serves its blocks to other nodes and pulls theirs.
+"""The store of one node. It owns the node's arenas and external tier, and moves blocks between this node and others.
 
-A store is an actor with several groups of threads. The node's clients map its arena and copy blocks themselves. They
+A store is an actor with several groups of threads. The node's clients map the arena and copy blocks themselves. They
 call the store only for blocks that are elsewhere.
 """
 
@@ -47,9 +47,9 @@ from raykv.transports.selector import open_transports
 
 log = logging.getLogger("raykv")
 GPUS_S = 5.0  # until another try to open a GPU tier
-# Threads by concurrency group. A push waits for the peer's pull, which waits for a read here. Each group has its own
-# threads, else stores that are busy with each other could wait forever. Pulls from a tier ("promote") and reads of a
-# tier ("tier_read") have their own too, so memory waits for neither.
+# Threads of each concurrency group. A push waits for the peer's pull, and that pull waits for a read here. If pushes,
+# pulls and reads shared threads, two busy stores could wait for each other forever. Pulls from a tier ("promote") and
+# reads of a tier ("tier_read") are slow. They have their own threads, so that no pull or read of memory waits for them.
 GROUPS = {"push": 8, "pull": 16, "read": 8, "promote": 8, "tier_read": 8, "resize": 4}
 
 
@@ -60,17 +60,17 @@ class NodeStore:
         """CapacityError where the node can't afford `cpu_memory`, or where a GPU can't afford `gpu_memory`.
 
         While the external tier is unusable, the store serves without it. While a GPU fails, the store serves without
-        GPUs. A restarted store also does so while a GPU can't afford `gpu_memory`. question: a question of
-        `raykv.start`, before the pool has settings. The store puts the answer into Ray's internal KV, and waits for the
-        settings.
+        GPUs. A restarted store also serves without GPUs while a GPU can't afford `gpu_memory`. question: what
+        `raykv.start` asks each node before the pool has settings. The store puts its answer into Ray's internal KV, and
+        waits for the settings.
         """
         self._pool, self._node_id = pool, node_id
         again = named_actors.restarted()
         events.begin(again, role="store", pool=pool, node=node_id[:8], pid=os.getpid())
         if question is not None and internal_kv.settings(pool) is None:
             internal_kv.put(pool, Kept.ANSWER, pickle.dumps(answer(question)), node_id)
-        compile_all("raykv.arena")  # if possible before the settings are there
-        sha256.load()  # for clients of this node, which would compile it otherwise
+        compile_all("raykv.arena")  # while `raykv.start` is still at work on the settings
+        sha256.load()  # compiles the kernel, so that clients of this node need not compile it
         settings = internal_kv.await_settings(pool)
         pool_fingerprint = fingerprint(pool, bytes.fromhex(settings["secret"]))
         saved_size, total = SavedSize(pool, node_id), free_memory.total_bytes()
@@ -92,7 +92,7 @@ class NodeStore:
         report, on_reply = self._resizer.report, self._resizer.on_directory_reply
         self._memory = NodeMemory(node_id, self._arena, transports, report, on_reply)
         self._memories, self._gpu_demoters = [self._memory], list[GpuDemoter]()
-        self._heartbeats = [self._heartbeat_of(self._memory)]  # one for each memory, so that none waits for another
+        self._heartbeats = [self._heartbeat_of(self._memory)]  # a thread for each memory: none waits for another
         memory, transport = settings["gpu_memory"], settings["transport"]
         self._gpu_tier = partial(open_gpus, pool, node_id, pool_fingerprint, memory, transport, self._cluster)
         self._gpus = Periodic("raykv-gpus", self._open_gpus_again, self._without_gpus)
@@ -113,7 +113,7 @@ class NodeStore:
         self._metrics = StoreMetrics(pool, self._memories, self._demoter)
 
     def _open_gpus(self, again: bool) -> None:
-        """Open the GPU tier, and have it join. CapacityError or DeviceError where the tier can't be opened now.
+        """Open the GPU tier, and let it join. CapacityError or DeviceError where the tier can't be opened now.
 
         again: see `open_gpus`.
         """
@@ -127,14 +127,14 @@ class NodeStore:
         self._lacks_gpus = False
 
     def _open_gpus_again(self) -> None:
-        """Open the GPU tier late. First tell the directory that the blocks of a dead store on GPUs are lost."""
+        """Open the GPU tier late. First tell the directory that the blocks on this node's GPUs are lost."""
         directory = named_actors.find_directory(self._pool)
         names = [f"{self._node_id}/{gpu}" for gpu in device.visible()]
         ray.get([directory.remove_node.remote(name) for name in names], timeout=HEARTBEAT_S)
         self._open_gpus(again=True)
 
     def _without_gpus(self, error: Exception) -> float:
-        """Until the GPUs open, the node's memory serves. A dead store's GPU memory stays taken while engines map it."""
+        """Returns the pause until the next try. A dead store's GPU memory stays taken as long as engines map it."""
         log.debug("%r: no GPU tier yet: %s", self, error)
         return GPUS_S
 
@@ -144,7 +144,7 @@ class NodeStore:
     # ------------------------------------------------------------------ for clients of this node
 
     def describe_arena(self, gpu: str | None = None) -> tuple[Any, ...]:
-        """The StoreDescription of the arena on the GPU with this UUID, else of the node's own arena.
+        """The StoreDescription of the arena on the GPU with the UUID `gpu`; of the node's own arena if there is none.
 
         Waits until the arena has joined the directory. Raises TimeoutError past JOIN_DEADLINE_S.
         """
@@ -160,7 +160,7 @@ class NodeStore:
     def pull(self, transfer: tuple[bytes, bytes, bytes]) -> bytes:
         """Fetch the blocks of a Transfer into slots of this node. Returns a uint8 verdict for each.
 
-        Concurrent pulls into the same slot happen once. ValueError like Transfer.arrays.
+        If several pulls want the same slot at a time, only one copies. ValueError like Transfer.arrays.
         """
         source, keys, target = Transfer(*transfer).arrays()
         slots = [(int(slot["slab"]), int(slot["slot"]), int(slot["gen"])) for slot in target]
@@ -172,7 +172,7 @@ class NodeStore:
 
     @ray.method(concurrency_group="push")
     def push(self, transfer: tuple[bytes, bytes, bytes]) -> bytes:
-        """Have other nodes pull the blocks of a Transfer out of slots of this node. Returns verdicts like `pull`."""
+        """Ask other nodes to pull the blocks of a Transfer from slots of this node. Returns verdicts like `pull`."""
         source, keys, target = Transfer(*transfer).arrays()
         verdicts = np.full(len(target), FAILED, np.uint8)
         for index in np.unique(target["node"]).tolist():
@@ -188,11 +188,11 @@ class NodeStore:
         return verdicts.tobytes()
 
     def _fetch(self, source: Locations, keys: NDArray[np.uint8], target: Locations) -> NDArray[np.uint8]:
-        """Copy blocks from wherever they are into slots of one memory of this node. Returns (n,) verdicts."""
+        """Copy blocks from any memory or tier into slots of one memory of this node. Returns (n,) verdicts."""
         memory = self._memory_at(int(target["node"][0]))
         if memory is None:
             return np.full(len(target), FAILED, np.uint8)
-        _, _, there = memory.arena.read_headers(target, keys)  # there: another reader's pull was faster
+        _, _, there = memory.arena.read_headers(target, keys)  # there: blocks that another pull has brought
         verdicts = np.where(there, PULLED, FAILED).astype(np.uint8)
         for index in np.unique(source["node"][~there]).tolist():
             part = np.flatnonzero((source["node"] == index) & ~there)
@@ -227,9 +227,9 @@ class NodeStore:
         return Peer(nodes[index], store, external=is_tier(index))
 
     def _memory_at(self, index: int) -> NodeMemory | None:
-        """The memory of an index in locations. An earlier directory's index means the node's own memory.
+        """The memory with this index in locations. An unknown index is of an earlier directory, and means host memory.
 
-        None if the index may belong to a GPU that is not open.
+        None for an unknown index while the GPUs are not open: the index may be a GPU's.
         """
         other = None if self._lacks_gpus else self._memory
         return next((memory for memory in self._memories if memory.index == index), other)
@@ -243,7 +243,7 @@ class NodeStore:
     # ------------------------------------------------------------------ for other nodes
 
     def offers(self, name: str) -> dict[str, Any]:
-        """Facts that a peer needs for reads from the memory of that name, by transport."""
+        """What a peer must know to read from the memory of that name, by transport."""
         return self._memory_named(name).transports.offers()
 
     @ray.method(concurrency_group="read")
@@ -253,7 +253,7 @@ class NodeStore:
 
     @ray.method(concurrency_group="read")
     def read(self, locations: bytes, keys: bytes) -> tuple[Any, ...]:
-        """Blocks in one memory of this node, or in its external tier.
+        """Read blocks of one memory of this node, or of its external tier.
 
         Returns a BlocksRead, which the reader must verify. ValueError like Transfer.arrays.
         """
@@ -268,7 +268,7 @@ class NodeStore:
     # ------------------------------------------------------------------ for the pool
 
     def ping(self) -> int:
-        """This process's id, which proves that it answers."""
+        """This process's id. Any answer proves that the store serves."""
         return os.getpid()
 
     def stats(self) -> dict[str, Any]:
@@ -294,8 +294,8 @@ class NodeStore:
     def clear(self, generation: int, content: bytes) -> None:
         """Forget all blocks up to a generation, so that a restarted directory does not find them again.
 
-        content: the new name of the external tier's content (CONTENT_BYTES). ValueError for another length or a bad
-        generation; nothing is forgotten then.
+        content: a new name for the external tier's content (CONTENT_BYTES). ValueError for another length or a bad
+        generation; then nothing is forgotten.
         """
         if len(content) != CONTENT_BYTES:
             raise ValueError(f"a content is named by {CONTENT_BYTES} bytes, not {len(content)}")
@@ -310,15 +310,15 @@ class NodeStore:
         return self._resizer.resize(cpu_memory, seconds)
 
     def sizes(self, locations: bytes) -> bytes:
-        """block_bytes (int64) in the headers of blocks. locations: LOCATIONs whose `bytes` are their slots'."""
+        """The lengths of blocks (int64), by their headers. locations: LOCATIONs, with the slots' sizes as `bytes`."""
         return self._arena.with_lengths(np.frombuffer(locations, LOCATION))["bytes"].astype(np.int64).tobytes()
 
     def flush(self, seconds: float) -> bool:
-        """Demote all blocks to the external tier. Returns whether it was done in time; True without a tier."""
+        """Demote all blocks to the external tier. Returns whether that was done in time; True without a tier."""
         return self._demoter is None or self._demoter.flush(seconds)
 
     def flush_to_shared(self, seconds: float) -> bool:
-        """Like `flush`, to a tier that outlives this node; False without one."""
+        """Like `flush`, but only to a tier that outlives this node. False without such a tier."""
         return self._demoter is not None and self._demoter.external.shared is True and self._demoter.flush(seconds)
 
     def stop(self) -> None:
@@ -329,7 +329,7 @@ class NodeStore:
         events.tell("stop")
         self._gpus.stop()
         if self._lacks_gpus:
-            self._gpus.join(GPUS_S)  # a GPU tier that it opens now is closed below
+            self._gpus.join(GPUS_S)  # if this thread opens the GPU tier now, the tier is closed below
         for loop in self._heartbeats:
             loop.stop()
         self._metrics.stop()
@@ -339,7 +339,7 @@ class NodeStore:
         for memory in self._memories:
             memory.transports.close()
             if isinstance(memory.arena, GpuArena):
-                memory.arena.disown()  # all before the first `close`, which waits until others let go of the memory
+                memory.arena.disown()  # all GPUs first, as `close` waits until others let go of the memory
         if self._demoter is not None:
             self._demoter.stop()
         for memory in self._memories:

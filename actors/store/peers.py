@@ -7,14 +7,14 @@ from raykv.transports.base import Peer
 
 
 class Peers:
-    """Remembers the store of each index, until a new directory may change the indices. Thread-safe."""
+    """Remembers the store of each index, until a new directory gives other indices. Thread-safe."""
 
     def __init__(self, look_up: Callable[[int], Peer]) -> None:
-        """look_up: asks the directory. Its errors are passed on."""
+        """look_up: asks the directory. Errors of `look_up` are passed on."""
         self._look_up = look_up
         self._lock = threading.Lock()  # guards _peers and _cleared; not held while the directory is asked
         self._peers: dict[int, Peer] = {}
-        self._cleared = 0  # how often all were forgotten
+        self._cleared = 0  # how often all stores were forgotten
 
     def get(self, index: int) -> Peer:
         """The store with this index in locations."""

@@ -39,8 +39,8 @@ class Question(NamedTuple):
 def why_not_usable(node_id: str, seconds: float) -> str:
     """Why Ray's workers on a node can't use raykv; "" if they can, or give no answer in `seconds`.
 
-    Ray tells the reason for a task. For an actor Ray tells nothing, but restarts it for ever, and the actor's calls
-    wait.
+    This tries a task, because Ray says why a task's import fails. If an actor's import fails, Ray says nothing and
+    restarts the actor for ever, while the actor's calls wait.
     """
     pinned = NodeAffinitySchedulingStrategy(node_id, soft=False)
     try:
@@ -64,7 +64,7 @@ def what_to_install() -> str:
 
 @ray.remote(num_cpus=0, max_retries=0)
 def _import() -> None:
-    """Import a store's modules. Ray sends the whole function, so it runs even where there is no raykv."""
+    """Import a store's modules. Ray sends this function's code, so it begins even on a node without raykv."""
     importlib.import_module("raykv.actors.store.node_store")
 
 

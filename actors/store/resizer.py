@@ -1,8 +1,8 @@
-"""How many slabs of its arena a node store offers, for `raykv resize` and after a restart.
+"""How many slabs (pieces of its arena) a node store offers to the directory, for `raykv resize` and after a restart.
 
 The Resizer offers slabs one by one until it reaches its limit. To offer fewer, it reports the new limit to the
-directory. The answer names slabs that the directory no longer uses. Their memory goes to the machine once nobody can
-still be reading it.
+directory. The answer names slabs that the directory no longer uses. Once nobody can still be reading these slabs, their
+memory goes back to the machine.
 """
 
 import json
@@ -28,7 +28,7 @@ from raykv.protocol.transfers import data_deadline
 from raykv.system import events, free_memory
 
 log = logging.getLogger("raykv")
-POLL_S = 0.05  # between looks whether the size is reached
+POLL_S = 0.05  # between two checks whether the size is reached
 
 
 class SavedSize(NamedTuple):
@@ -65,8 +65,8 @@ class Resizer:
     """Offers slabs of an arena, and gives back slabs that the directory no longer uses, in its own thread.
 
     Three threads meet here. The Resizer's own thread changes the arena. The heartbeat's thread calls `report` and
-    `on_directory_reply`, and a thread of the actor calls `resize`. They share single values, and dictionaries that each
-    change in one operation.
+    `on_directory_reply`, and a thread of the actor calls `resize`. What they share needs no lock: single values, and
+    dictionaries that each change in one operation.
     """
 
     def __init__(
@@ -81,9 +81,9 @@ class Resizer:
         self.limit = limit
         self._saved_size, self._arena, self._demoter, self._withdraw = saved_size, arena, demoter, withdraw
         self._known_slabs = 0  # number of slabs that the directory knows
-        self._to_give_back: dict[int, int] = {}  # slab -> generation from which the directory no longer uses it
+        self._to_give_back: dict[int, int] = {}  # slab -> generation from which on the directory does not use it
         self._grace = data_deadline(arena.slab_bytes)  # seconds for reads that began before a slab was given back
-        # slab -> when its memory goes. The arena's last owner may have given back some of these just now.
+        # slab -> when its memory goes. The arena's earlier owner may have given these slabs back a moment ago.
         self._to_discard = dict.fromkeys(arena.given_back(), time.monotonic() + self._grace)
         self._full = ""  # why there can't be more slabs; "" if there can
         self._resizing = threading.Lock()  # one `resize` at a time: guards the saved size, and changes of the limit
@@ -92,7 +92,7 @@ class Resizer:
 
     @property
     def at_limit(self) -> bool:
-        """Whether the directory knows of as many slabs as wanted, or the node can't have more."""
+        """Whether the directory knows of all slabs up to the limit, or the node can't have more slabs."""
         return self._known_slabs == self._arena.available == self.limit or bool(self._full)
 
     @property
@@ -101,13 +101,13 @@ class Resizer:
         return self.at_limit and not self._to_give_back and not self._to_discard
 
     def report(self) -> SlabReport:
-        """The slabs of this memory, for every `heartbeat` and `adopt`."""
-        promised = list(self._to_give_back)  # before the arena's: a slab given back meanwhile is in both
+        """The report on this memory's slabs, which goes with every `heartbeat` and `adopt`."""
+        promised = list(self._to_give_back)  # read first: a slab that is given back between these lines is in both
         given_back = {*promised, *self._arena.given_back()}
         return SlabReport(self._arena.offered, self.limit, np.array(sorted(given_back), np.int32).tobytes())
 
     def on_directory_reply(self, report: SlabReport, target: SlabTarget) -> None:
-        """The directory answered a report, with the slabs to give back."""
+        """The directory has answered a report. target: the slabs to give back."""
         self._known_slabs = report.offered - len(report.given_back) // 4
         if target.numbers:
             numbers = np.frombuffer(target.numbers, np.int32).tolist()
@@ -200,7 +200,8 @@ class Resizer:
     def _discard(self) -> Pause:
         """Free the memory of slabs that nobody can still be reading. Returns the pause until more memory may go.
 
-        If a reader or a mapping client is late, the slab takes memory again. A later call frees that memory too.
+        A late reader or a client that maps the arena may make the slab take memory again. A later call frees that
+        memory too.
         """
         given_back, now = self._arena.given_back(), time.monotonic()
         for slab in self._to_discard.keys() - set(given_back):  # offered again

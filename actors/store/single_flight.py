@@ -1,4 +1,4 @@
-"""Concurrent requests for the same work, which is done only once. It needs no Ray."""
+"""Work that several callers want at the same time is done only once. This module needs no Ray."""
 
 import threading
 import time
@@ -25,7 +25,7 @@ class SingleFlight:
 
         work: takes indices of `items`, returns a verdict for each.
         seconds: to wait for other callers after this caller's work; FAILED for items that take longer.
-        Returns (n,) uint8 verdicts. Raises errors of `work`; other callers that wait for these items get FAILED then.
+        Returns (n,) uint8 verdicts. Passes on errors of `work`; callers that wait for its items then get FAILED.
         """
         mine, flights = self._claim(items)
         verdicts = np.full(len(items), FAILED, np.uint8)

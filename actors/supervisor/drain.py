@@ -1,8 +1,8 @@
-"""Drains a node that is about to leave. Blocks that only it has go to a shared tier, or else to other nodes.
+"""Drains a node that is about to leave: saves its sole copies, the blocks that no other node has.
 
 The supervisor drains nodes that Ray says are leaving, and nodes that an administrator names. The directory stops
-placing blocks on such a node, promotes replicas elsewhere, and lists the sole copies. Tasks on other nodes pull these
-copies.
+placing blocks on such a node. If another node has a replica of a block, the replica becomes the main copy. Sole copies
+go to the external tier, if all nodes share it. Tasks on other nodes pull the rest.
 """
 
 import time
@@ -62,7 +62,7 @@ def drain(pool: str, node_id: str, seconds: float) -> int:
 
 
 def check_others(pool: str, node_id: str) -> None:
-    """ValueError unless another node takes blocks."""
+    """Raise ValueError if no other node takes blocks."""
     others = cluster.living() - {node_id, *internal_kv.names(pool, Kept.LEAVING), *internal_kv.failures(pool)}
     if not others:
         raise ValueError(
@@ -82,7 +82,7 @@ def stay(pool: str, node_id: str) -> None:
 
 
 def _left(pool: str, node_id: str, before: int) -> int:
-    """How many blocks would be lost with a node; `before` while the directory does not know."""
+    """How many blocks only the node has; `before` while the directory can't say."""
     try:
         answer = ray.get(named_actors.find_directory(pool).sole_copies.remote(node_id), timeout=CALL_S)
     except (RayError, ValueError):  # restarting
@@ -114,7 +114,7 @@ def _take_over(pool: str, leaving: str, here: str, share: slice, seconds: float)
 
 def _fetch(session: Session, keys: NDArray[np.uint8], block_bytes: int, end: float) -> int:
     """Pull blocks to this node until the time `end`. Returns how many arrived."""
-    # a stand-in for the cache of these blocks: only the size of a block is known
+    # Match wants a cache. This one is made up, as only the size of its blocks is known.
     pulled, cache = 0, CacheId("", 1, block_bytes, b"")
     for first in range(0, len(keys), KEYS_PER_CALL):
         part = keys[first : first + KEYS_PER_CALL]

@@ -1,7 +1,7 @@
-"""Nodes that only pools keep busy. Their stores end, so that Ray's autoscaler can remove the nodes.
+"""Ends the stores of nodes that only pools keep busy, so that Ray's autoscaler can remove these nodes.
 
-To Ray a node with any actor is busy, even if the actor uses 0 CPUs. The node's blocks go to other nodes first, as in
-any drain. When something else runs on the node before Ray removes it, the supervisor starts its store again.
+To Ray a node with any actor is busy, even if the actor uses 0 CPUs. Before a store ends, its blocks go to other nodes,
+as in any drain. If something else runs on the node before Ray removes it, the supervisor starts the store again.
 """
 
 import contextlib
@@ -21,14 +21,14 @@ from raykv.cluster.internal_kv import Kept
 from raykv.system import events
 
 log = logging.getLogger("raykv")
-DRAIN_S = 60.0  # of one drain, which is repeated while it moves blocks
-STOP_S = 10.0  # for the store of a node that leaves to stop
+DRAIN_S = 60.0  # for one drain; drains are repeated while they move blocks
+STOP_S = 10.0  # for a store on an idle node to stop
 
 
 class IdleNodes:
-    """Finds nodes that have been idle for long, and leaves them. Its notes on each node are in Ray's internal KV.
+    """Finds nodes that have been idle for long, and leaves them: moves a node's blocks away, and ends its store.
 
-    To leave a node is to empty it and end its store.
+    Notes on such nodes are in Ray's internal KV.
     seconds: idle time after which a node is left; 0: never. Sets of Ray node ids: without_store: nodes that were left;
     being_left: nodes that are being emptied; long: nodes that were idle for `seconds` at the last look.
     """
@@ -36,7 +36,7 @@ class IdleNodes:
     def __init__(self, pool: str, seconds: float, telling: threading.Lock) -> None:
         """telling: held while the directory is told which nodes leave or stay."""
         self._pool, self.seconds, self._telling = pool, seconds, telling
-        self._since: dict[str, float] = {}  # by node that was idle at the last look: since when
+        self._since: dict[str, float] = {}  # by node: since when it is idle, as of the last look
         self.long, self.being_left = set[str](), set[str]()
         self.without_store = internal_kv.left_nodes(pool) if seconds else set()
         for node_id in self.without_store:
@@ -62,7 +62,7 @@ class IdleNodes:
         return self.long
 
     def leave(self, node_id: str) -> None:
-        """In a thread, drain a node, and end its store unless something else runs there by then."""
+        """In a thread, drain a node. Then end its store, unless something else runs on the node by then."""
         self.being_left.add(node_id)
         threading.Thread(target=self._leave, args=(node_id,), name="raykv-leave", daemon=True).start()
 
@@ -82,7 +82,7 @@ class IdleNodes:
 
     def _empty_and_end(self, node_id: str) -> None:
         note = secrets.token_bytes(8)
-        with self._telling:  # two nodes may leave at once: the second sees that the first leaves
+        with self._telling:  # if two nodes leave at once, the second check sees the first node's note
             check_others(self._pool, node_id)
             internal_kv.put(self._pool, Kept.IDLE, note, node_id)
             internal_kv.put(self._pool, Kept.LEAVING, b"", node_id)
@@ -109,7 +109,7 @@ class IdleNodes:
 
 
 def used_nodes() -> set[str]:
-    """Ray node ids of nodes where something runs that is not a pool's: an actor, or a user of resources.
+    """Ray node ids of nodes that more than pools use: another actor runs there, or some resources are taken.
 
     Includes the head, which Ray never removes.
     """

@@ -1,8 +1,8 @@
 """The supervisor: keeps one node store on every living node, and one directory that answers.
 
-Ray restarts an actor whose process died. The supervisor does what Ray does not: it starts a store on a node that joins,
-and removes rows of a dead node. It replaces a directory that does not answer. It drains nodes that are about to leave,
-and ends the stores of nodes that nobody else uses.
+Ray restarts an actor whose process died. The supervisor does what Ray does not. It starts a store on a node that joins,
+and has the directory forget a dead node. It replaces a directory that does not answer. It drains nodes that are about
+to leave, and ends the stores of nodes that nobody else uses.
 """
 
 import contextlib
@@ -37,10 +37,10 @@ from raykv.protocol.location import host_of
 from raykv.system import events
 
 log = logging.getLogger("raykv")
-LATE_S = 2.0  # beyond REST_S: a directory without an answer for so long is exported as down
+LATE_S = 2.0  # after REST_S and LATE_S together without an answer, a directory is exported as down
 REST_S = 4.0  # between close looks while nothing changes
 REPLACE_AFTER_S = 10.0  # a directory that answers nothing for this long is replaced
-SILENT_S = 10.0  # a new store that is silent for so long may be impossible to import
+SILENT_S = 10.0  # after so long without an answer, a new store's node is checked: it may lack raykv
 RETRY_S = 30.0  # until a store that could not start is started again
 DRAIN_AGAIN_S = 10.0  # until the next try after a drain that left blocks
 NOTICE_S = 30.0  # to drain a leaving node for which Ray names no deadline
@@ -48,25 +48,25 @@ STOP_DEADLINE_S = 10.0  # for a look that is under way to end
 
 
 class Supervisor:
-    """Watches a pool's nodes once a second, closely after a change. A restart loses none of its state."""
+    """Watches a pool's nodes once a second, and more closely after a change. A restart loses nothing."""
 
     def __init__(self, pool: str) -> None:
         self._pool = pool
         events.begin(named_actors.restarted(), role="supervisor", pool=pool, pid=os.getpid())
         self._stores: dict[str, Any] = {}  # by Ray node id
         self._pings: dict[str, Any] = {}  # by store: its pending answer
-        self._silent: dict[str, float] = {}  # by node: since when its store is silent, or when that was last examined
+        self._silent: dict[str, float] = {}  # by node: since when its store is silent, or when that was last checked
         self._living: set[str] = set()  # nodes, at the last look
         self._served: set[str] = set()  # nodes whose store has answered
         self._draining: set[str] = set()  # nodes that are being drained, or were
         self._telling = threading.Lock()  # held while the directory is told which nodes leave or stay
         now, failures = time.monotonic(), internal_kv.failures(pool)  # of an earlier supervisor
-        self._failed = {node_id: (now, why) for node_id, why in failures.items()}  # by node: when, why its store failed
+        self._failed = {node_id: (now, why) for node_id, why in failures.items()}  # by node: time and cause of failure
         self._answered, self._in_charge = now, ""  # when the directory last answered; the name that was last in charge
         self._successor = Successor(pool)
-        idle_node_s = (internal_kv.settings(pool) or {}).get("idle_node_s", 0.0)  # none: the pool is being stopped
+        idle_node_s = (internal_kv.settings(pool) or {}).get("idle_node_s", 0.0)  # no settings: the pool stops
         self._idle = IdleNodes(pool, idle_node_s, self._telling)
-        self._rests_until = 0.0  # until then no close look is due, as the last look found all well
+        self._rests_until = 0.0  # until then no close look is due: the last close look found all well
         self._exporter, self._exported, self._started = Exporter(pool), 0.0, time.time()
         self._loop = Periodic("raykv-supervisor", self._watch, self._on_error)
         self._loop.start()
@@ -80,12 +80,12 @@ class Supervisor:
     def drain(self, node_id: str, seconds: float, force: bool) -> int:
         """Empty a node that is about to leave (see `drain`). Returns how many blocks only that node still has.
 
-        force: drain even the last node that takes blocks; else that is a ValueError.
+        force: drain even the last node that takes blocks. Without it, draining that node is a ValueError.
         """
         if not force and node_id not in self._idle.without_store:
             check_others(self._pool, node_id)
         with self._telling:
-            internal_kv.drop(self._pool, Kept.IDLE, node_id)  # from here on the node leaves even if it is used
+            internal_kv.drop(self._pool, Kept.IDLE, node_id)  # from now on the node leaves even if it is in use
             if node_id in self._idle.without_store:
                 internal_kv.put(self._pool, Kept.LEAVING, b"", node_id)
                 return 0
@@ -95,7 +95,7 @@ class Supervisor:
             left = drain(self._pool, node_id, seconds)
             return left
         finally:
-            if left:  # a notice by Ray, now or later, starts another try
+            if left:  # if Ray says now or later that the node leaves, that starts another drain
                 self._draining.discard(node_id)
 
     def cancel_drain(self, node_id: str) -> None:
@@ -143,14 +143,14 @@ class Supervisor:
         return max(0.1, self._loop.rest_of(HEARTBEAT_S))
 
     def _look(self) -> None:
-        """Ask Ray one question. If anything changed, or REST_S are over, look closely, with seven questions."""
+        """Ask Ray one question. If anything changed, or REST_S are over, look closely, which takes seven questions."""
         self._living, some_leave = _nodes()
         if some_leave or self._living - self._idle.without_store != self._stores.keys() or not self._at_rest():
             self._rests_until = 0.0
             self._look_closely(self._living)
 
     def _at_rest(self) -> bool:
-        """Whether the last close look was recent and found all well, and Ray has told of no dead store since."""
+        """Whether the last close look was recent and found all well, and Ray has reported no dead store since."""
         alive = all(is_alive(store) for store in self._stores.values())
         return alive and self._served >= self._stores.keys() and time.monotonic() < self._rests_until
 
@@ -163,9 +163,9 @@ class Supervisor:
             if time.monotonic() - self._failed.get(node_id, (-RETRY_S, ""))[0] >= RETRY_S:
                 events.tell("watch_node", node=node_id[:8])
                 self._stores[node_id] = start_store(self._pool, node_id)
-        directory = self._directory()  # while the stores start, as they wait for it
+        directory = self._directory()  # after the stores' start: they start meanwhile, and wait for the directory
         ending = living & self._idle.being_left
-        for node_id in self._stores.keys() - wanted - ending:  # a pinned actor never comes back once its node is dead
+        for node_id in self._stores.keys() - wanted - ending:  # an actor pinned to a dead node never comes back
             ray.kill(self._stores.pop(node_id))
             self._pings.pop(node_id, None)
             self._served.discard(node_id)
@@ -187,7 +187,7 @@ class Supervisor:
         with self._telling:
             for node_id in internal_kv.names(self._pool, Kept.LEAVING):
                 if node_id in living:
-                    ray.get(directory.leave.remote(node_id), timeout=HEARTBEAT_S)  # a new directory needs it again
+                    ray.get(directory.leave.remote(node_id), timeout=HEARTBEAT_S)  # again, in case the directory is new
                 else:
                     internal_kv.drop(self._pool, Kept.LEAVING, node_id)
         for node_id, seconds in _noticed().items():
@@ -219,7 +219,7 @@ class Supervisor:
             self._draining.discard(node_id)  # the next look tries again
 
     def _drop_failed(self) -> None:
-        """Forget stores that are dead for good. Others start at once, or after RETRY_S if the constructor raised."""
+        """Forget stores that are dead for good. New ones start at once; after RETRY_S if the old one never answered."""
         done = ray_calls.finished(self._pings.values(), 0.0)
         for node_id, store in list(self._stores.items()):
             ping = self._pings.get(node_id)
@@ -243,7 +243,7 @@ class Supervisor:
                 self._look_at_silent(node_id)
 
     def _look_at_silent(self, node_id: str) -> None:
-        """Give up a store that can't be imported. Ray would restart it for ever."""
+        """Give up a silent store if its node can't import raykv. Ray would restart such a store for ever."""
         since = self._silent.setdefault(node_id, time.monotonic())
         if time.monotonic() < since + SILENT_S:
             return
@@ -254,7 +254,7 @@ class Supervisor:
             self._has_failed(node_id, why)
 
     def _has_failed(self, node_id: str, why: str) -> None:
-        """A node's store could not start. Save the reason, for the pool's status and for clients that attach there."""
+        """A node's store could not start. Save the reason, for the pool's status and for clients on that node."""
         self._failed[node_id] = (time.monotonic(), why)
         internal_kv.put(self._pool, Kept.FAILED, why.encode(), node_id)
         log.warning("%r: node %s has no store, and is asked again in %.0f s: %s", self, node_id[:16], RETRY_S, why)
@@ -280,7 +280,7 @@ class Supervisor:
     def _start_directory(self, old: str, why: str = "it does not answer") -> Any:
         """Put the other directory in charge instead of `old`.
 
-        Because of its newer epoch, all processes refuse `old`, should `old` live.
+        If `old` is still alive, all processes refuse it, because the new directory has a newer epoch.
         """
         if internal_kv.settings(self._pool) is None:
             raise RuntimeError(f"pool {self._pool!r} has no settings in Ray's internal KV: it was stopped")

@@ -3,9 +3,9 @@
     rows = prefix_ordered(dataset, tokenizer, engines=2)
     rows.map_batches(LLMPredictor, fn_constructor_kwargs={"model": ...}, compute=ActorPoolStrategy(size=2))
 
-Ray Data hands a whole block of rows to one actor, and gives the next block to any actor with room. So a block has
-consecutive rows of `raykv.scheduling.order`. Actors take turns. So the order is cut into a stretch for each engine, and
-the blocks come from these stretches in turn.
+Ray Data gives a whole block of rows to one actor. So the rows of a block follow each other in the order that
+`raykv.scheduling.order` makes. Ray Data gives the next block to any actor with room, so that actors take turns. So the
+order is cut into a stretch of rows for each engine, and the blocks come from these stretches in turn.
 """
 
 import itertools
@@ -28,27 +28,28 @@ from raykv.keys import ROOT_BYTES, chain
 from raykv.scheduling import split
 from raykv.scheduling.batches import Prompts
 
-BLOCK_TOKENS = 64  # tokens of the pieces in which prompts are compared: a shorter shared prefix saves next to nothing
+BLOCK_TOKENS = 64  # prompts are compared in pieces of so many tokens: a shorter shared prefix saves next to nothing
 KEY_BYTES = 8  # kept of each key: if two keys are equal by chance, a row only gets a worse place
-BLOCKS = 8  # number of Ray Data's blocks for each engine, at least, so that loads are even
-ROWS = 1000  # rows of a block, at most, about
+BLOCKS = 8  # least number of Ray Data's blocks for each engine, so that loads are even
+ROWS = 1000  # about the most rows of a block
 RANK = "__raykv_rank"
 
 
 def prefix_ordered(dataset: ray.data.Dataset, tokenizer: Any, engines: int, column: str = "prompt") -> ray.data.Dataset:
-    """The rows of a dataset, materialized, in an order and in blocks with which engines compute few prefixes twice.
+    """The rows of a dataset, materialized and put in an order in which engines compute few prefixes twice.
 
-    tokenizer: of the engines' model. Or a function that turns a value of `column`, such as messages, into token ids; it
-    runs in Ray tasks. engines: actors that will take blocks. Engines get about equally many prompt tokens to compute;
-    generated tokens do not count.
+    tokenizer: the tokenizer of the engines' model, or a function from a value of `column`, such as messages, to token
+    ids. It runs in Ray tasks. engines: how many actors will take blocks. They get about equally many prompt tokens to
+    compute; generated tokens do not count.
 
-    A block is a run of rows, depth first over their tree of shared prefixes. An actor gets a whole block, and its rows
-    in order, as long as batches are no larger than blocks. Ray Data chooses which actor gets which block. The context
-    of the returned dataset has `preserve_order` set, so that later stages keep the order of blocks.
+    A block of the result has rows that share prefixes: all rows are in depth-first order of the tree of prefixes. If
+    batches are no larger than blocks, an actor gets a whole block, and its rows in order. Ray Data chooses which actor
+    gets which block. `preserve_order` is set for the result, so that later stages keep the order of blocks.
 
-    Afterwards Ray's object store holds all rows. While they are put in order, it holds them twice. This process holds 8
-    bytes for every 64 tokens of every prompt, and about 550 bytes for each prompt. KeyError for an unknown column.
-    ValueError for less than one engine, or for prompts that the tokenizer does not turn into lists of token ids.
+    Afterwards Ray's object store holds all rows. While the rows are put in order, the store holds them twice. This
+    process holds 8 bytes for every 64 tokens of every prompt, and about 550 bytes for each prompt. KeyError for an
+    unknown column. ValueError for less than one engine, or for prompts that the tokenizer does not turn into lists of
+    token ids.
     """
     encode = getattr(tokenizer, "encode", tokenizer)
     tables, put = dataset.to_arrow_refs(), ray.put(encode)
@@ -68,7 +69,7 @@ def prefix_ordered(dataset: ray.data.Dataset, tokenizer: Any, engines: int, colu
 
 
 def dealt(prompts: Prompts, engines: int) -> list[list[int]]:
-    """Indices of the prompts of each block. The engines take turns, and get the blocks in this order."""
+    """For each block, the indices of its prompts. Blocks are in the order in which engines take turns."""
     stretches = split(prompts, engines)
     blocks = max(BLOCKS, -(-len(prompts) // (engines * ROWS)))
     cut = [[[part[i] for i in run] for run in split([prompts[i] for i in part], blocks)] for part in stretches]

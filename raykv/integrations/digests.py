@@ -8,7 +8,7 @@ from typing import Any
 
 
 def config_digest(hf_config: Any) -> str:
-    """Digest of a model's whole configuration: an override may change the KV."""
+    """Digest of a model's whole configuration, as any option in it may change the KV."""
     fields = json.loads(hf_config.to_json_string(use_diff=False))
     counted = {name: value for name, value in fields.items() if name not in ("_name_or_path", "transformers_version")}
     return digest(json.dumps(counted, sort_keys=True))

@@ -1,4 +1,4 @@
-"""A pool in an engine's own processes, which Ray did not start."""
+"""Attaches an engine's own processes, which Ray did not start, to a pool."""
 
 import os
 import random
@@ -14,9 +14,10 @@ from raykv.config import NAMESPACE
 
 
 def attach(pool: str, gpu: str | None = None) -> pools.KVPool:
-    """Attach any process under a Ray actor to the pool on the actor's node. gpu: `device` of `raykv.attach`.
+    """Attach a process that a Ray actor has started to the pool, on the actor's node. gpu: `device` of `raykv.attach`.
 
-    Such a process is a driver of its own. Without help it may join another raylet of the machine, with another arena.
+    To Ray the process is a driver of its own. By itself it might join another raylet of the machine, which has another
+    arena.
     """
     with _own_random():
         raylet = _raylet()
@@ -32,8 +33,8 @@ def attach(pool: str, gpu: str | None = None) -> pools.KVPool:
 def _own_random() -> Iterator[None]:
     """In the block, random numbers differ in every process, although engines seed all ranks alike.
 
-    Ray names its subscriptions by random numbers. Drivers with the same name would take each other's long polls, a
-    thousand a second.
+    Ray names its subscriptions by random numbers. Two drivers with the same name would take each other's long polls, a
+    thousand times a second.
     """
     state = random.getstate()
     random.seed()

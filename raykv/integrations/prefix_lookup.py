@@ -1,4 +1,4 @@
-"""Where a prompt's blocks are, for routers. They ask the directory without being clients of the pool."""
+"""Tells routers on which nodes a prompt's blocks are. A router asks the directory, but is no client of the pool."""
 
 import asyncio
 import json
@@ -18,18 +18,18 @@ from raykv.system import sha256
 
 log = logging.getLogger("raykv")
 
-SHARE = 0.2  # part of the pool's deadline for which a router holds up a request at most
+SHARE = 0.2  # a router holds up a request for at most this part of the pool's deadline
 
 
 class PrefixLookup:
-    """Asks a pool's directory from an event loop, and keeps the announcements of models.
+    """Asks a pool's directory from an event loop. Keeps the announcements, which say how models' prompts become keys.
 
-    After a late answer of the directory, callers do not wait: a background task asks the directory once a second. Not
-    thread-safe.
+    After a late answer of the directory, callers get None at once, and a background task asks the directory once a
+    second until it answers in time. Not thread-safe.
     """
 
     def __init__(self, pool: str, model: str) -> None:
-        """model: its announced name."""
+        """model: the name under which engines announce the model."""
         self.announced: dict[str, Any] | None = None  # how prompts become keys; None until it is known
         self._pool, self._model = pool, model
         self._others: dict[str, dict[str, Any]] = {}  # announcements by name
@@ -40,10 +40,7 @@ class PrefixLookup:
         self._search: asyncio.Task[None] | None = None
 
     def announced_of(self, other: str) -> dict[str, Any] | None:
-        """The announcement of another name, such as a LoRA adapter's.
-
-        None: not known yet; the next look asks for it.
-        """
+        """The announcement of another name, such as a LoRA adapter's. None until a look has found it."""
         found = self._others.get(other)
         if found is None:
             self._wanted.add(other)
@@ -51,7 +48,7 @@ class PrefixLookup:
         return found
 
     def look(self) -> None:
-        """Look for the directory and the announcement again, in the background. Until then the old one is used."""
+        """Look for the directory and the announcements again, in the background. Meanwhile the old ones are used."""
         if self._search is None or self._search.done():
             self._search = asyncio.get_running_loop().create_task(self._look())
 

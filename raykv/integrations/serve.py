@@ -45,8 +45,8 @@ from raykv.scheduling.routes import Found, Prompt, Replica, Routes
 
 log = logging.getLogger("raykv")
 
-ASKED = 64  # blocks of a prompt for which the directory is asked, at most, evenly spaced
-NAME_CHARS = 256  # of a session's name count
+ASKED = 64  # the directory is asked for at most so many blocks of a prompt, evenly spaced
+NAME_CHARS = 256  # only so many characters of a session's name count
 NO_KEYS = np.zeros((0, 16), np.uint8)
 
 
@@ -59,9 +59,9 @@ def announce(cache: KVCache, model: str) -> None:
 
 
 class Asked(NamedTuple):
-    """A request's prompt, and its part that the pool has.
+    """A request's prompt, and the part of the prompt that the pool has.
 
-    found: None if nobody asked the pool, or if it did not answer.
+    found: None if the pool was not asked, or did not answer.
     """
 
     prompt: Prompt
@@ -71,16 +71,16 @@ class Asked(NamedTuple):
 class PrefixRouter(PowerOfTwoChoicesRequestRouter):  # type: ignore[misc]
     """Sends a request to the replica that has the least to compute until the request's first token.
 
-    `raykv.scheduling.routes.Routes` counts this work. A session stays at its replica until another replica is sooner.
-    For a request without a session's name and without keys, Serve chooses the better of two random replicas.
+    `raykv.scheduling.routes.Routes` counts this work. A session stays at its replica until another replica would be
+    faster. For a request without a session's name and without keys, Serve chooses the less busy of two random replicas.
 
-    request_router_kwargs: `model`, as announced, and `pool`. The request's keyword argument `token_ids` is the prompt.
-    The arguments `lora` and `salt` are as in KVCache.keys. Override `keys` for requests of another form. The name of
-    its session is the header x-session-id, the handle's option `session_id`, or the keyword argument `session`.
+    request_router_kwargs: `model`, as announced, and `pool`. A request's keyword argument `token_ids` is the prompt.
+    The arguments `lora` and `salt` are as in KVCache.keys. Override `keys` for requests of another form. The name of a
+    request's session is the header x-session-id, the handle's option `session_id`, or the keyword argument `session`.
     """
 
     def initialize_state(self, model: str, pool: str = "default") -> None:
-        """Called by Serve with request_router_kwargs. model: its announced name. pool: its name."""
+        """Serve calls this with request_router_kwargs. model: its announced name. pool: its name."""
         self.lookup = prefix_lookup.PrefixLookup(pool, model)
         self.routes = Routes()
         self._warned = False
@@ -118,7 +118,7 @@ class PrefixRouter(PowerOfTwoChoicesRequestRouter):  # type: ignore[misc]
             return by_chance
         try:
             return await self._ranked(candidate_replicas, pending_request) or by_chance
-        except Exception as error:  # if a router raised, the request would wait for good
+        except Exception as error:  # if this raised, the request would wait for ever
             self._warn(error)
             return by_chance
 
@@ -126,17 +126,17 @@ class PrefixRouter(PowerOfTwoChoicesRequestRouter):  # type: ignore[misc]
         """[] if the router knows nothing of the request."""
         adapter = request.metadata.multiplexed_model_id  # loading the adapter would take longer than computing a prefix
         able = [replica for replica in candidates if not adapter or adapter in replica.multiplexed_model_ids]
-        if not hasattr(request, "raykv_asked"):  # a request that found no room is not asked for again
+        if not hasattr(request, "raykv_asked"):  # a request that found no room comes again, but is looked up once
             request.raykv_asked = await self._ask(request, able)
         prompt, found = request.raykv_asked
         if len(able) < 2 or not (prompt.keys or prompt.session):
             return []
-        queues = [self.replica_queue_len_cache.get(replica.replica_id) or 0 for replica in able]  # no recent news: idle
+        queues = [self.replica_queue_len_cache.get(replica.replica_id) or 0 for replica in able]  # idle if unknown
         known = [Replica(one.replica_id, one.node_id, queue) for one, queue in zip(able, queues, strict=True)]
         return ranked(able, self.routes.costs(prompt, found, known, time.monotonic()))
 
     async def _choose_replica_for_request(self, pending_request: PendingRequest, **how: Any) -> RunningReplica:
-        """Books the request before Serve sends it: the next requests of a burst know of it."""
+        """Notes the request before Serve sends it, so that the next requests of a burst are routed with it in mind."""
         replica = await super()._choose_replica_for_request(pending_request, **how)
         prompt, found = getattr(pending_request, "raykv_asked", Asked(Prompt(None)))
         request = pending_request.metadata.internal_request_id
@@ -144,7 +144,7 @@ class PrefixRouter(PowerOfTwoChoicesRequestRouter):  # type: ignore[misc]
         return replica
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
-        """Serve calls it once for each request that it sent, whether a replica took it or not."""
+        """Serve calls this once for each request that it sent, whether a replica took the request or not."""
         self.routes.complete(internal_request_id, replica_id)
 
     async def _ask(self, request: PendingRequest, able: list[RunningReplica]) -> Asked:
@@ -170,7 +170,7 @@ class PrefixRouter(PowerOfTwoChoicesRequestRouter):  # type: ignore[misc]
         if not len(keys):
             return None
         every = -(-len(keys) // ASKED)
-        asked = np.ascontiguousarray(keys[every - 1 :: every])  # parents outlive children: blocks between are there
+        asked = np.ascontiguousarray(keys[every - 1 :: every])  # blocks between are there: they outlive later ones
         located = await self.lookup.locate_prefix(asked)
         if located is None:
             return None
@@ -178,7 +178,7 @@ class PrefixRouter(PowerOfTwoChoicesRequestRouter):  # type: ignore[misc]
         return Found(located.blocks * tokens, {node: count * tokens for node, count in located.nodes.items()})
 
     def _warn(self, error: Exception) -> None:
-        """Once."""
+        """Log only the first error."""
         if not self._warned:
             self._warned = True
             log.warning("requests are routed without a look at the pool, since this failed for one: %r", error)

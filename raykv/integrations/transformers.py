@@ -9,7 +9,7 @@ or, for a decoding loop of your own:
     token = start.logits.argmax()  # feed it to the model with past_key_values=start.past_key_values
 
 Don't hand start.past_key_values to `model.generate` with the same prompt: the cache holds the whole prompt already, and
-transformers would feed it a second time. `generate` above does it right.
+transformers would feed the prompt a second time. `generate` above avoids that.
 
 A block is (layers, 2, kv_heads, block_tokens, head_dim) of the model's dtype, contiguous; the 2 are keys and values.
 """
@@ -51,9 +51,9 @@ class Prefill:
 
 
 class PromptCache(DynamicCache):  # type: ignore[misc]
-    """KV of a whole prompt. Refuses the same prompt again: the model would take it for a continuation."""
+    """KV of a whole prompt. Refuses the same prompt again, which the model would take for a continuation."""
 
-    prompt_tokens = 0  # tokens that it held when `prefill` was done
+    prompt_tokens = 0  # tokens in this cache when `prefill` was done
 
     def update(self, key_states: Any, value_states: Any, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
         """Like DynamicCache's. ValueError for a first continuation that repeats the prompt."""
@@ -68,7 +68,7 @@ class PromptCache(DynamicCache):  # type: ignore[misc]
     def _repeats_prompt(self, values: torch.Tensor) -> bool:
         """Compare the first layer's values: in a rotary model they depend only on the tokens, not on their positions.
 
-        A prompt of one token is not checked, as the same token may well follow it.
+        A prompt of one token is not checked, as the same token may well come next.
         """
         if not 1 < self.prompt_tokens == self.get_seq_length() == values.shape[-2]:
             return False
@@ -133,7 +133,7 @@ def prefill(
     """Run `model` over a prompt, except over the leading blocks that the pool has, and store the new full blocks.
 
     model: a causal language model. cache: of `model_cache` with this model.
-    input_ids: 1-D, at least one token. At least the last token is always computed, for its logits.
+    input_ids: 1-D, at least one token. The last token is always computed, for its logits.
     lora: the active adapter, if any. salt: tells this request's tenant from others (see KVCache.keys).
     Returns a Prefill. With a pool that is down or empty this is an ordinary prefill.
     ValueError for input that is not 1-D, or for a cache of another model's blocks. To generate with `model.generate`,

@@ -1,7 +1,8 @@
 """The interface of an external tier, the URL that opens it, and helpers of tiers: names of blocks, records, batches.
 
-A tier stores heads and bodies under keys, and knows nothing of pools. `raykv.tiers.guarded` writes and checks the
-heads, and keeps a slow or broken tier away from its callers. The directory decides which blocks are stored and deleted.
+A tier stores records under keys, and knows nothing of pools. A record is a head, which describes a block, and the
+block's bytes as its body. `raykv.tiers.guarded` writes and checks the heads, and shields callers from a slow or broken
+tier. The directory decides which blocks are stored and deleted.
 """
 
 import re
@@ -13,7 +14,7 @@ from urllib.parse import SplitResult
 from raykv.protocol.location import KEY_BYTES
 
 HEAD_BYTES = 64
-MARKER = bytes(KEY_BYTES)  # a key that no block has: put and get take it, `scan` leaves it out
+MARKER = bytes(KEY_BYTES)  # a key that no block has: `put_many` and `get_many` take this key, `scan` leaves it out
 BATCH = 4096  # blocks of a scan
 FOLDERS = tuple(f"{i:02x}" for i in range(256))  # folders in paths of `path_of`
 _PATH = re.compile(r"(?:.*/)?([0-9a-f]{2})/(\1[0-9a-f]{30})")
@@ -30,14 +31,14 @@ class Block(NamedTuple):
 class Tier(Protocol):
     """Blocks by key, outside nodes' memory. `register_tier` takes a function that makes tiers.
 
-    Thread-safe. A key always means the same bytes, so storing it again is harmless. A block that fails is False or None
-    at its place in the answer. OSError, or a library's own error, means that the whole tier has failed.
+    Thread-safe. A key always means the same bytes, so storing a block again is harmless. If a call fails for a block,
+    the answer has False or None at its place. OSError, or a library's own error, means that the whole tier has failed.
     """
 
     shared: bool  # whether all nodes see the same blocks
 
     def put_many(self, blocks: Sequence[Block]) -> list[bool]:
-        """Store blocks. Returns for each block whether it is stored now; False: there is no room for the block."""
+        """Store blocks. Returns for each block whether the tier has the block now; False: there is no room for it."""
 
     def get_many(self, keys: Sequence[bytes], out: Sequence[memoryview]) -> list[bytes | None]:
         """Read the body of each block into its `out` (contiguous, writable, as long as the body), and return the heads.
@@ -58,7 +59,7 @@ class Tier(Protocol):
 
 @runtime_checkable
 class ReadsHeads(Tier, Protocol):
-    """A tier that reads heads without bodies. The head tells a block from a stranger that has a block's name."""
+    """A tier that can read heads without bodies. A head tells a block from other things that have a block's name."""
 
     def get_heads(self, keys: Sequence[bytes]) -> list[bytes | None]:
         """The first HEAD_BYTES under each key, or fewer if the record is shorter. None: there is no record."""
@@ -73,12 +74,12 @@ class TierUrl:
     parts: SplitResult = field(repr=False)  # with user, password and query
     capacity: int  # bytes
     shared: bool | None = None  # None: the tier decides
-    params: tuple[tuple[str, str], ...] = field(default=(), repr=False)  # others: for tiers that users register
+    params: tuple[tuple[str, str], ...] = field(default=(), repr=False)  # other parameters, for registered tiers
     pool: str = "default"
 
 
 def path_of(key: bytes) -> str:
-    """Path of a block where names are paths: `ab/abcd...`, a folder of two digits and a name of all 32."""
+    """Path of a block: `ab/abcd...`. The folder's name is the key's first two hex digits, the file's name all 32."""
     name = key.hex()
     return f"{name[:2]}/{name}"
 
@@ -102,7 +103,7 @@ def pieces(bodies: Sequence[memoryview], most: int) -> Iterator[slice]:
 
 
 def batches(blocks: list[tuple[bytes, int]]) -> Iterator[list[tuple[bytes, int]]]:
-    """All blocks of a tier, as `scan` gives them."""
+    """All blocks of a tier, in batches as `scan` gives them."""
     for at in range(0, len(blocks), BATCH):
         yield blocks[at : at + BATCH]
 
@@ -110,7 +111,7 @@ def batches(blocks: list[tuple[bytes, int]]) -> Iterator[list[tuple[bytes, int]]
 def unpacked(record: bytes | None, out: memoryview) -> bytes | None:
     """Copy a record's body into `out`, and return its head.
 
-    None without a record, or for a record of another length.
+    None if there is no record, or if its body is not as long as `out`.
     """
     if record is None or len(record) != HEAD_BYTES + out.nbytes:
         return None

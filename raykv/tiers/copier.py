@@ -1,4 +1,4 @@
-"""Copies blocks between a node's arena and its external tier. Every copy is verified. No copy waits for Ray."""
+"""Copies blocks between a node's arenas and its external tier. Every copy is verified. No copy waits for Ray."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,8 +21,8 @@ class TierCopier:
     def demote(self, source: Locations, keys: NDArray[np.uint8]) -> NDArray[np.bool_]:
         """Copy blocks of the arena to the tier.
 
-        source: (n,) LOCATION; `bytes` is the slot's size. The block's size is in its header. keys: (n, 16). Returns
-        (n,) bool: which blocks are in the tier now. A block that has lost its slot meanwhile is not stored.
+        source: (n,) LOCATION, with the slots' sizes as `bytes`; headers have the blocks' sizes. keys: (n, 16). Returns
+        (n,) bool: which blocks are in the tier now. A block that lost its slot during the copy counts as not stored.
         """
         source = self._arena.with_lengths(source)
         sums, positions, there = self._arena.read_headers(source, keys, used=False)
@@ -38,8 +38,8 @@ class TierCopier:
     def load(self, keys: NDArray[np.uint8], arena: Arena, target: Locations) -> NDArray[np.uint8]:
         """Copy blocks of the tier into granted slots of any arena of this node.
 
-        keys: (n, 16). target: (n,) LOCATION, all of one size. Returns (n,) verdicts: FAILED, PULLED, or ALTERED where
-        the tier lacks the block or has other bytes.
+        keys: (n, 16). target: (n,) LOCATION, all of one size. Returns (n,) verdicts: FAILED, PULLED, or ALTERED. A
+        block is ALTERED if the tier lacks the block or has other bytes.
         """
         verdicts = np.full(len(target), FAILED, np.uint8)
         size = int(target["bytes"][0])
@@ -51,7 +51,7 @@ class TierCopier:
         return verdicts
 
     def read(self, keys: NDArray[np.uint8], size: int) -> BlocksRead:
-        """Blocks of `size` bytes for another node, which verifies them. keys: (n, 16)."""
+        """Read blocks of `size` bytes for another node, which verifies them. keys: (n, 16)."""
         mask, sums, positions = (
             np.zeros(len(keys), np.uint8),
             np.zeros(len(keys), np.uint64),

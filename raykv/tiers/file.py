@@ -1,8 +1,8 @@
-"""Blocks as files, written and read past the page cache where the file system and the block's address allow it.
+"""Blocks as files. Direct I/O bypasses the page cache, where the file system and the block's address allow that.
 
-A block is one file: a page with its head, then its body. A file is written under another name and then renamed. So a
-file with a block's name is whole. Only after a loss of power, its length or its checksum may be wrong. The tier keeps
-deleted files for a while, and writes over them: in a full tier every new block replaces a deleted block.
+A block is one file: a page with its head, then its body. A file is written under a temporary name and then renamed. So
+a file with a block's name is whole. Only after a loss of power, the file's length or checksum may be wrong. The tier
+keeps some deleted files, to write over them: in a full tier each new block takes the place of a deleted block.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ from raykv.tiers.strangers import Strangers
 
 PAGE = 4096  # direct I/O wants addresses, lengths and offsets in multiples of a page
 IN_FLIGHT = 4
-SPARE_BYTES = 128 << 20  # of deleted files to keep: writing over a file costs a file system less than a new file
+SPARE_BYTES = 128 << 20  # of deleted files to keep: for a file system, writing over a file is cheaper than a new file
 # Errors of `open` for a link, a socket, a pipe with direct I/O, a file where a folder should be, another user's file.
 NO_FILE = (errno.ELOOP, errno.ENXIO, errno.EINVAL, errno.ENOTDIR, errno.EACCES)
 Row = TypeVar("Row")
@@ -37,7 +37,7 @@ _TEMPORARY = re.compile(r"[0-9a-f]{2}/[0-9a-f]{32}\.[0-9a-f]{16}-\d+")
 
 
 class _Pages(threading.local):
-    """Two pages for each thread: a head is written from `out` and read into `into`. `out` stays zero after the head."""
+    """Two pages for each thread. A head is written from `out` and read into `into`. The rest of `out` stays zero."""
 
     def __init__(self) -> None:
         self.out, self.into = (memoryview(mmap.mmap(-1, PAGE)) for _ in range(2))
@@ -46,11 +46,11 @@ class _Pages(threading.local):
 class FileTier:
     """A folder of files.
 
-    Unless the folder is shared, each store takes a subfolder, and takes the same subfolder after a restart.
+    A folder that is not shared has a subfolder for each store. A restarted store takes the subfolder it had before.
     """
 
     def __init__(self, url: TierUrl) -> None:
-        """ValueError or OSError if the folder can't be written or the disk is too small. The text has advice."""
+        """ValueError or OSError if the folder can't be written, or the disk is too small. The error gives advice."""
         self.shared = bool(url.shared)
         self._pages, self._numbers = _Pages(), count()
         self._spare: list[tuple[str, int]] = []  # deleted files that may be written over: paths and sizes
@@ -94,12 +94,12 @@ class FileTier:
             )
 
     def _clean_up(self) -> int:
-        """Remove files that a store was writing when it died. Returns the bytes of all blocks."""
+        """Remove files that a store was writing when the store died. Returns the bytes of all blocks."""
         taken = 0
         for path, found in self._files(Strangers()):
             if key_of(path):
                 taken += found.st_blocks * 512  # only allocated bytes: deleting a sparse file frees no more
-            elif not self.shared and _TEMPORARY.fullmatch(path):  # in a shared folder another store may be writing it
+            elif not self.shared and _TEMPORARY.fullmatch(path):  # another store may write in a shared folder
                 os.unlink(path, dir_fd=self._folder)
         return taken
 
@@ -181,7 +181,7 @@ class FileTier:
         return temporary, os.open(temporary, flags | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=self._folder)
 
     def _remove(self, path: str) -> None:
-        """Delete a file, or keep it to be written over. A reader may then get other bytes; its caller notices that."""
+        """Delete a file, or keep it as a spare to write over. A late reader may get other bytes: its caller notices."""
         found = os.stat(path, dir_fd=self._folder, follow_symlinks=False)
         if not stat.S_ISREG(found.st_mode):  # a stranger
             return
@@ -227,9 +227,9 @@ class FileTier:
         return None if length is None else bytes(page[: min(length, HEAD_BYTES)])
 
     def _read(self, key: bytes, flag: int, size: int | None, *views: memoryview) -> int | None:
-        """Read a block's file from its start. Returns how many bytes were read; None where nothing has the name.
+        """Read a block's file from its start. Returns how many bytes were read; None if there is no such file.
 
-        0: the name is not of a regular file, or the file does not have `size` bytes or can't be read.
+        0 if this is not a regular file, has another size than `size`, or can't be read.
         """
         try:
             flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | flag
@@ -259,9 +259,9 @@ class FileTier:
         return 0 if address % PAGE or body.nbytes % PAGE else self._direct
 
     def _files(self, strangers: Strangers) -> Iterator[tuple[str, os.stat_result]]:
-        """Files with names of blocks or of temporary files. strangers: gets all other files and folders."""
+        """Files that have a block's name or a temporary name. All other files and folders go into `strangers`."""
         for name in sorted(set(os.listdir(self._folder)) - {*FOLDERS, "lock"}):
-            if not name.startswith("probe-"):  # a store that opens a shared folder writes these
+            if not name.startswith("probe-"):  # another store that opens a shared folder writes a probe
                 strangers.add(name)
         for name in FOLDERS:
             try:
@@ -302,7 +302,7 @@ def _own_folder(path: str, url: TierUrl) -> tuple[int, int]:
 
 
 def _folder(path: str, name: str, url: TierUrl) -> int:
-    """File descriptor of a subfolder. ValueError if the folder is not shared, and others could put links there."""
+    """File descriptor of a subfolder. ValueError if other users could put links into a folder that is not shared."""
     there = os.path.join(path, name)
     os.makedirs(there, 0o700, exist_ok=True)
     folder = os.open(there, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
@@ -317,7 +317,7 @@ def _folder(path: str, name: str, url: TierUrl) -> int:
 
 
 def _direct_flag(folder: int) -> int:
-    """O_DIRECT, or 0 where the file system refuses O_DIRECT. OSError where nothing can be written."""
+    """O_DIRECT, or 0 if the file system refuses O_DIRECT. OSError if nothing can be written there."""
     try:
         _probe(folder, os.O_DIRECT)
     except OSError as error:

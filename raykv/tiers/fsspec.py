@@ -1,4 +1,4 @@
-"""Blocks as objects of any file system that fsspec opens, such as s3, gs and abfs. An object is a head and a body."""
+"""Blocks as objects in any file system that fsspec opens, such as s3, gs and abfs. An object is a head and a body."""
 
 import contextlib
 import errno
@@ -12,18 +12,18 @@ import fsspec
 from raykv.tiers.base import HEAD_BYTES, MARKER, Block, TierUrl, batches, key_of, path_of, pieces, unpacked
 from raykv.tiers.strangers import Strangers
 
-PIECE_BYTES = 64 << 20  # moved at a time: each object is a request, and many are in flight
+PIECE_BYTES = 64 << 20  # moved at a time: each object is a request, and many requests are in flight
 AGES = ("mtime", "LastModified", "last_modified", "updated", "created")  # names that file systems give an object's time
 
 
 class FsspecTier:
     """Objects at `<prefix>/ab/abcd...`. fsspec's configuration and the environment say how to reach the store.
 
-    Where objects are plain files (sftp), a block is a miss while it is stored again.
+    If the objects are plain files (sftp), a block that is stored again is a miss meanwhile.
     """
 
     def __init__(self, url: TierUrl) -> None:
-        """ValueError or OSError where nothing can be written there. The text says what to change."""
+        """ValueError or OSError if nothing can be written there. The error's text says what to change."""
         if url.parts.password is not None:
             raise ValueError(f"external={url.text}: give the password in fsspec's configuration, not in the URL")
         self.shared = url.scheme != "memory" if url.shared is None else url.shared
@@ -47,7 +47,7 @@ class FsspecTier:
         try:
             try:
                 self._store.pipe(objects)
-            except FileNotFoundError:  # the file system has folders, and this folder is not there yet
+            except FileNotFoundError:  # this file system has folders, and one is not there yet
                 for folder in {path.rpartition("/")[0] for path in objects}:
                     with contextlib.suppress(FileExistsError):
                         self._store.mkdir(folder, create_parents=False)
@@ -62,14 +62,14 @@ class FsspecTier:
     def get_many(self, keys: Sequence[bytes], out: Sequence[memoryview]) -> list[bytes | None]:
         heads: list[bytes | None] = []
         for part in pieces(out, PIECE_BYTES):
-            # one byte more than the body, to notice a longer object
+            # ask for one byte more than the record has, to notice a longer object
             found = self._read(keys[part], [HEAD_BYTES + body.nbytes + 1 for body in out[part]])
             heads += [unpacked(data, body) for data, body in zip(found, out[part], strict=True)]
         return heads
 
     def _read(self, keys: Sequence[bytes], lengths: list[int]) -> list[bytes | None]:
         """The first bytes of each object, at most `lengths`. None: the object is absent."""
-        # ask for a range even for all bytes: otherwise s3fs asks for the size first
+        # ask for a range even to read all bytes: without a range s3fs first asks for the size
         found: list[Any] = self._store.cat_ranges([self._path(key) for key in keys], 0, lengths)
         for data in found:
             if isinstance(data, Exception) and not isinstance(data, FileNotFoundError):
@@ -85,7 +85,7 @@ class FsspecTier:
     def _remove(self, paths: list[str]) -> None:
         try:
             self._store.rm(paths)
-        except FileNotFoundError:  # after this error, `rm` may not have deleted the other objects
+        except FileNotFoundError:  # one object was missing, and `rm` may have left others
             for path in paths:
                 with contextlib.suppress(FileNotFoundError):
                     self._store.rm_file(path)
@@ -94,7 +94,7 @@ class FsspecTier:
         ages, strangers = [], Strangers()
         for path, info in self._store.find(self._root, detail=True).items():
             key, size = key_of(path), info["size"] or 0
-            if key is None and not path.removeprefix(self._root).startswith("/probe-"):  # a store's that opens the tier
+            if key is None and not path.removeprefix(self._root).startswith("/probe-"):  # a probe is no stranger
                 strangers.add(path)
             elif key is not None and key != MARKER:
                 ages.append((_age(info), key, max(0, size - HEAD_BYTES)))
@@ -110,7 +110,7 @@ class FsspecTier:
 
 def _open(where: str) -> tuple[Any, str]:
     """The file system, and the path in it, after writing and removing a probe there."""
-    # other nodes write too, so a cached listing is worth nothing
+    # a cached listing is soon wrong, as other nodes write too
     store, path = fsspec.url_to_fs(where, use_listings_cache=False, skip_instance_cache=True)
     root = path.rstrip("/")
     if glob.has_magic(root):
@@ -122,5 +122,5 @@ def _open(where: str) -> tuple[Any, str]:
 
 
 def _age(info: dict[str, Any]) -> str:
-    """Text that sorts objects of one file system by age: seconds, or a date."""
+    """Seconds or a date as text, by which the objects of one file system can be sorted by age."""
     return next((str(info[name]) for name in AGES if name in info), "")

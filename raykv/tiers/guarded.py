@@ -1,7 +1,8 @@
 """A node store's view of an external tier: records that verify themselves, deadlines, and back-off after failures.
 
-A record is a block's Head and its body. The head names the tier's content: all blocks stored since the last clear. A
-marker record has the present name, and identifies the tier's pool and secret. Records of another content are void.
+A record is a block's Head and its body. All blocks stored since the last clear are the tier's content, and the content
+has a name. Each head has this name. A marker record has the present name, and identifies the tier's pool and secret.
+Records with another name are void.
 """
 
 import hashlib
@@ -32,12 +33,12 @@ log = logging.getLogger("raykv")
 T = TypeVar("T")
 
 CALL_S = 2.0  # for a call without blocks
-PIECE_BYTES = 16 << 20  # read at a time, while the caller uses the piece before
+PIECE_BYTES = 16 << 20  # read at a time: while the caller uses a piece, the next piece is read
 BACK_OFF_S = (0.5, 1.0, 2.0, 4.0, 8.0)  # between probes of a tier that is down
 CHECK_S = 10.0  # between probes of a tier that is up
 READERS = 4  # threads
 REFUSAL_CHARACTERS = 200
-WITNESSES = 16  # blocks that show whether a server has lost more than its marker
+WITNESSES = 16  # blocks to look for when the marker is missing: they show whether the blocks are lost too
 TRIAL = b"raykv may write?"  # key of a record that is written and deleted before a pool starts
 KeyRows = NDArray[np.uint8]
 
@@ -45,7 +46,7 @@ KeyRows = NDArray[np.uint8]
 class LoadedPiece(NamedTuple):
     """A piece of the blocks that `load` was asked for."""
 
-    which: slice  # slice of the keys
+    which: slice  # of the keys
     blocks: NDArray[np.uint8]  # (n, block_bytes): valid until the next piece is taken; unverified
     checksums: NDArray[np.uint64]  # (n,) xxh3_64 of each block when it was stored
     positions: NDArray[np.uint32]  # (n,) in their chains
@@ -55,9 +56,9 @@ class LoadedPiece(NamedTuple):
 class GuardedTier:
     """A tier behind deadlines. Except `check` and `scan`, no method raises or waits past a deadline. Thread-safe.
 
-    After a failure or a late answer the tier is down: no call reaches the tier until a `probe` succeeds. A tier may be
-    down from the beginning: then a `probe` opens it. A tier that refuses writes with an error is still read. For a
-    while no block is stored or deleted there: `refusal` has the reason.
+    After a failure or a late answer the tier is down: no call reaches the tier until a `probe` succeeds. If the tier is
+    down from the beginning, a `probe` opens it. If a write fails with an error, the tier is still read, but for a while
+    no block is stored or deleted there.
 
     up: whether calls reach the tier. content: name of the stored content, CONTENT_BYTES long. faults: number of faults
     by kind. refusal: why the last write failed; "" after a success.
@@ -68,9 +69,9 @@ class GuardedTier:
         self.faults = Counts()
         self._make, self._fingerprint = make, fingerprint
         self._opened: Tier | None = None
-        self.content = self._marked = bytes(CONTENT_BYTES)  # the second: the name in the tier's marker
-        self._stored: deque[bytes] = deque(maxlen=WITNESSES)  # of each of the last stores, the first key
-        self._witnesses: list[bytes] = []  # the keys of `_stored` when the marker was last seen
+        self.content = self._marked = bytes(CONTENT_BYTES)  # `_marked`: the name in the tier's marker
+        self._stored: deque[bytes] = deque(maxlen=WITNESSES)  # the first key of each of the last stores
+        self._witnesses: list[bytes] = []  # the keys that `_stored` had when the marker was last seen
         self.up, self._failures, self._retry_at = False, 0, 0.0
         self.refusal = ""
         self._refusals, self._write_at = 0, 0.0
@@ -84,17 +85,17 @@ class GuardedTier:
 
     @property
     def writable(self) -> bool:
-        """Whether calls that write reach the tier. The first call after a refusal is a new try."""
+        """Whether calls that write reach the tier. After a refusal no such call reaches it for a while."""
         return self.up and time.monotonic() >= self._write_at
 
     @property
     def storing(self) -> bool:
-        """Whether a `store` still reads its blocks' memory, perhaps after it has returned past its deadline."""
+        """Whether the tier still reads the memory of blocks for a `store`, which may have returned at its deadline."""
         return bool(self._stores)
 
     @property
     def shared(self) -> bool | None:
-        """Whether all nodes see one content. None: the tier could not be opened yet."""
+        """Whether all nodes see the same blocks. None: the tier could not be opened yet."""
         return self._opened.shared if self._opened else None
 
     @property
@@ -104,7 +105,7 @@ class GuardedTier:
         return self._opened
 
     def check(self) -> None:
-        """Raise where the tier can't be opened or written. ValueError if another pool, secret or version wrote it."""
+        """Raise if the tier can't be opened or written. ValueError if another pool, secret or version wrote there."""
         self._read_marker()
         try:
             head = Head(self.content, TRIAL, checksum=0, length=1, position=0)
@@ -114,9 +115,8 @@ class GuardedTier:
             raise OSError(f"it can't be written: {error}") from error
 
     def open(self, seed: bytes) -> bool:
-        """Mark the tier as this pool's. Returns whether the tier is up.
+        """Mark the tier as this pool's. Returns whether the tier is up; if not, a later `probe` opens it.
 
-        If it is down, `probe` tells later when it is up.
         seed: names the content of an empty tier; all stores of a shared tier give the same seed.
         """
         self.content = self._marked = seed
@@ -130,8 +130,8 @@ class GuardedTier:
     ) -> NDArray[np.bool_]:
         """Store n blocks. Returns (n,) bool: which are stored now.
 
-        keys: (n, 16). sums: (n,) xxh3_64. positions: (n,) in their chains. bodies: past the deadline, the tier may
-        still read these after the return; see `storing`.
+        keys: (n, 16). sums: (n,) xxh3_64. positions: (n,) in their chains. bodies: if this returns at its deadline, the
+        tier may still read them; see `storing`.
         """
         blocks = [
             Block(key, Head(self.content, key, int(checksum), len(body), int(position)).packed(), body)
@@ -150,7 +150,7 @@ class GuardedTier:
         return stored
 
     def load(self, keys: KeyRows, block_bytes: int) -> Iterator[LoadedPiece]:
-        """Read blocks of one size, a piece at a time. Ends early where the tier fails."""
+        """Read blocks of one size, a piece at a time. Ends early if the tier fails."""
         step = max(1, PIECE_BYTES // block_bytes)
         parts = [slice(start, min(start + step, len(keys))) for start in range(0, len(keys), step)]
         reading = deque(self._begin_load(keys[part], block_bytes) for part in parts[:1])
@@ -175,10 +175,7 @@ class GuardedTier:
             self._buffers.give_back(buffer)
 
     def _miss(self, blocks: int) -> None:
-        """Blocks were missing.
-
-        Perhaps all blocks are lost, so the next probe, which looks for the marker, is due now.
-        """
+        """Blocks were missing, so perhaps all blocks are lost. Make the next probe due, which looks for the marker."""
         self.faults.add("missing", blocks)
         with self._lock:
             if blocks and self.up:
@@ -191,7 +188,7 @@ class GuardedTier:
         return self._ask(self._reads, lambda: _each(self._tier.get_many, block_keys, out)), buffer
 
     def delete(self, keys: Sequence[bytes]) -> bool:
-        """Delete blocks. Returns whether the tier no longer has any of the keys."""
+        """Delete blocks. Returns whether that succeeded: then the tier has none of the keys."""
         if not keys:
             return True
 
@@ -202,10 +199,10 @@ class GuardedTier:
         return bool(self._write(delete, CALL_S + len(keys) / 1e3, "delete"))
 
     def scan(self) -> Iterator[list[tuple[bytes, int]]]:
-        """Batches of (key, block_bytes) of all blocks there, oldest first. Ends early where the tier fails; see `up`.
+        """Batches of (key, block_bytes) of all blocks there, oldest first. Ends early if the tier fails; see `up`.
 
-        Leaves out strangers, as far as the tier can tell them from blocks: strangers are counted, and named in a
-        warning. Has no deadline.
+        Leaves out strangers, that is, records that raykv did not write, as far as the tier can tell. Strangers are
+        counted, and named in a warning. Has no deadline.
         """
         strangers = Strangers()
         try:
@@ -217,7 +214,7 @@ class GuardedTier:
         self.faults["strangers"] = strangers.count
 
     def _ours(self, batch: Sequence[tuple[bytes, int]], strangers: Strangers) -> list[tuple[bytes, int]]:
-        """The records of raykv in a batch of a scan. strangers: gets the others."""
+        """The records of raykv in a batch of a scan. All other records go into `strangers`."""
         sound = []
         for key, size in batch:
             if len(key) == KEY_BYTES and 0 < size <= SLAB_BYTES_MAX:
@@ -238,7 +235,7 @@ class GuardedTier:
     def clear(self, content: bytes) -> None:
         """Forget all blocks of the tier, now and after any restart.
 
-        content: the new name of the tier's content, CONTENT_BYTES long. All stores of a shared tier give the same name.
+        content: a new name for the tier's content, CONTENT_BYTES long. All stores of a shared tier give the same name.
         """
         self.content = content
         self._write(self._mark_cleared, CALL_S, "clear")  # if the write fails, the next probe writes the marker
@@ -253,9 +250,9 @@ class GuardedTier:
     # ------------------------------------------------------------------ health
 
     def probe(self) -> bool | None:
-        """When due, check whether a tier that is down is back, or whether a tier that is up still has its content.
+        """When due, check whether a tier that was down is back, or whether a tier that is up still has its content.
 
-        None: nothing new. True: it is up again, with its content. False: it is up, but its content is gone.
+        None: nothing new. True: the tier is up again, with its content. False: the tier is up, but its content is gone.
         """
         if time.monotonic() < self._retry_at:
             return None
@@ -323,7 +320,7 @@ class GuardedTier:
             late = time.monotonic() - deadline / 2
             if writes and began and asked.done() and not asked.cancelled():
                 self._refuse(what, error)
-            elif began and (asked.done() or began[0] <= late):  # else it waited behind late calls, which are counted
+            elif began and (asked.done() or began[0] <= late):  # else late calls held it up, which are counted
                 self._fail(what, error)
         return None
 
@@ -338,7 +335,7 @@ class GuardedTier:
             self._failures += 1
 
     def _refuse(self, what: str, error: BaseException) -> None:
-        """A write failed. Reads go on, unless the next probe finds the tier down."""
+        """A write failed. The tier is still read, unless the next probe finds it down."""
         self.faults.add(what)
         with self._lock:
             if not self.refusal:
@@ -352,7 +349,7 @@ class GuardedTier:
     # ------------------------------------------------------------------ records
 
     def _take_content(self) -> bool:
-        """Read the content's name from the tier's marker, or write a marker. Returns whether it is the same content."""
+        """Read the content's name from the marker, or write a marker. Returns whether the content is as before."""
         found = self._read_marker()
         same = found in (self._marked, self.content)
         if self.content != self._marked:  # the pool was cleared while the tier was down, or refused writes
@@ -360,7 +357,7 @@ class GuardedTier:
         elif found is None and self._holds_content():  # the server evicted the marker alone
             self._mark()
             same = True
-        elif found is None:  # all stores of a shared tier derive the same name, whichever is first
+        elif found is None:  # whichever store is first: all stores of a shared tier derive the same name
             self.content = hashlib.sha256(b"raykv content\0" + self.content).digest()[:CONTENT_BYTES]
             self._mark()
         else:
@@ -369,9 +366,9 @@ class GuardedTier:
         return same
 
     def _holds_content(self) -> bool:
-        """Whether blocks of the content are still there. Asks for blocks stored before the marker was last seen.
+        """Whether blocks of the content are still there. Looks for blocks stored before the marker was last seen.
 
-        A store that has stored no blocks asks for the first blocks of a scan.
+        If this store had stored no blocks by then, it looks at the first blocks of a scan.
         """
         if not isinstance(self._tier, ReadsHeads):
             return False
@@ -382,7 +379,7 @@ class GuardedTier:
         return any(head_of(answer).content == self.content for answer in _each(self._tier.get_heads, keys))
 
     def _write_late(self) -> None:
-        """Write the marker that a clear could not write. The tier's present records were void before, and stay void."""
+        """Write the marker that a clear could not write. Records from before the clear are void in any case."""
         if self.up and not self.writable:
             return
         try:
@@ -399,10 +396,7 @@ class GuardedTier:
         self._marked = content
 
     def _mark_cleared(self) -> None:
-        """Write a marker of a new content.
-
-        If there is no room for the marker, delete some blocks, since all blocks are void now.
-        """
+        """Write a marker for a new content. If there is no room, first delete some blocks, as all are void now."""
         try:
             self._mark()
         except OSError:
@@ -423,7 +417,7 @@ class GuardedTier:
 
 
 def _each(call: Callable[..., Sequence[T]], blocks: Sequence[object], *args: object) -> Sequence[T]:
-    """Call a tier whose code may be a user's. TypeError unless there is one answer for each block."""
+    """Call a tier, which may be of a user's class. TypeError if there is not one answer for each block."""
     answers = call(blocks, *args)
     if len(answers) != len(blocks):
         raise TypeError(f"the tier gave {len(answers)} answers for {len(blocks)} blocks")

@@ -1,6 +1,6 @@
 """The head of a record in an external tier.
 
-It identifies the body's block, and the tier's content that has this block.
+The head says which block the record's body is, and to which content of the tier the block belongs.
 """
 
 import struct

@@ -1,4 +1,4 @@
-"""Memory that an external tier's blocks are read into, kept for the next reads."""
+"""Memory into which an external tier's blocks are read. It is kept for the next reads."""
 
 import mmap
 import threading
@@ -7,7 +7,7 @@ from raykv.protocol.location import ALIGN
 
 
 class ReadBuffers:
-    """Page-aligned buffers, as direct I/O wants them. Thread-safe."""
+    """Buffers aligned to pages, as direct I/O needs. Thread-safe."""
 
     def __init__(self, most: int) -> None:
         """most: how many free buffers are kept."""
@@ -15,7 +15,7 @@ class ReadBuffers:
         self._lock = threading.Lock()  # guards `_free`; taken last
 
     def take(self, size: int) -> mmap.mmap:
-        """A buffer of at least `size` bytes. Prefers a used buffer, whose pages are already there."""
+        """A buffer of at least `size` bytes. Prefers a used buffer, whose memory the kernel has already allocated."""
         with self._lock:
             for i, buffer in enumerate(self._free):
                 if len(buffer) >= size:

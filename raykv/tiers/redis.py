@@ -1,7 +1,4 @@
-"""Blocks in a redis or valkey server, each as a string of head and body.
-
-(With a hash, the server would make one more copy.)
-"""
+"""Blocks in a redis or valkey server, each as a string of head and body. With a hash, the server would copy more."""
 
 import os
 import re
@@ -19,16 +16,16 @@ from raykv.tiers.strangers import Strangers
 
 TIMEOUT_S = 2.0  # to connect, and for each answer
 READ_BYTES = 1 << 20
-PIECE_BYTES = 8 << 20  # of a pipeline: redis-py reads longer answers more slowly
+PIECE_BYTES = 8 << 20  # of a pipeline: the longer the answer, the more slowly redis-py reads
 BATCH = 1000  # keys of a scan
 _DIGITS = re.compile(rb"[0-9a-f]{32}")  # of a block's key, in its name
 
 
 class RedisTier:
-    """A server that all nodes reach. The server may evict blocks by itself: such a block is a miss."""
+    """A server that all nodes reach. The server may evict blocks by itself: a block that it evicted is a miss."""
 
     def __init__(self, url: TierUrl) -> None:
-        """ValueError or OSError where the server refuses or doesn't answer. The text says what to change."""
+        """ValueError or OSError if the server refuses or doesn't answer. The error's text says what to change."""
         self.shared = url.shared is not False  # shared=0: every node has a server of its own on localhost
         self._prefix = f"raykv:{url.pool}:".encode()
         self._client = _client(url)
@@ -51,7 +48,7 @@ class RedisTier:
         try:
             found: Any = self._client.info("cluster")
             return bool(found.get("cluster_enabled"))
-        except RedisError:  # this user must not ask, or a proxy does not know
+        except RedisError:  # this user may not ask, or a proxy can't answer
             return False
 
     def put_many(self, blocks: Sequence[Block]) -> list[bool]:
@@ -62,13 +59,13 @@ class RedisTier:
         return stored
 
     def _send(self, chunks: list[bytes | memoryview], count: int) -> list[Any]:
-        """Answers to `count` packed commands; None where the server has no room."""
+        """The answers to `count` packed commands; None where the server had no room."""
         connection: Any = self._client.connection_pool.get_connection()
         try:
             connection.send_packed_command(chunks)
             return [_answer(connection) for _ in range(count)]
         except BaseException:
-            connection.disconnect()  # later calls would take the rest of the answers for their own
+            connection.disconnect()  # or later calls would take the remaining answers for their own
             raise
         finally:
             self._client.connection_pool.release(connection)
@@ -115,7 +112,7 @@ class RedisTier:
         strangers.warn("keys in its key space are no blocks of raykv")
 
     def _sizes(self, names: Sequence[bytes]) -> list[int | None]:
-        """Bytes of the values; None for a value that is no string, 0 for an empty or absent value."""
+        """Bytes of each value; None if the value is no string, 0 if it is empty or absent."""
         with self._client.pipeline(transaction=False) as pipe:
             for name in names:
                 pipe.strlen(name)
@@ -151,7 +148,7 @@ def _client(url: TierUrl) -> redis.Redis:
 
 
 def _commands(name: bytes, block: Block) -> tuple[bytes, memoryview, bytes]:
-    """A SET command in the form that is sent. redis-py would first join head and body."""
+    """A SET command in the form that is sent. redis-py would first join head and body, which copies both."""
     key = b"$%d\r\n%s\r\n" % (len(name), name)
     value = b"$%d\r\n%s" % (HEAD_BYTES + block.body.nbytes, block.head)
     return b"*3\r\n$3\r\nSET\r\n%s%s" % (key, value), block.body, b"\r\n"
@@ -165,7 +162,7 @@ def _answer(connection: Any) -> Any:
 
 
 def _of_strings(answers: list[Any]) -> list[Any]:
-    """Answers about keys; None for a value that is no string and therefore no block. Raises any other error."""
+    """Answers about keys; None if the value is no string, and so no block. Raises any other error."""
     for error in answers:
         if isinstance(error, Exception) and not str(error).startswith("WRONGTYPE"):
             raise error

@@ -16,23 +16,23 @@ def register_tier(scheme: str, make: Maker) -> None:
     """Let `make` open `external=` URLs of this scheme, in this process.
 
     scheme: of the URL, in any case. make: takes a TierUrl and returns an open Tier. If `make` fails, it raises
-    ValueError or OSError, and the text says what to change. Other processes find a maker by an entry point with the
-    scheme's name in the group "raykv.tiers".
+    ValueError or OSError with a text that says what to change. Other processes find a maker by an entry point in the
+    group "raykv.tiers" that has the scheme's name.
     """
     _registered[scheme.lower()] = make
 
 
 def open_tier(url: TierUrl) -> Tier:
-    """Open a URL's tier. Raises as `tier_for`. For an unusable tier ValueError or OSError says what to change."""
+    """Open a URL's tier. Raises like `tier_for`. If the tier is unusable, ValueError or OSError says what to change."""
     return tier_for(url)(url)
 
 
 def tier_for(url: TierUrl) -> Maker:
-    """The maker of a URL's tier. ValueError for `local` and unknown schemes; ImportError without its library."""
+    """The maker of a URL's tier. ValueError for `local` and unknown schemes; ImportError if its library is missing."""
     make = registered(url.scheme)
     if make:
         return make
-    if url.scheme == "local":  # fsspec's name of files: other users could read these, and could lead elsewhere by links
+    if url.scheme == "local":  # fsspec's files: other users could read them, and put links in their places
         raise ValueError(f"external={url.text}: write file://{url.parts.path}")
     if url.scheme == "file":
         from raykv.tiers.file import FileTier
@@ -48,7 +48,7 @@ def tier_for(url: TierUrl) -> Maker:
 
 
 def registered(scheme: str) -> Maker | None:
-    """The maker that `register_tier` or another package's entry point gives for a scheme; None without one."""
+    """The maker that `register_tier` or another package's entry point gives for a scheme; None if there is none."""
     if scheme not in _registered:
         for entry_point in entry_points(group=ENTRY_POINTS, name=scheme):
             _registered[scheme] = entry_point.load()

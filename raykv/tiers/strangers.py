@@ -1,4 +1,4 @@
-"""Strangers: things in a tier that are no records of raykv. raykv counts them, warns of them, and leaves them alone."""
+"""Strangers: things in a tier that raykv did not write. raykv counts them, warns of them, and leaves them alone."""
 
 import logging
 
@@ -14,13 +14,13 @@ class Strangers:
         self._named: list[str] = []
 
     def add(self, name: str) -> None:
-        """name: with this name a person finds the stranger in the tier."""
+        """name: the name by which a person finds the stranger in the tier."""
         self.count += 1
         if len(self._named) < NAMED:
             self._named.append(repr(name))
 
     def warn(self, what: str) -> None:
-        """Name some of the strangers in a warning, if there are any. what: the warning's words about these things."""
+        """If there are strangers, name some of them in a warning. what: what the warning calls them."""
         if self.count:
             more = f" and {self.count - len(self._named)} more" if self.count > len(self._named) else ""
             log.warning(

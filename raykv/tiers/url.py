@@ -16,7 +16,7 @@ def parse(url: str) -> TierUrl:
     if len(params) < len(given):
         raise ValueError(f"external={text}: a parameter is given twice")
     if "capacity" not in params:
-        tier_for(TierUrl(parts.scheme, text, parts, 0, None, ()))  # first of all report an unknown scheme
+        tier_for(TierUrl(parts.scheme, text, parts, 0, None, ()))  # an unknown scheme is the error to report first
         raise ValueError(f"external={text}: append how much may be kept there: ?capacity=200GiB")
     capacity, shared = _capacity(params.pop("capacity"), text), _shared(params.pop("shared", None), text)
     if params and not registered(parts.scheme):
@@ -26,7 +26,7 @@ def parse(url: str) -> TierUrl:
 
 
 def shown(url: str) -> str:
-    """A URL without user and password; "?…" stands for its parameters. ValueError as `parse`."""
+    """A URL without user and password; "?…" stands for its parameters. ValueError like `parse`."""
     parts = _split(url)
     return f"{_text(parts)}?…" if parts.query else _text(parts)
 
@@ -39,7 +39,7 @@ def _split(url: str) -> SplitResult:
     try:
         parts = urlsplit(url)
         sound = url.lower().startswith(f"{parts.scheme}://") and bool(parts.scheme) and parts.port != 0
-    except ValueError:  # urlsplit's text repeats an address or a port: that may be half a password
+    except ValueError:  # the error's text repeats a host or a port: maybe half of a password
         sound = False
     if not sound:
         raise ValueError(

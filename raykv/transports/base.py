@@ -1,4 +1,4 @@
-"""A transport: one way to copy blocks from the memory of another node's store into this node's.
+"""A transport: one way to copy blocks from the memory of another node's store into the memory of this node's store.
 
 A transport has a reading end (`pull`) and a serving end (`offer`, `serve`); every node store has both. To add one,
 write a Transport and list it in `raykv.transports.selector.open_transports`. TransportSelector chooses between them.
@@ -22,7 +22,7 @@ class Peer(NamedTuple):
 
     name: str  # the directory's name of the memory: see `raykv.protocol.location.host_of`
     store: Any  # handle of the node store's actor
-    external: bool = False  # read the node's external tier: this is slow, so the store has separate threads for it
+    external: bool = False  # whether to read the node's external tier, which is slow: its store has threads for that
 
 
 class PullRequest(NamedTuple):
@@ -39,10 +39,10 @@ class Transport:
     """One way to read from peers. Thread-safe."""
 
     name: ClassVar[str]  # in PoolConfig, stats and offers
-    concurrent: ClassVar[bool] = False  # whether it takes several pulls from one peer at the same time
+    concurrent: ClassVar[bool] = False  # whether the transport takes several pulls from one peer at the same time
 
     def offer(self) -> Any:
-        """Facts that peers need to read from here; new in every process. None: peers can't read from here."""
+        """What peers must know to read from here; new in every process. None: peers can't read from here."""
         return None
 
     def serve(self, *args: Any) -> Any:
@@ -54,13 +54,13 @@ class Transport:
         raise ValueError(f"transport {self.name} answers no questions of peers")
 
     def forget(self, peer: str) -> None:
-        """A peer's node is gone for good. peer: its memory's name."""
+        """A peer's node is gone for good. peer: the name of the node's memory."""
 
     def connecting(self, peer: Peer, offer: Any) -> bool:
-        """Begin to connect with a peer, and return at once. True until connected: other transports read meanwhile.
+        """Begin to connect with a peer, and return at once. Returns True until the two are connected.
 
-        peer: the owner of the memory. offer: the peer's. After a failure to connect, this returns False, and `pull`
-        raises the error.
+        Other transports read meanwhile. peer: the owner of the memory. offer: the peer's. After a failure to connect,
+        this returns False, and `pull` raises the error.
         """
         return False
 
@@ -70,19 +70,19 @@ class Transport:
         peer: the owner of the memory. offer: the peer's. request: the blocks, and the slots for them.
         Returns (n,) uint8 verdicts FAILED, PULLED, or ALTERED (the peer no longer has that block).
         TimeoutError at the request's `end`; bytes that arrive later are written under the slots' locks. OSError or
-        RayError where this transport can't read from the peer; another transport may.
+        RayError where this transport can't read from the peer. Another transport is tried then.
         """
         raise NotImplementedError
 
     def withdraw(self, slab: int) -> None:
-        """A slab's memory is about to go. Read into the slab no more, and serve it no more. slab: its number."""
+        """The memory of the slab with this number is about to go. From now on neither read into it nor serve it."""
 
     def close(self) -> None:
         """Stop serving. Nothing is pulled any more."""
 
 
 def ask(peer: Peer, end: float, transport: str, *args: Any) -> Any:
-    """Call `serve` of a peer's transport. end: time.monotonic(). args: picklable. Returns the answer.
+    """Call `serve` of a peer's transport, and return the answer. end: time.monotonic(). args: picklable.
 
     TimeoutError at `end`. RayError where the peer does not answer or refuses.
     """
@@ -93,7 +93,7 @@ def ask(peer: Peer, end: float, transport: str, *args: Any) -> Any:
 def records_of(answer: bytes, kind: np.dtype[np.void], count: int) -> NDArray[np.void]:
     """A peer's answer about `count` blocks: a record of `kind` for each, with a bool `there`.
 
-    ConnectionError for other answers: another transport may read from that peer.
+    ConnectionError for any other answer, so that another transport is tried.
     """
     if not isinstance(answer, bytes) or len(answer) != count * kind.itemsize:
         raise ConnectionError(f"a peer did not answer with a record for each of {count} blocks: {answer!r:.80}")

@@ -1,8 +1,8 @@
 """Serves an arena's blocks over TCP.
 
-A connection begins as raykv.line.wire says. Then the reader sends requests, each a frame of n LOCATIONs and n keys. An
-answer is n CLAIMs, and then the bytes of the blocks that are there. A CLAIM says whether a block is there, and gives
-the facts in its header. The reader must verify the bytes.
+A connection begins as raykv.line.wire says. Then the reader sends requests. Each is a frame of n LOCATIONs and n keys.
+The answer is n CLAIMs, and then the bytes of the blocks that are there. A CLAIM says whether a block is there, and what
+its header says. The reader must verify the bytes.
 """
 
 import contextlib
@@ -34,14 +34,14 @@ SENDERS = 64  # threads that send blocks; a slow reader keeps its thread
 class BlockServer:
     """Serves an arena's blocks to readers that know its token.
 
-    A connection has a thread only while its blocks are sent.
+    A connection takes up a thread only while its blocks are sent.
     """
 
     def __init__(self, arena: Arena, host: str) -> None:
         """host: an address of this node to listen at. OSError where that is not possible."""
         self._arena = arena
         self._senders = ThreadPoolExecutor(SENDERS, thread_name_prefix="raykv-send")
-        self._senders.submit(int)  # at least one thread: see _lend
+        self._senders.submit(int)  # starts a thread, so that there is at least one: see _lend
         self._listener = Listener(host, "raykv-listen", {CLIENT: KEYS_PER_CALL * REQUEST_BYTES}, self._lend)
         self.address = self._listener.address
 
@@ -51,11 +51,11 @@ class BlockServer:
         self._senders.shutdown(wait=False, cancel_futures=True)
 
     def _lend(self, connection: Connection, request: bytes) -> None:
-        with contextlib.suppress(RuntimeError):  # no thread can be started: a running thread will do it
+        with contextlib.suppress(RuntimeError):  # no thread can be started: a running thread will send
             self._senders.submit(self._send_blocks, connection, request)
 
     def _send_blocks(self, connection: Connection, request: bytes) -> None:
-        """Answer a request, and requests that come meanwhile, since the reader sends requests ahead."""
+        """Answer a request, and then requests that have come meanwhile: a reader sends its next request early."""
         more: bytes | None = request
         try:
             while more is not None:

@@ -1,12 +1,12 @@
 """Blocks cross nodes by NCCL, from one GPU's slots into another GPU's slots. Neither side packs the blocks.
 
-NCCL takes seconds to connect two GPUs. Connecting begins when the peer's offer has come, and another transport reads
-meanwhile.
+NCCL takes seconds to connect two GPUs. It begins to connect when the peer's offer has come. Meanwhile another transport
+reads.
 
-A pull makes two calls to the peer's actor, which both return at once. The first asks the peer to send. The answer has
-the facts in the headers. Then both ends post the blocks that are there. A slot may be overwritten while it is sent, and
-nothing computes checksums on a GPU. So the reader asks for the headers again when it has the bytes, and drops the
-blocks that are no longer there.
+A pull makes two calls to the peer's actor, which both return at once. The first call asks the peer to send. Its answer
+has the headers of the blocks. Then NCCL sends the blocks that are there, and receives them here. A slot may be
+overwritten while it is sent, and nothing computes checksums on a GPU. So the reader's second call asks for the headers
+again after the bytes have come, and the reader drops blocks that are no longer there.
 """
 
 import secrets
@@ -36,8 +36,8 @@ Offer = tuple[str, str]  # a name that outlives restarts, and a token that is ne
 class Nccl(Transport):
     """Reads from GPUs of other nodes, and lets them read from a GPU here.
 
-    Each direction between two nodes has its own Pair. With one Pair for both directions, two ends that both receive
-    first would wait for ever.
+    Each direction between two GPUs has its own Pair. If both directions shared a Pair, its two ends might both receive
+    first, and wait for ever.
     """
 
     name = "nccl"
@@ -48,7 +48,7 @@ class Nccl(Transport):
             raise ImportError(why)
         self._arena, self._ordinal = arena, gpu.ordinal
         self._name, self._token = f"{gpu.uuid}{arena.path}", secrets.token_hex(8)
-        self._reading: dict[str, tuple[str, Pair]] = {}  # by the peer's name: the peer's token, and the pair with it
+        self._reading: dict[str, tuple[str, Pair]] = {}  # by the peer's name: the peer's token, and the pair
         self._sending: dict[str, Pair] = {}  # by the reader's name
         self._mutex = threading.Lock()  # guards both tables; SlotLocks are not taken meanwhile
 
@@ -58,7 +58,7 @@ class Nccl(Transport):
     # ------------------------------------------------------------------ for peers
 
     def serve(self, token: str, what: str, *args: Any) -> bytes:
-        """Answer a reader that has this process's token: "join" a pair, "send" through a pair, or give "headers"."""
+        """Answer a reader that has this process's token. what: "join" a pair, "send" blocks, or give "headers"."""
         if token != self._token:
             raise ValueError(f"{self._name} belongs to another process now: ask for the offer again")
         answers: dict[str, Callable[..., bytes]] = {"join": self._join, "send": self._send, "headers": self._claims}
@@ -67,9 +67,9 @@ class Nccl(Transport):
         return answers[what](*args)
 
     def _join(self, reader: str, unique: bytes) -> bytes:
-        """Make this end of a pair.
+        """Make this end of the pair that `unique` names. ValueError for a bad name.
 
-        If a reader joins again, it has given up its earlier pair. ValueError: a bad name.
+        If a reader joins again, it has given up its earlier pair.
         """
         if len(unique) != UNIQUE_BYTES:
             raise ValueError(f"a pair is named by {UNIQUE_BYTES} bytes, not {len(unique)}")
@@ -87,7 +87,7 @@ class Nccl(Transport):
         source = np.frombuffer(locations, LOCATION)
         if len(np.unique(source["bytes"])) != 1:  # otherwise the send would go past the end of the smaller slots
             raise ValueError(f"{len(source)} blocks of {np.unique(source['bytes']).tolist()} bytes: ask for one size")
-        with self._mutex:  # so that `withdraw` waits for every promised send
+        with self._mutex:  # held until the send is queued, so that `withdraw` waits for the send
             pair = self._sending.get(reader)
             if pair is None or not pair.usable or pair.unique != unique:
                 raise ConnectionError(f"{self._name} has no such pair with {reader}")
@@ -103,11 +103,11 @@ class Nccl(Transport):
         return claims_of(self._arena.read_headers(source, source_keys)).tobytes()
 
     def withdraw(self, slab: int) -> None:
-        """Wait until no block is being sent. TimeoutError after the time that sending a slab may take."""
+        """Wait until no block is being sent. TimeoutError if that takes longer than to send a slab."""
         with self._mutex:
             pairs = list(self._sending.values())
         for pair in pairs:
-            if not pair.ready.done():  # nothing moves in this slab, and no send may begin from a slab that is gone
+            if not pair.ready.done():  # an unconnected pair sends nothing now, and must not send from the slab later
                 pair.drop()
         sent = wait([pair.idle() for pair in pairs if pair.ready.done()], data_deadline(self._arena.slab_bytes))
         if sent.not_done:
@@ -132,7 +132,7 @@ class Nccl(Transport):
             return False
 
     def forget(self, peer: str) -> None:
-        """Like Transport's. Pairs with the peer's GPU end, and release their memory of the GPU here."""
+        """Like Transport's. End all pairs with the peer's GPU, which frees their memory on the GPU here."""
         gpu = peer.rpartition("/")[2]
         with self._mutex:
             reading = [self._reading.pop(name)[1] for name in list(self._reading) if name.startswith(gpu)]
@@ -141,7 +141,7 @@ class Nccl(Transport):
             pair.drop()
 
     def pull(self, peer: Peer, offer: Offer, request: PullRequest) -> NDArray[np.uint8]:
-        """Like Transport's. ConnectionError after half of the time: the other half is for another transport."""
+        """Like Transport's. ConnectionError after half of the time, which leaves half for another transport."""
         source, keys, arena, target, end = request
         stop = time.monotonic() + (end - time.monotonic()) / 2
         pair = self._pair_with(peer, offer)
@@ -160,7 +160,7 @@ class Nccl(Transport):
             verdicts = np.full(len(source), ALTERED, np.uint8)
             verdicts[there] = _result(pair.do(partial(incoming.write, arena, target[there], keys[there])), end)
             return verdicts
-        except BaseException:  # a send of this pull must not meet a receive of the next one
+        except BaseException:  # the next pull must not receive what this pull was sent
             pair.drop()
             raise
 
@@ -182,18 +182,18 @@ class Nccl(Transport):
 
 
 class IncomingBlocks(NamedTuple):
-    """Blocks that the peer has posted. The reader must receive them all."""
+    """Blocks that the peer sends. The reader must receive all of them."""
 
     pair: Pair
     claims: NDArray[np.void]  # (n,) CLAIM: the headers before the blocks were sent
-    size: int  # bytes of each
+    size: int  # bytes of each block
     stop: float  # time.monotonic()
     recheck: Callable[[], bytes]  # asks the peer for CLAIMs again
 
     def write(self, arena: Arena, target: Locations, keys: NDArray[np.uint8]) -> NDArray[np.uint8]:
         """Receive the blocks into slots. Returns (n,) verdicts.
 
-        Runs as a task of the pair, and keeps the slots' locks until nothing moves any more.
+        Runs as a task of the pair. Keeps the slots' locks until the transfer has ended.
         """
         unchanged = np.ones(len(target), np.bool_)
 
@@ -210,7 +210,7 @@ class IncomingBlocks(NamedTuple):
 
 
 def _ask(peer: Peer, stop: float, *args: Any) -> bytes:
-    """Ask the peer. ConnectionError, not TimeoutError, past `stop`: there is time left for another transport."""
+    """Ask the peer. Past `stop` there is time left for another transport: ConnectionError, not TimeoutError."""
     try:
         answer: bytes = ask(peer, stop, Nccl.name, *args)
     except GetTimeoutError as error:
@@ -219,7 +219,7 @@ def _ask(peer: Peer, stop: float, *args: Any) -> bytes:
 
 
 def _result(job: "Future[NDArray[np.uint8]]", end: float) -> NDArray[np.uint8]:
-    """Wait for a task. TimeoutError if even the task's abort does not end in time."""
+    """Wait for a task. TimeoutError past `end`, if the transfer could not even be aborted by then."""
     try:
         return job.result(seconds_left(end))
     except TimeoutError as error:

@@ -1,8 +1,8 @@
 """Two GPUs of two processes, joined by an NCCL communicator for one direction.
 
-NCCL blocks until the peer comes, both in a communicator's init and in the first group, which connects. So a thread of
-the pair makes all calls. If NCCL has not connected in CONNECT_S, another thread aborts the communicator, which ends the
-call. Tested with CuPy 14 and NCCL 2.28 and 2.32.
+Two calls of NCCL block until the peer comes: a communicator's init, and the first group, which connects. So the pair
+has a thread that makes all calls. If NCCL has not connected in CONNECT_S, another thread aborts the communicator, which
+ends the blocked call. Tested with CuPy 14 and NCCL 2.28 and 2.32.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ READER, SENDER = 0, 1  # ranks
 UNIQUE_BYTES = 128  # of a pair's name
 POLL_S = 2e-4  # between checks whether a transfer is done
 CONNECT_S = 120.0  # for a pair to connect: NCCL takes 2 s on a warm H100, up to a minute where nothing is loaded yet
-# GPU memory that NCCL 2.28 takes on an H100 over sockets: once for its kernels, with the first pair, and for each pair.
+# GPU memory that NCCL 2.28 takes on an H100 over sockets: for its kernels, once, and for each pair.
 KERNELS_BYTES, PAIR_BYTES = 446 << 20, 18 << 20
 # NCCL's last two statuses, for which CuPy 14 raises KeyError.
 UNNAMED = {
@@ -79,14 +79,14 @@ class Pair:
     """This process's end of a pair. Its tasks (`do`) run in order; after an error no more tasks run. Thread-safe."""
 
     def __init__(self, ordinal: int, unique: bytes, rank: int, invite: Callable[[], object] = _nothing) -> None:
-        """Returns at once. `ready` is done when the peer is connected; it fails after CONNECT_S.
+        """Returns at once. `ready` is done when the peer is connected. It has an error after CONNECT_S.
 
         ordinal: number of the GPU in this process. invite: makes the peer's end; called in the pair's thread.
         """
         self.unique, self._ordinal, self._rank, self._invite = unique, ordinal, rank, invite
         self._comm: Any = None
         self._mutex = threading.Lock()  # guards `_comm` and `_calls`: a communicator is aborted once
-        self._calls = True  # NCCL still connects, and may hang
+        self._calls = True  # whether NCCL still connects, which may hang
         self.dropped = False
         self._ended = threading.Event()
         self._why = "it was dropped"  # why the pair has ended
@@ -96,11 +96,11 @@ class Pair:
 
     @property
     def usable(self) -> bool:
-        """Whether its tasks run now, or will run once it is connected."""
+        """Whether tasks run now, or will run once the pair is connected."""
         return not self.dropped and not self._ended.is_set()
 
     def do(self, task: Callable[[], Result]) -> "Future[Result]":
-        """Run a task in the pair's thread. Its result is a ConnectionError if the pair ends first."""
+        """Run a task in the pair's thread. The future has a ConnectionError if the pair ends before the task."""
         future: Future[Result] = Future()
         self._tasks.put((future, task))
         if self._ended.is_set():
@@ -108,11 +108,14 @@ class Pair:
         return future
 
     def idle(self) -> "Future[None]":
-        """Done when each task given so far is done, or will never run."""
+        """A future that is done when each task given so far is done, or will never run."""
         return self.do(_nothing)
 
     def drop(self) -> "Future[None]":
-        """Abort the transfer, and end. Done when nothing moves any more. A pair that still connects ends after that."""
+        """Abort the transfer, and end. The future is done when nothing moves any more.
+
+        A pair that still connects ends once it is connected, or CONNECT_S are over.
+        """
         self.dropped = True
         return self.idle()
 
@@ -120,7 +123,7 @@ class Pair:
         """In a task: receive or send blocks of `size` bytes, in order, and wait for them. The peer must do the same.
 
         addresses: (n,) in the GPU's memory; a block received for address 0 is thrown away. ConnectionError past `end`
-        (time.monotonic()), where NCCL fails, or once the pair is dropped; then nothing moves any more.
+        (time.monotonic()), where NCCL fails, or once the pair is dropped. By then the transfer has ended.
         """
         try:
             with translated():
@@ -170,12 +173,9 @@ class Pair:
             self._wait(time.monotonic() + CONNECT_S)
 
     def _call(self) -> None:
-        """Make the communicator, and move a byte: the first group connects, and later groups need not.
-
-        Waits for the peer.
-        """
+        """Make the communicator, and move a byte, so that no later group has to connect. Waits for the peer."""
         kind = self._nccl.NcclCommunicator
-        self._comm = kind.__new__(kind)  # kept before NCCL fills it, so that a failure or hang is aborted too
+        self._comm = kind.__new__(kind)  # set before NCCL fills it, so that it is aborted if NCCL fails or hangs
         self._comm.__init__(2, self.unique, self._rank)
         self._post(np.zeros(1, np.int64), 1)
 
@@ -201,7 +201,7 @@ class Pair:
             time.sleep(POLL_S)
 
     def _abort(self) -> None:
-        """Nothing moves when this returns. A thread goes on to free the communicator, in which NCCL may hang."""
+        """Abort the transfer, and wait until nothing moves. A thread frees the communicator, as NCCL may hang there."""
         with self._mutex:
             comm, self._comm = self._comm, None
         if comm is not None:
@@ -210,7 +210,7 @@ class Pair:
                 self._stream.synchronize()
 
     def _abort_hung(self) -> None:
-        """Abort a pair that still connects. The pair's thread sees that as an error of NCCL's."""
+        """Abort a pair that still connects. In the pair's thread the call of NCCL then fails."""
         with self._mutex:
             comm, self._comm = (self._comm, None) if self._calls else (None, self._comm)
         if comm is not None:

@@ -1,8 +1,8 @@
 """Blocks cross nodes by NIXL: one-sided reads from a peer's arena straight into ours, with no copy on either side.
 
 UCX carries the bytes: over RDMA where there is a card, else over shared memory or TCP. In every pull the reader asks
-the peer's actor once for the headers and the addresses of the slots. Then the bytes come without the peer's processor.
-NIXL's metadata travels in that answer, so only processes of the Ray cluster get this metadata.
+the peer's actor once for the headers and the addresses of the slots. NIXL's metadata comes with the answer, so that
+only processes of the Ray cluster get this metadata. Then the bytes come without the peer's processor.
 https://github.com/ai-dynamo/nixl, version 1.5.
 """
 
@@ -31,7 +31,7 @@ from raykv.transports.block_server import CLAIM
 RDMA = "/sys/class/infiniband"  # this folder has a folder for each card, also for RoCE cards
 POLL_S = 1e-4  # between checks whether a transfer is done
 PROGRESS_US = 100_000  # between looks of NIXL's progress thread; UCX wakes this thread earlier if there is work
-LATE_S = 1.0  # for running requests of a failed transfer: neither its release nor `_forget` stops them
+LATE_S = 1.0  # for the requests of a failed transfer that still run, as nothing can stop them
 BLOCK_INFO = np.dtype([*CLAIM.descr, ("address", "<i8")])  # a peer's answer about a block, and its slot's address
 Addresses = NDArray[np.int64]
 
@@ -53,7 +53,7 @@ def has_rdma() -> bool:
 
 
 def _open_agent(name: str) -> Any:
-    """An agent of NIXL's Python API whose progress thread sleeps. The API would make a thread that spins on a core."""
+    """An agent of NIXL's Python API whose progress thread sleeps. The API's own thread would spin on a core."""
     from nixl._api import nixl_agent, nixl_agent_config, nixlBind
 
     config = nixlBind.nixlAgentConfig()
@@ -72,7 +72,7 @@ class RemoteAgent:
     version: int = -1  # of its metadata
     name: str = ""
     thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="raykv-nixl"))
-    busy: bool = False  # a transfer is running; its caller may have given up
+    busy: bool = False  # whether a transfer is running; its caller may have given up
 
 
 class Nixl(Transport):
@@ -96,9 +96,9 @@ class Nixl(Transport):
     # ------------------------------------------------------------------ for peers
 
     def serve(self, agent: str, locations: bytes, keys: bytes, version: int) -> tuple[bytes, int, bytes]:
-        """BLOCK_INFO of blocks, the version of this agent's metadata, and the metadata if the peer has another version.
+        """BLOCK_INFO of blocks, the version of this agent's metadata, and the metadata if `version` is another.
 
-        agent: the offer that the peer has. ValueError if that is another process's offer.
+        agent, version: the offer and the version that the peer has. ValueError for another process's offer.
         """
         if agent != self.offer():
             raise ValueError(f"NIXL agent {agent} was another process's: ask for the offer again")
@@ -141,10 +141,7 @@ class Nixl(Transport):
         return verdicts
 
     def _forget(self, offer: str) -> None:
-        """Drop a peer's agent, as the peer may never come back.
-
-        If the peer comes back, its metadata is loaded again.
-        """
+        """Drop a peer's agent, as the peer may never come back. If it does, its metadata is loaded again."""
         remote = self._remote.pop(offer)
         remote.thread.shutdown(wait=False)
         with contextlib.suppress(ConnectionError), translated("NIXL"):
@@ -160,8 +157,8 @@ class Nixl(Transport):
     ) -> NDArray[np.uint8]:
         """Transfer blocks, and return their verdicts. info: their BLOCK_INFO.
 
-        Runs in this process's thread for that peer. The thread keeps the slots' locks until the transfer ends: if a
-        stalled peer continues, NIXL goes on writing, even after the transfer was released.
+        Runs in this process's thread for that peer. The thread keeps the slots' locks until the transfer ends, as a
+        stalled peer may go on: then NIXL writes to the slots, even after the transfer was released.
         """
         try:
             self._load_metadata(remote, version, metadata)

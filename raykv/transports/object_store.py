@@ -25,8 +25,8 @@ class ObjectStore(Transport):
         source, keys, target = source[order], keys[order], target[order]
         method = peer.store.read.options(concurrency_group="tier_read") if peer.external else peer.store.read
         answer = method.remote(source.tobytes(), keys.tobytes())
-        # `wait` first: a `get` that waits keeps the lock of Ray's store client. A thread that frees an object meanwhile
-        # would wait for that lock while it has the GIL.
+        # Call `wait` first. While `get` waits, it keeps the lock of Ray's store client. A thread that frees an object
+        # then waits for this lock with the GIL, which stops all threads.
         if not ray_calls.wait([answer], timeout=seconds_left(end))[0]:
             raise GetTimeoutError(f"{len(source)} blocks did not arrive in time")
         read, size = BlocksRead(*ray_calls.get(answer, timeout=seconds_left(end))), int(source["bytes"][0])

@@ -1,4 +1,4 @@
-"""Which transport reads from which node: the best transport that both have; while that transport fails, the next."""
+"""Which transport reads from which node: the best transport that both nodes have, or the next while the best fails."""
 
 import logging
 import threading
@@ -29,12 +29,12 @@ from raykv.transports.tcp import Tcp
 log = logging.getLogger("raykv")
 OFFERS_S = 1.0  # for a peer to answer which transports it offers
 LARGE_PULLS, LARGE_BYTES = 4, 16 * MIB  # large pulls from a peer at a time, and the size from which a pull is large
-RETRY_S = 60.0  # until a failed transport is tried again, if the peer makes no new offer before
+RETRY_S = 60.0  # until a failed transport is tried again, unless the peer makes a new offer before
 
 
 @dataclass
 class RouteStats:
-    """One transport from one peer."""
+    """What is known about one transport from one peer."""
 
     failures: int = 0
     failed_offer: Any = None  # the peer's offer at the last failure
@@ -50,11 +50,10 @@ class PeerState:
     # Held while the peer is asked for its offers, and during a pull of a transport that does one pull at a time. Taken
     # before the locks of the transport and of the slots.
     turn: threading.Lock = field(default_factory=threading.Lock)
-    # Held by large pulls of the other transports: with too many large pulls at a time, all would be late on a slow
-    # link.
+    # Held during large pulls of concurrent transports: if too many ran at a time over a slow link, all would be late.
     large: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(LARGE_PULLS))
     mutex: threading.Lock = field(default_factory=threading.Lock)  # guards the other fields; taken last
-    offers: dict[str, Any] | None = None  # by transport; None: ask for them
+    offers: dict[str, Any] | None = None  # by transport; None: to be asked for
     routes: dict[str, RouteStats] = field(default_factory=dict)  # by transport
     last_used: str = ""  # transport
 
@@ -66,13 +65,13 @@ class TransportSelector:
     """
 
     def __init__(self, transports: Sequence[Transport]) -> None:
-        """transports: best first. The last is tried after any failure, and reads from peers' external tiers."""
+        """transports: best first. The last is tried when all others fail, and reads from peers' external tiers."""
         self._transports = transports
         self._states: dict[Peer, PeerState] = {}
         self._mutex = threading.Lock()  # guards `_states`; nothing else is locked meanwhile
 
     def offers(self) -> dict[str, Any]:
-        """Facts that peers need to read from here, by transport."""
+        """What peers must know to read from here, by transport."""
         offers = {transport.name: transport.offer() for transport in self._transports}
         return {name: offer for name, offer in offers.items() if offer is not None}
 
@@ -84,7 +83,7 @@ class TransportSelector:
         raise ValueError(f"this node does not offer transport {name}")
 
     def withdraw(self, slab: int) -> None:
-        """Stop reading from and serving a slab: its memory is about to go."""
+        """The memory of the slab with this number is about to go. Neither read into it nor serve it any more."""
         for transport in self._transports:
             transport.withdraw(slab)
 
@@ -101,7 +100,7 @@ class TransportSelector:
         seconds = data_deadline(int(source["bytes"].sum()))
         request = PullRequest(source, keys, arena, target, time.monotonic() + seconds)
         interrupted = False
-        with _held(state.turn, request.end):  # the offers are asked for once
+        with _held(state.turn, request.end):  # so that only one pull asks for the offers
             usable = self._usable(state, peer)
         for transport, offer in usable:
             with self._turn(transport, state, request):
@@ -118,7 +117,7 @@ class TransportSelector:
                     continue
                 pulled = int(source["bytes"][verdicts == PULLED].sum())
                 _note_success(state, transport.name, pulled, time.monotonic() - begin)
-            if interrupted:  # blocks that the failed transport had written are ready, and were not written again
+            if interrupted:  # the failed transport had written these blocks, so this one could not
                 verdicts[(verdicts == FAILED) & arena.read_headers(target, keys).there] = PULLED
             return verdicts
         raise ConnectionError(f"no transport reads from node {host_of(peer.name)[:8]}")
@@ -136,7 +135,7 @@ class TransportSelector:
             name: {
                 "transport": state.last_used,
                 "gbps": state.routes[state.last_used].bytes / max(1e-9, state.routes[state.last_used].seconds) / 1e9,
-                # of a copy of the routes: a pull may add a route meanwhile
+                # over a copy of the routes, as a pull may add a route meanwhile
                 "bytes": {by: route.bytes for by, route in dict(state.routes).items() if route.bytes},
                 "failed": {by: route.failures for by, route in dict(state.routes).items() if route.failures},
             }
@@ -166,7 +165,7 @@ class TransportSelector:
             transport.close()
 
     def _turn(self, transport: Transport, state: PeerState, request: PullRequest) -> AbstractContextManager[None]:
-        """The lock that a pull waits for. TimeoutError if the pull gets no turn before its end."""
+        """A context in which a pull may run. TimeoutError if the pull gets no turn before its end."""
         if not transport.concurrent:
             return _held(state.turn, request.end)
         if request.source["bytes"].sum() >= LARGE_BYTES:
@@ -187,7 +186,7 @@ class TransportSelector:
             with state.mutex:
                 state.offers = offers
                 for route in routes:
-                    route.retry_at = route.retry_at if route.retry_at > now else 0.0  # offers are asked for once
+                    route.retry_at = route.retry_at if route.retry_at > now else 0.0  # the next pull does not ask again
         usable = []
         for transport, route in zip(self._transports[:-1], routes, strict=False):
             offer = offers.get(transport.name)

@@ -1,6 +1,6 @@
 """Blocks cross nodes over TCP, from one store's slots into another store's slots, over several streams.
 
-Measured at three times the speed of Ray's object store, which copies into shared memory on both nodes.
+This was measured as three times as fast as Ray's object store, which copies into shared memory on both nodes.
 `raykv.transports.block_server` describes the messages of the two sides.
 """
 
@@ -26,13 +26,13 @@ from raykv.transports.tcp_pull import TcpPull
 
 log = logging.getLogger("raykv")
 
-FEWEST, MOST = 2, 8  # streams of a pull: a cloud limits each TCP flow, and so does the core that receives the flow
+FEWEST, MOST = 2, 8  # streams of a pull: clouds limit the rate of each TCP flow, and a core receives only so much
 GAIN = 1.1  # a pull takes one more stream if that raises the rate by this factor
 RATE_BYTES = 64 * MIB  # bytes over which a rate is measured
-SETTLED_S = 60.0  # until one more stream is tried again after it did not help
-SMALL_BYTES = 16 * MIB  # size up to which a pull goes first
+SETTLED_S = 60.0  # until one more stream is tried again, after one more did not help
+SMALL_BYTES = 16 * MIB  # pulls of up to this size are small, and go before large pulls
 GIVE_WAY_S = 0.1  # longest wait of a large pull's piece for small pulls
-RECEIVERS = 64  # threads beside the threads that pull
+RECEIVERS = 64  # threads that receive, beside the threads that pull
 TRIES = 3  # of a pull whose streams break
 
 
@@ -46,12 +46,12 @@ class Lane:
         self._mutex = threading.Lock()  # guards all fields
         self._rates: dict[int, float] = {}  # bytes a second, by number of streams
         self._grow_at = 0.0  # time.monotonic()
-        self._pulls, self._since, self._bytes = 0, 0.0, 0  # running pulls, the time since there are any, their bytes
+        self._pulls, self._since, self._bytes = 0, 0.0, 0  # pulls that run, since when some run, and their bytes
         self._small = 0  # number of running small pulls
         self._none_small = threading.Condition(self._mutex)
 
     def carry(self, pull: TcpPull) -> None:
-        """Bring pieces of a pull over one connection until none is left. OSError where it breaks."""
+        """Bring pieces of a pull over one connection until no piece is left. OSError where the connection breaks."""
         if not pull.waiting:  # others were faster than this thread
             return
         with self._mutex:
@@ -59,7 +59,7 @@ class Lane:
         connection = connection or wire.connect(self._address)
         try:
             pull.carry(connection, self._give_way)
-        except BaseException:  # the next pull would take the rest of the answer for its own
+        except BaseException:  # otherwise the next pull would take the rest of this answer for its own
             connection.close()
             raise
         if isinstance(connection, TlsSocket) and connection.worn:
@@ -69,7 +69,7 @@ class Lane:
             self._idle.append(connection)
 
     def _give_way(self, pull: TcpPull) -> None:
-        """Let small pulls go first: they wait only for the pieces of large pulls that are under way."""
+        """Let small pulls go first. So a small pull waits only for pieces that are already under way."""
         if pull.size > SMALL_BYTES:
             with self._mutex:
                 self._none_small.wait_for(lambda: not self._small, GIVE_WAY_S)
@@ -97,7 +97,7 @@ class Lane:
                     self._since, self._bytes = time.monotonic(), 0
 
     def _note(self, rate: float) -> None:
-        """Take one more stream while that pays."""
+        """Note the rate with this many streams. Try one more stream, or go back by one if the last did not pay."""
         now = time.monotonic()
         self._rates[self.streams] = rate
         if self.streams > FEWEST and rate < GAIN * self._rates.get(self.streams - 1, 0.0):
@@ -120,8 +120,8 @@ class Tcp(Transport):
     concurrent = True
 
     def __init__(self, arena: Arena, host: str) -> None:
-        """Serve an arena at the address `host`, if it is possible to listen there."""
-        self._lanes: dict[str, tuple[Address, Lane]] = {}  # by peer: where it listens now
+        """Serve an arena at the address `host`, if this process can listen there."""
+        self._lanes: dict[str, tuple[Address, Lane]] = {}  # by peer: the address where it listens now
         self._mutex = threading.Lock()  # guards `_lanes`; nothing else is locked meanwhile
         self._receivers = ThreadPoolExecutor(RECEIVERS, thread_name_prefix="raykv-receive")
         self._server: BlockServer | None = None
@@ -131,7 +131,7 @@ class Tcp(Transport):
             log.warning("%s: can't listen at %s, peers read through Ray's object store: %r", arena.path, host, error)
 
     def offer(self) -> Address | None:
-        """Where blocks are served, and the token that a reader needs."""
+        """The address where blocks are served, with the token that a reader needs."""
         return self._server.address if self._server else None
 
     def pull(self, peer: Peer, offer: Address, request: PullRequest) -> NDArray[np.uint8]:
@@ -170,7 +170,7 @@ class Tcp(Transport):
     def _carry(self, lane: Lane, pull: TcpPull) -> list[OSError]:
         """Bring the remaining pieces over several streams. Returns the errors of broken streams."""
         helpers: list[Future[None]] = []
-        with contextlib.suppress(RuntimeError):  # no thread can be started, or this node stops: one stream is enough
+        with contextlib.suppress(RuntimeError):  # no thread can be started, or this store stops: one stream is enough
             helpers += [self._receivers.submit(lane.carry, pull) for _ in range(min(lane.streams, pull.left) - 1)]
         errors = []
         try:

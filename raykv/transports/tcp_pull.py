@@ -1,4 +1,4 @@
-"""One pull over TCP: its pieces, shared by the streams that carry it, and received straight into slots."""
+"""One pull over TCP. Several streams share its pieces, and receive them straight into slots."""
 
 import ctypes
 import threading
@@ -19,8 +19,8 @@ from raykv.protocol.transfers import ALTERED, FAILED, PULLED, seconds_left
 from raykv.transports.base import PullRequest, records_of
 from raykv.transports.block_server import CLAIM
 
-PIECE_BYTES = 4 * MIB  # of a piece; a piece is lost when its stream breaks, and late on a slow stream
-AHEAD = 2  # pieces that a stream has asked for, so that the peer always has a piece to send
+PIECE_BYTES = 4 * MIB  # small, as a broken stream loses its piece, and a slow stream brings its piece late
+AHEAD = 2  # pieces that a stream has asked for at a time, so that the peer always has a piece to send
 STALLED_S = 1.0  # a stream that brought nothing for so long is given up, if other streams brought their pieces
 
 Mask = NDArray[np.bool_]
@@ -31,14 +31,14 @@ Verdicts = NDArray[np.uint8]
 class TcpPull:
     """The pieces of a request. Thread-safe: each stream has a thread that calls `carry`.
 
-    size: bytes asked for. bytes: how many came. left: how many pieces have not come yet. verdicts: (n,) of the blocks;
-    FAILED until a block comes.
+    size: bytes asked for. bytes: how many of them came. left: how many pieces have not come yet. verdicts: (n,), one
+    for each block; FAILED until the block comes.
     """
 
     def __init__(self, request: PullRequest, streams: int) -> None:
         """streams: how many streams will probably carry the pull."""
         source, self._size = request.source, int(request.source["bytes"][0])
-        order = np.lexsort((source["slot"], source["slab"]))  # neighbours are sent in one go
+        order = np.lexsort((source["slot"], source["slab"]))  # neighbouring slots are sent in one go
         self.size = len(source) * self._size
         share = min(PIECE_BYTES, -(-self.size // streams))
         each = max(1, share // self._size)
@@ -46,14 +46,14 @@ class TcpPull:
         self._request = request
         self._mutex = threading.Lock()  # guards all fields below, and `_pieces`
         self._finished = 0.0  # time.monotonic() at which the last piece came
-        self._carrying, self._carried = 0, 0  # streams that carry now, and streams that ever did
+        self._carrying, self._carried = 0, 0  # streams that carry now, and all streams that began to carry
         self.verdicts = np.full(len(source), FAILED, np.uint8)
         self.left, self.bytes = len(self._pieces), 0
 
     def carry(self, stream: Stream, give_way: Callable[["TcpPull"], None]) -> None:
-        """Ask for pieces and receive them until none is left.
+        """Ask for pieces and receive them until no piece is left.
 
-        give_way: called before each piece is taken; waits while other pulls go first.
+        give_way: called before pieces are taken; waits while other pulls go first.
         OSError where the stream breaks: other streams then carry its pieces. TimeoutError at the request's end.
         """
         asked: deque[Indices] = deque()
@@ -93,7 +93,7 @@ class TcpPull:
         stream.sendall(wire.frame(self._request.source[piece].tobytes() + self._request.keys[piece].tobytes()))
 
     def _receive(self, stream: Stream, piece: Indices) -> None:
-        """Receive the blocks of a piece that the peer has. Set the verdicts of all blocks of the piece."""
+        """Receive those blocks of a piece that the peer has. Set the verdicts of all blocks of the piece."""
         data = bytearray(len(piece) * CLAIM.itemsize)
         self._receive_into(stream, [memoryview(data)])
         claims = records_of(bytes(data), CLAIM, len(piece))
@@ -122,7 +122,7 @@ class TcpPull:
         return np.where(written, PULLED, np.where(altered, ALTERED, FAILED)).astype(np.uint8)
 
     def _view(self, address: int) -> memoryview:
-        """A slot's memory. For address 0 (somebody else writes the slot): memory that nobody reads."""
+        """A slot's memory. Address 0 (another writer has the slot) gives memory that nobody reads."""
         memory = (ctypes.c_char * self._size).from_address(address) if address else bytearray(self._size)
         return memoryview(memory).cast("B")
 

@@ -19,7 +19,7 @@ class Pages:
     cache: KVCache
 
     def keys(self, hashes: Sequence[str]) -> Keys:
-        """SGLang's page hashes as keys. A page hash stands for all pages before it too."""
+        """SGLang's page hashes as keys. The hash of a page also covers all pages before that page."""
         return self.cache.rekey([name.encode() for name in hashes])
 
 
@@ -29,7 +29,7 @@ class HostPages(Pages):
     def __init__(self, pool: KVPool, host: Any, name: str, caches: dict[str, Any]) -> None:
         """host: a HostKVCache of SGLang. name: of the host pool. caches: the other arguments of `KVPool.cache`.
 
-        Passes on the error of `host` if it can't address pages of its layout.
+        If `host` can't address pages of its layout, its error is passed on.
         """
         self._host, self._page_size = host, host.page_size or 1
         addresses, sizes = host.get_page_buffer_meta(torch.arange(self._page_size))
@@ -42,7 +42,7 @@ class HostPages(Pages):
         )
 
     def rows(self, indices: torch.Tensor, pages: int) -> Rows:
-        """Where pages are. indices: of all their tokens in the host pool, page by page. ValueError if some are bad."""
+        """The addresses of pages. indices: the places of their tokens in the host pool. ValueError for bad indices."""
         if indices.numel() != pages * self._page_size:
             raise ValueError(f"{indices.numel()} host indices for {pages} pages of {self._page_size} tokens")
         first = indices[:: self._page_size]
@@ -59,7 +59,7 @@ class FlatPages(Pages):
     """Pages as tensors. SGLang itself copies them out of and into its host pool (without `interface_v1`)."""
 
     def __init__(self, pool: KVPool, host: Any, caches: dict[str, Any]) -> None:
-        """Like HostPages. A block has its bytes in another order than with HostPages, so the caches are separate."""
+        """Like HostPages. The bytes of a block are in another order than in HostPages, so the caches are separate."""
         self.cache = pool.cache(
             **caches,
             block_bytes=host.get_dummy_flat_data_page().nbytes,
@@ -68,7 +68,7 @@ class FlatPages(Pages):
         )
 
     def rows(self, tensors: Sequence[torch.Tensor]) -> Rows:
-        """Where pages are. ValueError unless each tensor is contiguous host memory of a block's size."""
+        """The addresses of pages. ValueError if a tensor is not contiguous host memory of a block's size."""
         for tensor in tensors:
             if tensor.nbytes != self.cache.block_bytes or not tensor.is_contiguous() or tensor.device.type != "cpu":
                 raise ValueError(

@@ -67,7 +67,7 @@ class RayKVStorage(HiCacheStorage):  # type: ignore[misc]
             self._flat = FlatPages(self._pool, mem_pool_host, self._caches(KV))
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: str) -> None:
-        """Another host pool. Passes on its error if it can't address pages of its layout (states: layer_first)."""
+        """A further host pool. Its error is passed on if it can't address pages of its layout (states: layer_first)."""
         super().register_mem_host_pool_v2(host_pool, host_pool_name)
         if host_pool_name != KV:
             self._pages[host_pool_name] = self._host_pages(host_pool, host_pool_name)
@@ -100,8 +100,8 @@ class RayKVStorage(HiCacheStorage):  # type: ignore[misc]
     def batch_exists_v2(self, keys: list[str], pool_transfers: Any = None, extra_info: Any = None) -> Any:
         """The longest prefix for which every host pool has the pages that it needs: all pages, or the last pages.
 
-        Its length is reported for every host pool, as a lower bound. Transfers of block groups are left out, since they
-        never shorten the prefix.
+        The prefix's length is reported for every host pool, as a lower bound. Transfers of block groups never shorten
+        the prefix, so they are left out.
         """
         return self._or(PoolTransferResult.empty(), self._find_all, keys, pool_transfers or [])
 
@@ -139,7 +139,7 @@ class RayKVStorage(HiCacheStorage):  # type: ignore[misc]
         return [*target_locations[:count], *[None] * (len(keys) - count)] if count else [None] * len(keys)
 
     def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
-        """Store a page, a tensor. Returns whether the pool has it, or another engine is writing it."""
+        """Store a page, which is a tensor. Returns whether the pool has it, or another engine is writing it."""
         return self.batch_set([key], [value])
 
     def batch_set(
@@ -159,7 +159,7 @@ class RayKVStorage(HiCacheStorage):  # type: ignore[misc]
         self._pool.close()
 
     def _or(self, miss: T, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """The function's result, or `miss` after an error, which would end SGLang's threads."""
+        """The function's result, or `miss` after an error. If this raised, SGLang's threads would end."""
         try:
             return function(*args, **kwargs)
         except Exception as error:
@@ -239,7 +239,7 @@ class RayKVStorage(HiCacheStorage):  # type: ignore[misc]
         return PoolTransferResult(count, dict.fromkeys(windows, count) if count else {}, ends)
 
     def _restorable(self, keys: Keys, window: int, ends: list[int]) -> list[int]:
-        """The `ends` from which this rank can go on: the pool has the whole window before each of these ends.
+        """The `ends` from which this rank can go on: before each of them the pool has a whole window of pages.
 
         SGLang goes on from an end that all ranks have.
         """

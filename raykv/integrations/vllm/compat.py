@@ -26,14 +26,14 @@ log = logging.getLogger("raykv")
 
 OLDEST, NEWEST = (0, 29), (0, 33)  # of vLLM: these two and the versions between were tried
 INSTALL = "pip install 'vllm>=0.29,<0.34'"
-# connectors that `kv_offloading_size` puts in place of the configured one; vLLM looks for them in the same module
+# With `kv_offloading_size` vLLM takes one of these names, not the configured name, and looks for it in our module
 REPLACING = ("OffloadingConnector", "SimpleCPUOffloadConnector", "LMCacheConnectorV1", "LMCacheMPConnector")
 
 
 def check_version(version: str) -> None:
     """ValueError for a vLLM that is too old.
 
-    Warns of an untried version: a refusal would leave the engine without a cache.
+    An untried newer version gets only a warning, as a refusal would leave the engine without a cache.
     """
     minor = _minor(version)
     if minor and minor < OLDEST:
@@ -49,7 +49,7 @@ def _minor(version: str) -> tuple[int, int] | None:
 
 
 def knows_strides(version: str) -> bool:
-    """Whether vLLM's decode context parallelism works with a connector. 0.29's attention reads another interleave."""
+    """Whether vLLM's decode context parallelism works with a connector. In 0.29 attention reads another interleave."""
     return (_minor(version) or NEWEST) >= (0, 30)
 
 

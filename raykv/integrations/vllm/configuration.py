@@ -1,4 +1,4 @@
-"""The options that raykv sets in an engine's configuration: for vLLM's offloading, and names of the engine's caches."""
+"""Options that raykv sets in an engine's configuration: for vLLM's offloading, and for the names of the caches."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from raykv.integrations.vllm.scheduler.waiting import patience_of
 from raykv.integrations.vllm.spec import RayKVOffloadingSpec
 from raykv.integrations.vllm.worker.ranks import Cut, cut
 
-CHUNK_BYTES = 1 * MIB  # default length of a pool block, rounded up: metadata costs the same for any length
+CHUNK_BYTES = 1 * MIB  # default size of a pool block, rounded up: its metadata costs the same for any size
 
 
 def configure(vllm_config: Any) -> None:
@@ -73,7 +73,7 @@ def cut_of(vllm_config: Any, kv_cache_config: Any) -> Cut:
 
 
 def block_bytes(vllm_config: Any, kv_cache_config: Any) -> int:
-    """Bytes of an engine's block on one rank, without a drafter's layers. With a pipeline, of its shortest stage."""
+    """Bytes of an engine's block on one rank, without a drafter's layers. In a pipeline: on its shortest stage."""
     here = kv_cache_config.kv_cache_tensors[0].size // kv_cache_config.num_blocks
     groups = kv_cache_config.kv_cache_groups
     if has_drafter(vllm_config):

@@ -8,8 +8,8 @@ Loaded by configuration alone:
 scheduler's process, asks the pool's directory. The spec's worker copies between vLLM's KV tensors and this node's
 arena.
 
-A pool block is a chunk of `blocks_per_chunk` engine blocks. For each of these engine blocks in turn, it has the block's
-page of every KV tensor. By default a chunk has as many blocks as make 1 MiB, or fewer if a window is shorter.
+A pool block is a chunk of `blocks_per_chunk` engine blocks. Block by block, the chunk has the block's page of every KV
+tensor. By default a chunk has as many blocks as make 1 MiB, or fewer if a sliding window is shorter.
 `blocks_per_chunk` in the configuration sets another number, which must be equal in engines that share. With tensor or
 pipeline parallelism each rank has a part of every chunk, in the memory of its node. A chunk is a hit if the pool has
 all parts (see `ranks`). Layers with another kind of KV have their own chunks (see `groups`). A `kv_producer` stores its
@@ -87,7 +87,7 @@ class RayKVConnector(Connector):  # type: ignore[misc]
         rank = vllm_config.parallel_config.rank
         self._loaded = LoadedAdapters(lora, rank) if lora and self.connector_worker is not None else None
         self._hash = get_hash_fn_by_name(vllm_config.cache_config.prefix_caching_hash_algo)
-        # vLLM reads this later. By default a failed load ends its request
+        # vLLM reads this later. By default a request ends if its load fails
         vllm_config.kv_transfer_config.kv_load_failure_policy = "recompute"
         if self.connector_scheduler is not None:
             manager = self.connector_scheduler.manager
@@ -146,7 +146,7 @@ class RayKVConnector(Connector):  # type: ignore[misc]
         status.req_context.set_state(chain)
         status.req_context.set_state(Prompt(request))
         if not request.skip_reading_prefix_cache:
-            status.update_offload_keys()  # so that its chunks have names while it waits
+            status.update_offload_keys()  # names the chunks of a waiting request
             scheduler.manager.queue.add(request.request_id, chain)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
@@ -173,7 +173,7 @@ class RayKVConnector(Connector):  # type: ignore[misc]
     def _waits_for_adapter(self, request: Any, chain: Chain, computed: int) -> bool:
         """Whether the request must wait until the workers have reported their loaded adapters.
 
-        computed: tokens in vLLM's own cache. Their KV may mix old and new weights while older requests go on.
+        computed: tokens in vLLM's own cache. While older requests go on, their KV may mix old and new weights.
         """
         if not self._adapters.answered(chain.question):
             return True
@@ -233,7 +233,7 @@ class RayKVConnector(Connector):  # type: ignore[misc]
         return Contents(tokens, config.blocks_per_chunk, lambda request: statuses[request].req)
 
     def _go_on(self, status: Any, computed: int) -> None:
-        """A session's prompt has grown. vLLM names all of its blocks again, and keeps the chunks computed before.
+        """A session's prompt has grown. vLLM lists all of the request's blocks again, and keeps the computed chunks.
 
         computed: number of tokens that vLLM keeps. vLLM drops the last token of the last answer, which may already be
         part of a hashed block.
@@ -250,11 +250,11 @@ class RayKVConnector(Connector):  # type: ignore[misc]
         scheduler = self.connector_scheduler
         for request_id in self.failed_requests(connector_output):
             status = scheduler._req_status.get(request_id)
-            if status is None:  # gone meanwhile
+            if status is None:  # the request has ended
                 continue
             scheduler.manager.on_load_failed(request_id)
             for state in status.group_states:
-                state.next_stored_chunk_idx = 0  # the computed chunks are to be stored
+                state.next_stored_chunk_idx = 0  # these chunks are computed now, and then stored
         super().update_connector_output(connector_output)
         if told := getattr(connector_output.kv_connector_worker_meta, "adapters", None):
             for name in self._adapters.tell(told):
@@ -278,7 +278,7 @@ class RayKVConnector(Connector):  # type: ignore[misc]
                 self._unnamed.discard(request_id)
 
     def _name_adapter(self, status: Any) -> bool:
-        """Name a request's chunks. Returns whether they have names now; then chunks computed earlier are stored too."""
+        """Name a request's chunks. Returns whether they have names. If so, chunks computed before are stored too."""
         chain = status.req_context.get_state(Chain)
         if not self._adapters.answered(chain.question):
             return False
@@ -355,7 +355,7 @@ class RayKVConnector(Connector):  # type: ignore[misc]
 
     def get_finished(self, finished_req_ids: set[str]) -> Any:
         worker = self.connector_worker.worker
-        # the scheduler's metadata say whether a step computes: vLLM's second model runner has left its forward context
+        # only the metadata say whether a step computes, as vLLM's second model runner has left its forward context
         worker.computes() if self._connector_metadata.computes else worker.pause()
         return super().get_finished(finished_req_ids)
 
@@ -371,7 +371,7 @@ class WorkerNews(OffloadingWorkerMetadata):  # type: ignore[misc]
 
 
 def most_loaded(scheduler: Any, status: Any, computed: int) -> int:
-    """How many leading tokens of a request vLLM may load. status: its state of the request."""
+    """How many leading tokens of a request vLLM may load. status: vLLM's state of the request."""
     allowed = load_limit(status)
     most = None if allowed is None else computed + allowed
     aligned = scheduler._mamba_align_size or 0

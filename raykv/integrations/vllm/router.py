@@ -31,7 +31,7 @@ from raykv.integrations.vllm.connector import kv_transfer_config
 from raykv.integrations.vllm.serve_llm import register
 
 ROUTED = "RoutedConnector"
-register(ROUTED)  # here too: with an application in YAML only the router is imported before the engines start
+register(ROUTED)  # here too: for an application in YAML, only the router is imported before the engines start
 
 
 def routed_config(pool: str = "default", role: str = "kv_both") -> dict[str, Any]:
@@ -48,9 +48,9 @@ class VLLMPrefixRouter(PrefixRouter):
     """A PrefixRouter for OpenAI requests: completions with one prompt, and chats of text.
 
     It tokenizes prompts like the engine, with the model's tokenizer and chat template. For requests with images or
-    several prompts Ray Serve chooses. Requests for a LoRA adapter go to replicas that have loaded the adapter.
-    request_router_kwargs: `model` is LLMConfig's model_id, and `pool`. The name of a request's session is the header
-    x-session-id, or `raykv_session` in its kv_transfer_params.
+    several prompts, Ray Serve chooses the replica. Requests for a LoRA adapter go to replicas that have loaded it.
+    request_router_kwargs: `model`, which is LLMConfig's model_id, and `pool`. The name of a request's session is the
+    header x-session-id, or `raykv_session` in its kv_transfer_params.
     """
 
     def announced(self, request: PendingRequest) -> dict[str, Any] | None:

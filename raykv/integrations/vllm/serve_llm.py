@@ -4,7 +4,7 @@ import contextlib
 import sys
 
 CATEGORY = "kv_connector_backend"
-# our engines find one another through the pool: a replica needs no ports and no peers
+# a replica needs no ports and no peers, as our engines meet in the pool
 BACKEND = "ray.llm._internal.serve.engines.vllm.kv_transfer.base:DefaultConnectorBackend"
 
 
@@ -18,7 +18,7 @@ def register(connector: str) -> None:
     from ray.llm._internal.serve.engines.vllm.kv_transfer.factory import KVConnectorBackendFactory
     from ray.llm._internal.serve.utils.registry import ComponentRegistry
 
-    if ComponentRegistry(CATEGORY).contains(connector):  # a new registry asks Ray, and knows no earlier cluster
+    if ComponentRegistry(CATEGORY).contains(connector):  # a new object, as an old one remembers an earlier cluster
         return
     with contextlib.suppress(ValueError):  # another process was faster
         KVConnectorBackendFactory.unregister_backend(connector)

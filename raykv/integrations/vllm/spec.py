@@ -1,4 +1,4 @@
-"""How vLLM makes a connector's manager and worker, with the pool's caches for an engine's chunks."""
+"""Makes a connector's manager and worker for vLLM, with the pool's caches for an engine's chunks."""
 
 from typing import Any
 

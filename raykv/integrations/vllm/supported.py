@@ -15,7 +15,7 @@ WITHOUT = "or leave kv_transfer_config out"
 
 
 def check(version: str, vllm_config: Any, kv_cache_config: Any) -> None:
-    """ValueError unless this engine can use a pool; the text says which option to set."""
+    """ValueError if this engine can't use a pool. The error's text says which option to set."""
     check_version(version)
     algorithm = vllm_config.cache_config.prefix_caching_hash_algo
     if algorithm.startswith("xxhash"):
@@ -58,7 +58,7 @@ def check(version: str, vllm_config: Any, kv_cache_config: Any) -> None:
 
 
 def check_hashes(vllm_config: Any) -> None:
-    """ValueError if vLLM numbers images instead of hashing them: other engines have other images by these numbers."""
+    """ValueError if vLLM numbers images instead of hashing them: in other engines a number means another image."""
     images = vllm_config.model_config.multimodal_config
     if images is None or getattr(images, "language_model_only", False):
         return
@@ -100,7 +100,7 @@ def check_policy(vllm_config: Any) -> None:
 
 
 def why_computed(vllm_config: Any) -> str:
-    """Why an engine must compute every prefix: vLLM itself can't go on from a prefix. "" if vLLM can.
+    """Why vLLM itself can't go on from a prefix, so that this engine must compute every prefix. "" if vLLM can.
 
     A user may turn vLLM's own prefix cache off and still use the pool.
     """

@@ -1,4 +1,4 @@
-"""A request's chunks, by the names that vLLM's scheduler and the pool give them."""
+"""A request's chunks. A chunk is a run of engine blocks that makes one block of the pool, or several: see `ranks`."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from raykv.integrations.vllm.chunks.tail import Tail
 
 @dataclass
 class Chain:
-    """A request's chunks, by vLLM's hashes. keys: by group, in order; they are the scheduler's own lists, which grow.
+    """A request's chunks. keys: by group, vLLM's hashes in order: the scheduler's own lists, which grow.
 
-    resets: number of resets when the request began; after a later reset, chunks computed before it have old weights.
-    adapter: vLLM's id of the request's LoRA adapter. question: number of the question to the workers which adapters
-    they have. loads: by rank, the number of the adapter's load that the request computes with. trusted: the keys name
-    what the request computes. tail: of its prompt, where tails are stored or read. limited: not all chunks are offered.
-    most: how many tokens are loaded at most, see `loadable`. hint: the request's hint about its session. start: the
-    first token that nobody had computed.
+    resets: number of resets when the request began. Chunks computed before a later reset have old weights. adapter:
+    vLLM's id of the request's LoRA adapter. question: number of the question which adapters the workers have. loads: by
+    rank, the number of the adapter's load with which the request is computed. trusted: the keys name what the request
+    computes. tail: the tail of its prompt, where tails are stored or read. limited: vLLM does not offer all chunks to
+    store. most: how many tokens are loaded at most, see `loadable`. hint: the request's hint about its session. start:
+    the first token for which the pool had no chunk.
     """
 
     keys: dict[int, list[bytes]]
@@ -50,7 +50,7 @@ class Chain:
             return self.tail.number
         group = get_offload_group_idx(key)
         keys = self.keys.get(group, [])
-        chunks = len(keys) - bool(keys and self.is_tail(keys[-1]))  # the tail's key is there while it is loaded
+        chunks = len(keys) - bool(keys and self.is_tail(keys[-1]))  # while the tail is loaded, its key is last
         for number in range(self._known[group], chunks):
             self.numbers[keys[number]] = number
         self._known[group] = chunks
@@ -71,15 +71,15 @@ class Chain:
 
     @property
     def tail_now(self) -> Tail | None:
-        """The tail, if it comes next after the chunks. None once the request is longer than its prompt."""
+        """The tail, if it follows the chunks so far. None once the request is longer than its prompt."""
         if self.tail is None or self.tail.number != len(self.keys[get_offload_group_idx(self.tail.key)]):
             return None
         return self.tail
 
     def since(self, group: int, first: int, tokens: int, ahead: int) -> list[bytes]:
-        """A group's chunks from number `first` on, up to `most`; then the tail if it follows.
+        """A group's chunks from number `first` on, up to `most` tokens, and then the tail if it follows.
 
-        tokens: of a chunk. ahead: how many chunks beyond `most`.
+        tokens: of a chunk. ahead: how many chunks beyond `most` tokens to include.
         """
         stop = None if self.most is None else -(-self.most // tokens) + ahead
         keys, tail = self.keys[group][first:stop], self.tail_now

@@ -30,9 +30,10 @@ class Origin(NamedTuple):
 
 
 class PartToLoad(NamedTuple):
-    """One part of some layers' leased chunks, for the rank that reads the part.
+    """One part of the leased chunks of some layers, for the rank that reads this part.
 
-    place: of the layers. number: index of the part among the rank's parts. away: some chunks are on other nodes.
+    place: index of the layers, see Group. number: index of the part among the rank's parts. away: some chunks are on
+    other nodes.
     """
 
     place: int
@@ -43,7 +44,7 @@ class PartToLoad(NamedTuple):
 
 @dataclass
 class ChunksToLoad(LoadStoreSpec):  # type: ignore[misc]
-    """Where the chunks are. ranks: by rank, the parts to read. origin: of the request. digests: as in ChunksToStore."""
+    """Where to read chunks. ranks: by rank, the parts to read. origin: of the request. digests: as in ChunksToStore."""
 
     ranks: list[list[PartToLoad]]
     origin: Origin

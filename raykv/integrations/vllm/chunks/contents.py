@@ -1,7 +1,7 @@
-"""Digests of the content of an engine's blocks, and of the content that a request's keys promise: for `verify_tokens`.
+"""For `verify_tokens`: digests of what an engine's blocks hold, and of what a request's keys promise.
 
 A key says which tokens a chunk should hold. This module follows each step of vLLM's scheduler, and records which tokens
-were computed into which block. Each stored chunk gets a digest of that content. A reader compares this digest with the
+were computed into which block. Each stored chunk gets a digest of these tokens. A reader compares this digest with the
 digest of its own tokens. If a bug stores a chunk under the key of another chunk, the digests differ, and the chunk is a
 miss.
 """
@@ -25,7 +25,7 @@ DIGEST_BYTES = 8
 class Table:
     """A request's blocks, by group. told: number of leading tokens that are computed and are not guesses.
 
-    last: by group, the number of full blocks of such tokens, and the digest of the last of these blocks.
+    last: by group, how many blocks are full of these tokens, and the digest of the last full block.
     """
 
     blocks: dict[int, list[int]]
@@ -34,10 +34,10 @@ class Table:
 
 
 class Contents:
-    """On the scheduler's side. The digest of a block covers its tokens and all tokens before."""
+    """The digests, on the scheduler's side. The digest of a block covers its tokens and all tokens before."""
 
     def __init__(self, tokens: dict[int, int], per_chunk: int, request_of: Callable[[str], Any]) -> None:
-        """tokens: of a block, by group, in vLLM's order. per_chunk: blocks of a chunk. request_of: vLLM's, by id."""
+        """tokens: of a block, by group, in vLLM's order. per_chunk: blocks of a chunk. request_of: a request by id."""
         self._tokens, self._per_chunk, self._request_of = tokens, per_chunk, request_of
         self._held: dict[int, bytes] = {}  # digests by block
         self._tables: dict[str, Table] = {}
@@ -132,7 +132,7 @@ class Contents:
     def _up_to(self, request: Any, group: int, blocks: list[int], count: int) -> bytes:
         """The digest of a request's first `count` blocks.
 
-        Made from the tokens if vLLM freed the last of these blocks.
+        If vLLM has freed the last of these blocks, the digest is made from the tokens.
         """
         if count and blocks[count - 1]:
             return self._held.get(blocks[count - 1], b"")
@@ -155,7 +155,7 @@ class Contents:
     # ------------------------------------------------------------------ jobs
 
     def _note_stored(self, job: Any, held: Mapping[int, bytes]) -> None:
-        """Add the digests of a job's chunks. A group with a block of unknown content gets none."""
+        """Add the digests of a job's chunks. A group with a block of unknown content gets no digests."""
         chunks: ChunksToStore = job.dst_spec
         for place, (group, first, blocks) in enumerate(self._runs(job.src_spec)):
             offered = chunks.places.get(place)
@@ -164,7 +164,7 @@ class Contents:
             found = [held.get(block, b"") for block in blocks]
             if offered.tail:
                 found[-1] = self._end_of_prompt(job.req_id, group, found)
-            before = -first % self._per_chunk  # blocks of a chunk that began before the job; this chunk is left out
+            before = -first % self._per_chunk  # first blocks: their chunk began before the job, and is left out
             if found[before:] and all(found[before:]):
                 left_out = bytes(DIGEST_BYTES) if before else b""
                 chunks.digests[place] = left_out + _of_chunks(found[before:], self._per_chunk)
@@ -180,7 +180,7 @@ class Contents:
         return before and _next(before, request, number * tokens, stop)
 
     def _note_loaded(self, job: Any) -> None:
-        """Add the digests that the request expects. After the job its blocks have this content, or are computed."""
+        """Add the digests that the request expects. After the job its blocks hold that, or vLLM computes them."""
         chunks, request = job.src_spec, self._request_of(job.req_id)
         self._loaded.add(job.req_id)
         for place, (group, first, blocks) in enumerate(self._runs(job.dst_spec)):

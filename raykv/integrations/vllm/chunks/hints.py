@@ -12,15 +12,15 @@ from raykv.integrations.vllm.chunks.tail import LOAD_LIMIT
 log = logging.getLogger("raykv")
 
 SESSION, DONE = "raykv_session", "raykv_done"  # keys in a request's kv_transfer_params
-ENVELOPE = "kv_hint"  # the key of an envelope there: Dynamo's router writes it for a vLLM before 0.31
+ENVELOPE = "kv_hint"  # a key there for an envelope, which Dynamo's router writes for a vLLM before 0.31
 AGAIN = "again"
-ACTIONS: dict[str, bool | str] = {"kv.deref@1.0": True, "kv.demote@1.0": AGAIN}  # of envelopes: the same as `DONE`
+ACTIONS: dict[str, bool | str] = {"kv.deref@1.0": True, "kv.demote@1.0": AGAIN}  # of envelopes, as values of `DONE`
 SESSIONS = 10_000  # sessions that are known at a time
 NAME_CHARS = 256
 
 
 class Hint(NamedTuple):
-    """session: its name. done: after this request nobody asks for its chunks soon. again: but somebody asks later.
+    """session: its name. done: after this request nobody asks for its chunks soon. again: but somebody does later.
 
     limited: the request does not load all that the pool has.
     """
@@ -57,7 +57,7 @@ def hint_of(params: Mapping[str, Any] | None, session: Any = None, envelope: Any
 def _done_by(envelope: Any, names: set[str]) -> bool | str:
     """The hint in an envelope, in the words of `DONE`. Actions that raykv does not know are ignored.
 
-    names: of the request's session. An action may name another session: that session's keys are unknown here.
+    names: of the request's session. An action for another session is ignored too, as its keys are unknown here.
     """
     actions = _part(envelope, "actions")
     for action in actions if isinstance(actions, list) else ():
@@ -84,7 +84,7 @@ def _warn(session: str, done: str) -> None:
 
 
 class Sessions:
-    """The first own token of each session: the session's first request here found no chunks from this token on."""
+    """The first own token of each session: from this token on, the session's first request here found no chunks."""
 
     def __init__(self) -> None:
         self._starts: dict[tuple[str, str | None], int] = {}

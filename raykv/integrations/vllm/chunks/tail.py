@@ -1,9 +1,9 @@
 """The tail of a prompt: its last tokens, which do not fill a chunk of the pool.
 
 Where prefill and decode run apart, the decode engine reads the prompt to its last token. So the pool has the tail too,
-as a partly filled chunk. Its key says how many tokens it has: a reader asks for exactly these, and uses nothing after
-them. vLLM hashes full blocks only, and offloads full chunks only. So vLLM's scheduler is shown one extra chunk while it
-looks at a request's chunks.
+as a partly filled chunk. The tail's key contains the number of its tokens, so a reader uses exactly these tokens. vLLM
+hashes only full blocks, and offloads only full chunks. So this module shows vLLM's scheduler one extra chunk while the
+scheduler looks at a request's chunks.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def tail_of(request: Any, chunk_tokens: int, block_tokens: int, function: Hash) 
 
 @contextmanager
 def as_chunk(tail: Tail, status: Any) -> Iterator[None]:
-    """In the block, vLLM's scheduler takes the tail for the request's last chunk. status: its state of the request."""
+    """In the block, vLLM's scheduler takes the tail for the last chunk. status: vLLM's state of the request."""
     (state,) = status.group_states
     state.offload_keys.append(tail.key)
     try:

@@ -1,4 +1,4 @@
-"""vLLM's encoder cache on a pool: an image is encoded once for the cluster, by whichever engine meets it first.
+"""vLLM's encoder cache on a pool: the first engine that meets an image encodes it for the whole cluster.
 
 Loaded by configuration alone, beside `kv_transfer_config` or without it:
 
@@ -104,7 +104,7 @@ class RayKVECConnector(ECConnectorBase):  # type: ignore[misc]
 
 
 def check(version: str, vllm_config: Any) -> None:
-    """ValueError unless this engine's encoder can use a pool; the text says which option to set."""
+    """ValueError if this engine's encoder can't use a pool. The error's text says which option to set."""
     check_version(version)
     without = "or leave ec_transfer_config out"
     if vllm_config.model_config.is_encoder_decoder:

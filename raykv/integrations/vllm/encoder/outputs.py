@@ -1,4 +1,4 @@
-"""Outputs of an encoder in a pool: a safetensors file each, behind its length and checksum, in pieces of one size."""
+"""Outputs of an encoder in a pool. Each is a safetensors file after its length and checksum, cut into equal pieces."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from raykv.client.cache import KVCache
 from raykv.client.pool import KVPool
 from raykv.keys import Keys
 
-PIECE_BYTES = 256 << 10  # an image of 576 tokens and 4,096 values of 2 bytes has 19 pieces
+PIECE_BYTES = 256 << 10  # 576 tokens of an image, each of 4,096 values of 2 bytes, make 19 pieces
 HEADER = struct.Struct("<QI")  # bytes of the file; CRC-32 of the file, since two writers may mix their pieces
 
 
 class Outputs:
-    """The outputs of equal encoders. Reads and stores block. A name stands for an output and its encoder's weights.
+    """The outputs of equal encoders. `read` and `store` block. A name stands for an output and its encoder's weights.
 
-    session: this process's part in the pool.
+    session: this process's connection to the pool.
     """
 
     def __init__(self, cache: KVCache) -> None:
@@ -30,9 +30,9 @@ class Outputs:
         self._cache, self.session = cache, cache.session
 
     def read(self, name: str, tokens: int) -> bytes | None:
-        """The file of an output; None unless the pool has all of it, and it is an output of so many tokens.
+        """The file of an output. None if the pool lacks a piece of the file, or after an error.
 
-        None after an error too.
+        None also if the output has another number of tokens than `tokens`.
         """
         try:
             file = self._file(name)
@@ -54,7 +54,7 @@ class Outputs:
         return file if zlib.crc32(file) == checksum else None
 
     def store(self, name: str, output: torch.Tensor, wait: bool = False) -> None:
-        """Offer an output to the cluster. output: (tokens, values) of any dtype, in host memory.
+        """Store an output in the pool. output: (tokens, values) of any dtype, in host memory.
 
         wait: return only after all processes can find the output.
         """
@@ -85,7 +85,7 @@ def _pieces_of(length: int) -> int:
 def outputs_in(pool: KVPool, names: dict[str, Any], token_bytes: int) -> Outputs:
     """The outputs that a pool has of an encoder.
 
-    names: of `encoder_identity`. token_bytes: about how long the output of a token is. Metrics count tokens by it.
+    names: of `encoder_identity`. token_bytes: about how long the output of a token is, for metrics that count tokens.
     """
     cache = pool.cache(**names, block_tokens=max(1, PIECE_BYTES // token_bytes), block_bytes=PIECE_BYTES)
     return Outputs(cache)

@@ -15,15 +15,15 @@ from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorMetadata
 
 from raykv.integrations.vllm.identity.weights import Weights
 
-FETCH_S = 1.0  # from then on a request does not wait for an output any more, and the engine computes it
-FETCHES = 32  # outputs that the scheduler fetches or keeps, at most: requests at the head of the queue have them first
-NOT_OF_ENCODERS = "prompt_embeds"  # modality of tensors that a client sends, which vLLM treats as outputs
+FETCH_S = 1.0  # a request waits for so long for an output; then the engine computes the output
+FETCHES = 32  # outputs that the scheduler fetches or keeps, at most: those of the first requests in the queue
+NOT_OF_ENCODERS = "prompt_embeds"  # modality of tensors from a client, which vLLM treats like outputs
 
 
 class Step(ECConnectorMetadata):  # type: ignore[misc]
     """What workers are told with a step.
 
-    files: outputs to load, by identifier. names: of outputs to store once they are computed, by identifier.
+    files: outputs to load, by identifier. names: names of the outputs to store after the step, by identifier.
     """
 
     def __init__(self, files: dict[str, bytes], names: dict[str, str]) -> None:
@@ -48,16 +48,16 @@ class Fetch(NamedTuple):
 
 
 class EncoderScheduler:
-    """What this engine's requests need of the pool. One thread calls it. features: vLLM's `mm_features` of a request.
+    """The outputs that this engine's requests need from the pool. Only one thread uses it.
 
-    vLLM's identifiers name outputs.
+    features: vLLM's `mm_features` of a request. vLLM's identifiers name outputs.
     """
 
     def __init__(self, read: Callable[[str, int], Future[bytes | None]], weights: Weights) -> None:
-        """read: begins to read the output with a name and so many tokens. weights: their name begins each name."""
+        """read: begins to read the output with a name and so many tokens. Names begin with the name of `weights`."""
         self._read, self._weights = read, weights
         self._weights_are_known = False  # in this step
-        self._present = set[str]()  # outputs in the engine's own cache, or that this step brings there
+        self._present = set[str]()  # outputs in the engine's own cache, or on their way there in this step
         self._fetches: dict[str, Fetch] = {}
         self._to_load: dict[str, bytes] = {}
         self._to_store: set[str] = set()
@@ -87,7 +87,7 @@ class EncoderScheduler:
         name = self._weights.name + feature.identifier
         try:
             reading = self._read(name, feature.mm_position.get_num_embeds())
-        except RuntimeError:  # the system starts no thread
+        except RuntimeError:  # the system can't start a thread
             return
         self._fetches[feature.identifier] = Fetch(reading, time.monotonic() + FETCH_S)
 
@@ -107,7 +107,7 @@ class EncoderScheduler:
         return fetch
 
     def has(self, identifier: str) -> bool:
-        """Whether the output is here. vLLM asks for outputs that its own cache lacks."""
+        """Whether the output has come from the pool. vLLM asks this if its own cache lacks the output."""
         self._present.discard(identifier)
         self._name_weights()
         return identifier in self._fetches and self._fetches[identifier].file() is not None
@@ -126,7 +126,7 @@ class EncoderScheduler:
     def step(self, scheduled: Any) -> Step:
         """What the workers need for a step. scheduled: vLLM's SchedulerOutput."""
         self._present.difference_update(scheduled.free_encoder_mm_hashes)
-        self._present |= self._to_load.keys() | self._to_store  # freed and needed again
+        self._present |= self._to_load.keys() | self._to_store  # freed, but needed again
         if self._to_store:
             self._name_weights()
         self._weights_are_known = False

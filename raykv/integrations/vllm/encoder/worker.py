@@ -32,7 +32,7 @@ class Storing:
         self._room = threading.Semaphore(WAITING)
 
     def store(self, name: str, output: torch.Tensor) -> None:
-        """Store an output, in the background by default. Dropped while too many outputs wait, and after an error."""
+        """Store an output, by default in the background. The output is dropped if too many wait, or after an error."""
         if not self._room.acquire(blocking=self._at_once):
             return
         try:
@@ -60,7 +60,7 @@ class Storing:
 
 
 def _on_host(output: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event | None]:
-    """An output in host memory, and the end of its copy. Nobody changes an output."""
+    """An output in host memory, and the CUDA event that ends its copy. Nobody changes an output meanwhile."""
     if not output.is_cuda:
         return output.detach().cpu(), None
     host = torch.empty(output.shape, dtype=output.dtype, pin_memory=True)

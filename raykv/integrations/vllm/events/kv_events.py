@@ -30,20 +30,20 @@ from raykv.protocol.clients import Stored
 
 log = logging.getLogger("raykv")
 
-BLOCKS_PER_S = 10_000  # engine blocks in events a second, stored or removed, at most; later events wait
+BLOCKS_PER_S = 10_000  # the events of a second have at most so many engine blocks, stored or removed; later events wait
 BURST_BLOCKS = 1000  # blocks in the events of one step
-READY_BLOCKS = 4 * BURST_BLOCKS  # blocks in waiting events, about; the rest waits in Published, which needs less memory
+READY_BLOCKS = 4 * BURST_BLOCKS  # about the most blocks in waiting events; others wait in Published, with less memory
 CHANGES = 256  # changes that become events at a time, at most
-REMOVED_AT_ONCE = 512  # blocks of one event, about
+REMOVED_AT_ONCE = 512  # about the most blocks of one removal event
 KEYS_ASKED = 4096  # keys of one question to the directory, over all parts: the answer takes about 0.1 ms
 ASK_S = 1.0  # between two checks that published chunks are still there, while the engine steps
 UNANSWERED_S = 1.0  # until the next question after the directory did not answer
-KEEP_AWAKE_S = 0.5  # an engine with nothing to compute goes on stepping so long, to publish its last chunks
+KEEP_AWAKE_S = 0.5  # an engine with nothing to compute goes on stepping for so long, to publish its last chunks
 REFRESH_S = 600.0  # after which a chunk is published again
 
 
 class Prompt(NamedTuple):
-    """A request, for the tokens and hashes in its chunks' events. They do not change once computed."""
+    """A request. Its tokens and hashes, which go into its chunks' events, do not change once computed."""
 
     request: Any
 
@@ -58,7 +58,7 @@ class Sizes(NamedTuple):
 
 
 class Offer(NamedTuple):
-    """A request's chunks that the pool got or had: vLLM's keys, and numbers in the request."""
+    """Chunks of a request that the engine stored or read: vLLM's keys, and the chunks' numbers in the request."""
 
     keys: list[bytes]
     numbers: list[int | None]
@@ -80,13 +80,13 @@ class KVEvents:
     """
 
     def __init__(self, caches: Callable[[], Mapping[int, KVCache]], sizes: Sizes, refresh_steps: int) -> None:
-        """caches: those in use now, by part. refresh_steps: engine steps after which a chunk is published again."""
+        """caches: the caches in use now, by part. refresh_steps: steps after which a chunk is published again."""
         self._caches, self._sizes = caches, sizes
         self._offers: SimpleQueue[Offer | None] = SimpleQueue()  # None: a reset
         self._published = Published(REFRESH_S, refresh_steps)  # used by the thread only
         self._ready: deque[Ready] = deque()
-        self._made = self._made_news = 0  # blocks, and groups of new events; the thread counts
-        self._taken = self._taken_news = 0  # the same two counts, by the loop
+        self._made = self._made_news = 0  # counts of blocks, and of Ready with news, that the thread made
+        self._taken = self._taken_news = 0  # the same two counts, of what the loop took
         self._works = self._full = False
         self._answers = True
         self._steps, self._allowed = 0, 0.0
@@ -159,7 +159,7 @@ class KVEvents:
             self._works = False
 
     def _work(self, now: float) -> float | None:
-        """Returns the seconds until there is more to do; None: until a step rings."""
+        """Returns the seconds until there is more to do; None: until the scheduler's loop rings the bell."""
         self._read_offers(now)
         if self._made - self._taken >= READY_BLOCKS:
             self._full = True
@@ -239,7 +239,7 @@ def events_of(changes: Sequence[Change]) -> Iterator[tuple[Any, ...]]:
     for change in changes:
         stored = msgpack.decode(change.event, type=BlockStored)
         blocks = stored.block_hashes * change.removed
-        if change.stored:  # both in one step: between the two, a router that does not count has no such block
+        if change.stored:  # both in one step: between them, a router that does not count lacks the block
             yield from _removals(removed)
             yield (*(_removal(blocks, stored.group_idx) for _ in blocks[:1]), stored)
         else:

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from itertools import islice, takewhile
 from typing import NamedTuple
 
-CHUNKS = 1 << 17  # announced chunks, at most, about 2 KB each; one more withdraws the chunk announced longest ago
+CHUNKS = 1 << 17  # most announced chunks, about 2 KB each; for one more, the chunk announced longest ago is withdrawn
 OFFERED_S = 5.0  # for an offered chunk to appear in the pool
 AGAIN_S = 0.05  # between two questions about offered chunks
-ABSENT_S = 2.0  # a chunk that is absent for so long is gone; within less, a restarted node store may bring it back
+ABSENT_S = 2.0  # a chunk that is absent for so long is gone; before that, a restarted node store may bring it back
 SETTLE_S = 15.0  # for a new directory to learn which blocks the nodes have
 REPEATS = 8  # announcements after which a chunk is removed and announced again
 
@@ -65,7 +65,7 @@ class Published:
         return chunk in self._told or chunk in self._offered
 
     def offer(self, chunk: bytes, event: bytes, now: float) -> None:
-        """Offer a chunk that the pool got or had. event: to publish once the chunk is there."""
+        """Offer a chunk that the engine stored or read. event: to publish once the pool has the chunk."""
         if not self.knows(chunk) and len(self._offered) < self._limit:
             self._offered[chunk] = event, now
 
@@ -78,7 +78,7 @@ class Published:
     def to_ask(self, limit: int, in_turn: bool, now: float) -> list[bytes]:
         """At most `limit` chunks to ask the directory for. in_turn: also announced chunks, as a check.
 
-        Empty while routers have not heard of all withdrawals: these may be of the same chunks.
+        Empty while routers have not heard of all withdrawals, as the withdrawn chunks may be the same chunks.
         """
         if self._withdrawn:
             return []

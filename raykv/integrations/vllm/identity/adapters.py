@@ -1,8 +1,9 @@
-"""Which weights a LoRA adapter has. vLLM hashes only its name and path (0.29: its name), and weights may change.
+"""Which weights a LoRA adapter has. vLLM hashes only the adapter's name and path (0.29: its name), not its weights.
 
-ray.serve.llm keeps every adapter under a path made of its name, whatever its bucket and however often it was trained
-again. vLLM can also load an adapter again in place. So the workers report the weights that they loaded. The scheduler's
-side names no chunk of an adapter before all workers have reported. See `loads` for the workers' side.
+The weights may change under a name and path. ray.serve.llm keeps an adapter under a path made of its name, even if it
+comes from another bucket or was trained again. vLLM can also load an adapter again in place. So the workers report the
+weights that they loaded. The scheduler's side names no chunk of an adapter before all workers have reported. See
+`loads` for the workers' side.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any, NamedTuple
 class Load(NamedTuple):
     """An adapter in a worker. weights: digest of the files that it was loaded from; b"" while these are unknown.
 
-    number: a later load of the same name never has a lower number. Equal numbers mean equal weights.
+    number: never lower than that of an earlier load of the same name. Equal numbers mean equal weights.
     """
 
     name: str
@@ -95,7 +96,7 @@ class OwnCache:
         self._evict()
 
     def is_mixed(self, name: str) -> bool:
-        """Whether blocks in vLLM's cache may mix both weights. Evicts all blocks once no old request is left."""
+        """Whether blocks in vLLM's cache may mix old and new weights. Evicts all blocks once no old request is left."""
         if name not in self._outdated:
             return False
         self._outdated[name] = [request for request in self._outdated[name] if not request.is_finished()]

@@ -1,8 +1,8 @@
 """The layers of a drafter: the model or the heads that guess tokens in speculative decoding, and keep KV of their own.
 
 The target, the model that is served, verifies each guess. So a drafter's KV never changes an answer. But with wrong KV
-fewer guesses are right. A chunk has a part of the target's layers and a part of the drafter's. Engines with other
-drafters, or without any, share the target's part.
+fewer guesses are right. The pool keeps the KV of the target's layers and of the drafter's layers apart. Engines with
+other drafters, or without any, share the KV of the target's layers.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from raykv.integrations.digests import config_digest, digest
 
 WITHOUT_KV = ("ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator")  # methods that keep no KV of a prompt
-# parts of the layer names of drafters that number their layers from 0. Others number on from the target's layers
+# in layer names of drafters that number their layers from 0; other drafters number on from the target's layers
 PREFIXES = ("draft_model", "mtp")
 
 
@@ -61,9 +61,9 @@ def _split(layer: str) -> tuple[str, int]:
 
 
 def drafter_name(vllm_config: Any) -> str:
-    """Text that differs if the KV of two drafters of one target differs for the same tokens.
+    """A name of the drafter. Two drafters of one target have different names if their KV of the same tokens differs.
 
-    The number of guesses is not in this text. This number changes pages of states only, and a cache covers their size.
+    The number of guesses is not in the name. It changes only the size of pages of states, which a cache covers.
     """
     speculative = vllm_config.speculative_config
     draft = speculative.draft_model_config

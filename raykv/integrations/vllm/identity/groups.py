@@ -40,7 +40,7 @@ class Group(NamedTuple):
     """group_idx: vLLM's index in keys. place: index among the engine's Layers.
 
     tokens: of a chunk. window: how many last chunks of a prefix are read; 0: all. ahead: how many chunks after the
-    prefix vLLM asks for and then drops. A drafter's KV of a chunk depends on the next token.
+    prefix vLLM asks for and then drops, as a drafter's KV of a chunk depends on the token after the chunk.
     """
 
     group_idx: int
@@ -119,14 +119,14 @@ def in_strides(spec: Any) -> bool:
 
 
 def _layers(spec: Any) -> Iterable[Any]:
-    """The specs of a group's layers; only the common spec if all layers have one."""
+    """The specs of a group's layers; if all layers have the same spec, only this spec."""
     return spec.kv_cache_specs.values() if isinstance(spec, UniformTypeKVCacheSpecs) else [spec]
 
 
 def blocks_within(spec: Any) -> int:
     """How many blocks a chunk may have at most; 0: any number. A longer chunk would exceed a window, or span states.
 
-    vLLM frees the blocks before a window while the next chunk is being filled.
+    Such a chunk would be incomplete: while it is filled, vLLM frees the blocks before the window.
     """
     if isinstance(spec, MambaSpec):
         return 1
@@ -137,13 +137,13 @@ def blocks_within(spec: Any) -> int:
 
 
 def _window(spec: Any) -> int:
-    """How many last tokens a group reads; 0: all, or a state."""
+    """How many last tokens a group reads; 0: all tokens, or a state instead of tokens."""
     tokens: int = getattr(spec, "sliding_window", None) or getattr(spec, "attention_chunk_size", None) or 0
     return tokens
 
 
 def names(groups: Sequence[tuple[Any, Sequence[str]]]) -> str:
-    """Text that differs if options divide the layers of one model into other groups.
+    """Text that differs if an engine's options divide the layers of one model into other groups.
 
     groups: for each group, vLLM's spec and the names of the layers.
     """

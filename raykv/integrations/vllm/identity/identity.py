@@ -89,9 +89,9 @@ def _options_digest(vllm_config: Any) -> str:
 
 
 def _sorted(options: dict[str, Any], but: tuple[str, ...]) -> list[tuple[str, Any]]:
-    """An engine's options for images and videos in one order. vLLM's hashes cover only those of a request.
+    """An engine's options for images and videos in a fixed order. vLLM's hashes cover only a request's options.
 
-    but: names of options that vLLM sets by the device, and that change no image.
+    but: names of options to leave out: vLLM sets them by the device, and they change no image.
     """
     return sorted(
         (name, _sorted(value, but) if isinstance(value, dict) else value)
@@ -101,7 +101,7 @@ def _sorted(options: dict[str, Any], but: tuple[str, ...]) -> list[tuple[str, An
 
 
 def _longest(model: Any) -> str:
-    """The engine's longest sequence, where it changes the KV of all positions (LongRoPE, Llama 4); else ""."""
+    """The engine's longest sequence if its length changes the KV of all positions (LongRoPE, Llama 4); else ""."""
     depends = "longrope" in model.hf_config.to_json_string() or model.hf_text_config.model_type.startswith("llama4")
     return str(model.max_model_len) if depends else ""
 

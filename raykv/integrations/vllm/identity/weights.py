@@ -12,7 +12,7 @@ log = logging.getLogger("raykv")
 class Weights:
     """Engines share their chunks if their weights have the same name.
 
-    name: part of the names of the engine's caches; "" for loaded weights without a name.
+    name: part of the names of the engine's caches; "" if the engine has loaded its weights without a name.
     """
 
     def __init__(self, file: str | None) -> None:
@@ -27,7 +27,7 @@ class Weights:
         self._take(self._read())
 
     def renew(self) -> bool:
-        """Read the file again. Returns whether the weights have another name now. Without a file they keep theirs."""
+        """Read the file again. Returns whether the weights have another name now; without a file, never."""
         found = self._read()
         if self._file is None or found == self._found:
             return False

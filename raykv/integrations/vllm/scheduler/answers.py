@@ -1,14 +1,14 @@
-"""Whether later prompts contain an engine's answers. Where a chat template drops reasoning, they never do."""
+"""Whether later prompts contain an engine's answers. If a chat template drops reasoning, prompts never do."""
 
 from collections import OrderedDict, deque
 from itertools import pairwise
 
-SAMPLE = 64  # successive prompts without the earlier answer after which answers are not stored
+SAMPLE = 64  # answers are not stored once so many prompts in a row lacked the earlier answer
 MOST = 4096  # answers that are remembered
 
 
 class Answers:
-    """Learns from finished requests' chunks whether later prompts contain answers, even if no answers are stored."""
+    """Learns from finished requests' chunks whether later prompts contain answers, even while none is stored."""
 
     def __init__(self) -> None:
         self._answers: OrderedDict[bytes, bytes] = OrderedDict()  # by a prompt's last chunk, the chunk after it

@@ -42,8 +42,8 @@ class RankPart(NamedTuple):
 class Ask:
     """A request's question to the pool. first: by group, the number of the first chunk asked for.
 
-    computes: other engines may wait for the missing chunks. answer: the last answer to the manager. wait: set once the
-    request waits for another engine.
+    computes: whether other engines may wait for this request to compute the missing chunks. answer: of the last
+    look-up. wait: set once the request waits for another engine.
     """
 
     keys: dict[int, list[bytes]]
@@ -84,9 +84,9 @@ class Ask:
 class Computing:
     """The first group's chunks that a request must compute, and since when. Other engines may wait for these chunks.
 
-    ask: the question whose intent lets other engines wait. missed: chunks not yet offered to the workers. offered:
-    chunks that still wait for `complete_store`. measured: this engine's speed was measured, or can't be: another
-    request computes the chunks.
+    ask: the question that left the request's intent, for which other engines wait. missed: chunks not yet offered to
+    the workers. offered: chunks that still wait for `complete_store`. measured: this engine's speed was measured, or
+    can't be, as another request computes the chunks.
     """
 
     since: float

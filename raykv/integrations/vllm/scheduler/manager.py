@@ -138,7 +138,7 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
         self._computing[request] = Computing(time.monotonic(), ask, set(ask.keys[group][hits:]))
 
     def prepare_load(self, keys: Collection[bytes], req_context: Any) -> ChunksToLoad:
-        """The workers' directions to chunks that `lookup` found: a run for each group, leased until `complete_load`."""
+        """Where workers read the chunks that `lookup` found: a run for each group, leased until `complete_load`."""
         ask, chain = self._asks[req_context.req_id], req_context.get_state(Chain)
         ask.loading = True
         groups = by_group(keys)
@@ -159,9 +159,9 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
         self._publish(keys, req_context)
 
     def prepare_store(self, keys: Collection[bytes], req_context: Any) -> PrepareStoreOutput:
-        """Give all keys to the workers, which skip stored chunks.
+        """Give the keys to the workers, which skip chunks that the pool has.
 
-        A question to the pool here would hold up the scheduler.
+        This does not ask the pool, as the scheduler would have to wait.
         """
         chain: Chain = req_context.get_state(Chain)
         wanted = self.caches and chain.resets == self.resets and chain.is_named
@@ -189,7 +189,7 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
         return [key for key in keys if chain.is_tail(key) or chain.number(key) < filled[get_offload_group_idx(key)]]
 
     def complete_store(self, keys: Collection[bytes], req_context: Any, success: bool = True) -> None:
-        """Measure this engine's speed, which limits how long requests wait for other engines and an external tier."""
+        """Measure this engine's speed. It limits how long requests wait for other engines and for an external tier."""
         self._publish(keys, req_context)
         computing = self._computing.get(req_context.req_id)
         if computing is None or not (offered := computing.offered.intersection(keys)):
@@ -203,7 +203,7 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
         self._end_if_done(req_context.req_id)
 
     def _publish(self, keys: Collection[bytes], req_context: Any) -> None:
-        """Have routers told of stored or loaded chunks, once the pool has these chunks."""
+        """Announce stored or loaded chunks to routers, once the pool has these chunks."""
         if self.events is not None:  # only the first group's chunks: routers count no others
             chain, group = req_context.get_state(Chain), self._groups[0].group_idx
             keys = [key for key in by_group(keys).get(group, []) if not chain.is_tail(key)]
@@ -251,7 +251,7 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
                     self._done.tell(rows, chain.hint.again)
 
     def _end_if_done(self, request: str) -> None:
-        """End the intent of a request that has stored its chunks, or will not store any: nobody need wait for it."""
+        """If a request has stored its chunks, or will store no more, end its intent: nobody need wait any more."""
         computing = self._computing[request]
         if not computing.missed and not computing.offered:
             self._computing.pop(request).ask.end_intent()
@@ -262,7 +262,7 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
         ask = self._asks.get(request)
         if ask is None or ask.loading:
             return
-        if not ask.counted:  # another request here computes the chunks; other engines wait by this request's intent
+        if not ask.counted:  # another request here computes the chunks, but this request's intent covers them
             missed = set(ask.keys[self._groups[0].group_idx])
             self._computing[request] = Computing(time.monotonic(), ask, missed, measured=True)
         self._forget(request)
@@ -283,8 +283,8 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
     def reset_cache(self) -> None:
         """The weights may have changed. From now on use caches for the present name of the weights.
 
-        Without a name, the caches are this engine's alone. Leases of loads under way are released too. Nobody will
-        report those loads, and a reader notices an overwritten block.
+        Without a name, the caches are this engine's alone. Leases of running loads are released too, as nobody will
+        report the end of these loads. If a block is overwritten meanwhile, its reader notices that.
         """
         self.weights.reset()
         self.resets += 1
@@ -307,7 +307,7 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
             self.queue.step(partial(self._fetch_ahead, own))
 
     def _fetch_ahead(self, own: Any, chain: Chain) -> None:
-        """Begin to fetch. Layers with windows need only last chunks, and nobody knows yet which these are."""
+        """Begin to fetch, but not for layers with windows: they read only last chunks, and these are not yet known."""
         session = self._pool.session
         here = {part for rank in self._ranks if rank.memory == session.memory_name for part in rank.parts}
         wanted, chunk_bytes = [], 0
@@ -319,7 +319,7 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
         if not wanted:
             return
         room = ahead_bytes(session.local) // chunk_bytes
-        with suppress(RuntimeError):  # the system starts no thread
+        with suppress(RuntimeError):  # the system can't start a thread
             self.in_background(self._fetch, [(caches, keys[:room]) for caches, keys in wanted], chain.origin)
 
     def _fetch(self, wanted: list[tuple[dict[int, KVCache], list[bytes]]], origin: Origin) -> None:
@@ -393,18 +393,18 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
         return {**arguments, "revision": arguments.get("revision", "") + self.weights.name}
 
     def _ask(self, group: int, number: int, chain: Chain, request: str) -> Ask:
-        """Ask for the request's chunks from number `number` of a group on, and the matching chunks of other groups.
+        """Ask for a group's chunks from `number` on, and for chunks of the same tokens in other groups.
 
         Where all groups have windows, ask for all chunks: vLLM looks up the last chunk first, then earlier chunks.
         """
         tokens = self._chunk_tokens
-        ahead = max(group.ahead for group in self._groups)  # the same for all: equally long chunks must be equally many
+        ahead = max(group.ahead for group in self._groups)  # one for all: groups must ask for equally many equal chunks
         start = 0 if self._groups[0].window else number * tokens[group]
         step = lcm(*tokens.values())
         begin = {index: start // step * step // of_chunk for index, of_chunk in tokens.items()}
         keys = {index: chain.since(index, begin[index], of_chunk, ahead) for index, of_chunk in tokens.items()}
         self._counts[ASKED] += len(keys[self._groups[0].group_idx])
-        if computing := self._computing.pop(request, None):  # preempted: a waiting request must have no intent
+        if computing := self._computing.pop(request, None):  # preempted; a request that waits must have no intent
             computing.ask.end_intent()
         computes = self._stores and self._threshold is None and chain.resets == self.resets and not chain.limited
         ask = Ask(keys, begin, chain.origin, computes)
@@ -442,7 +442,7 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
     def _rank_parts(self) -> list[RankPart]:
         """Every rank's parts, in the order in which a match has them.
 
-        The drafter's parts are first. So nobody waits for an engine without this drafter.
+        The drafter's parts are first, so that nobody waits for an engine without this drafter.
         """
         groups = sorted(self._groups, key=lambda group: not group.of_drafter)
         return [
@@ -477,7 +477,7 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
 
 
 def _behind_own(keys: list[bytes], group: int, own: Any) -> list[bytes]:
-    """A group's chunks behind the chunks that vLLM's block pool has."""
+    """A group's chunks after the leading chunks that vLLM's block pool has."""
     hashes = map(get_offload_block_hash, keys)
     first = 0 if own is None else sum(1 for _ in takewhile(lambda block: own.get_cached_block(block, [group]), hashes))
     return keys[first:]

@@ -8,20 +8,20 @@ from raykv.client.stores.local_store import LocalStore
 from raykv.config import staging_window
 from raykv.integrations.vllm.chunks.chain import Chain
 
-AT_ONCE = 2  # requests with chunks fetched ahead: those of more would push out the first requests' chunks
+AT_ONCE = 2  # chunks are fetched ahead for so many requests: more chunks would push out those of the first requests
 
 
 def ahead_bytes(local: LocalStore | None) -> int:
-    """How many bytes are fetched ahead for a request: all requests together get half of the node's staging window.
+    """How many bytes are fetched ahead for a request. All requests together get half of the node's staging window.
 
-    local: the node's store.
+    The window is the node's room for blocks from other nodes. local: the node's store.
     """
     capacity = local.arena.offered * local.arena.slab_bytes if local else 0
     return staging_window(capacity) // (2 * AT_ONCE)
 
 
 class Queue:
-    """Requests that vLLM has not scheduled yet, in the order of their arrival. One thread calls it."""
+    """Requests that vLLM has not scheduled yet, in the order of their arrival. Only one thread uses it."""
 
     def __init__(self) -> None:
         self._waiting: dict[str, tuple[Chain, int]] = {}  # with the number of the step in which the request came

@@ -14,14 +14,14 @@ class Threshold:
     """Counts how often vLLM offered each chunk. The chunks whose last offer is oldest are forgotten first."""
 
     def __init__(self, offers: int, tracked: int = TRACKED) -> None:
-        """offers: number of the offer at which a chunk is stored. tracked: chunks whose offers are counted."""
+        """offers: a chunk is stored at its offer with this number. tracked: how many chunks' offers are counted."""
         self._offers, self._tracked = offers, tracked
         self._counts: OrderedDict[bytes, int] = OrderedDict()
 
     def passed(self, keys: list[bytes]) -> list[bytes]:
         """Count an offer.
 
-        Returns the first chunks of the offer by group, up to the first chunk that was offered too seldom.
+        Returns each group's chunks of the offer, up to the first chunk that was offered too seldom.
         """
         for key in keys:
             self._counts[key] = self._counts.pop(key, 0) + 1

@@ -5,21 +5,21 @@ from __future__ import annotations
 import time
 from typing import Any
 
-PATIENCE = 1.5  # default wait, in multiples of this engine's computing time; the other engine began earlier
+PATIENCE = 1.5  # default wait, as a multiple of the time that this engine would take; the other engine began earlier
 MOST = 1e6  # limit of `patience`; a dead engine is noticed long before
-UNMEASURED = 1000.0  # tokens per second, where nothing is measured yet: waiting too long beats computing twice
-ASKS = 64  # questions during the wait, beside a few more at its begin; each costs the directory about 0.1 ms
+UNMEASURED = 1000.0  # tokens per second, until the speed is measured: to wait too long is better than to compute twice
+ASKS = 64  # about so many questions in this engine's computing time, and a few more at first; one takes about 0.1 ms
 PAUSES_S = (0.005, 0.1)  # between two questions for chunks that others compute: the first, and the longest
 GROWTH = 1.25  # from one pause to the next: short at first, for chunks that are already being written
 
 
 class Wait:
-    """A wait that begins now. It is a multiple of this engine's computing time, and ends even if no chunk comes."""
+    """A wait that begins now. It ends even if no chunk comes."""
 
     def __init__(self, compute_s: float, patience: float) -> None:
-        """compute_s: seconds that this engine would compute the chunks.
+        """compute_s: seconds that this engine would take to compute the chunks.
 
-        patience: the wait as a multiple of compute_s.
+        patience: how long the wait is, as a multiple of compute_s.
         """
         self._pause, self._longest = PAUSES_S[0], min(max(compute_s / ASKS, PAUSES_S[0]), PAUSES_S[1])
         self._end = time.monotonic() + patience * compute_s
@@ -30,7 +30,7 @@ class Wait:
         return time.monotonic() >= self._end
 
     def is_due(self) -> bool:
-        """Whether to ask again now. Then the next pause begins."""
+        """Whether to ask again now. If so, the next pause begins."""
         now = time.monotonic()
         if now < min(self._next, self._end):
             return False

@@ -25,7 +25,7 @@ REST_NS = 2_000_000_000  # longer than a step of any file system's clock
 
 
 class Files(NamedTuple):
-    """An adapter's files at one moment. stats: by file, fields that change when it is written."""
+    """An adapter's files at one moment. stats: by file, fields that change when the file is written."""
 
     path: str
     stats: tuple[tuple[str, int, int, int, int], ...]
@@ -48,8 +48,8 @@ class Loads:
     def note(self, adapter: int, name: str, files: Files, before: bytes | None) -> None:
         """vLLM has loaded an adapter. files, before: the adapter's files just before the load, and their digest.
 
-        The digest names the loaded weights only if the files did not change meanwhile. If files were written just now,
-        a thread hashes them again: hundreds of MB would hold up the engine's step.
+        The digest names the loaded weights only if the files did not change during the load. In doubt a thread hashes
+        the files again, as hundreds of MB would hold up the engine's step.
         """
         agree = bool(before) and files.at_rest and files_of(files.path) == files
         load = self._begin(adapter, name, before or b"", agree)
@@ -106,7 +106,7 @@ class LoadedAdapters:
         return load.weights if load else b""
 
     def news(self, question: int) -> dict[int, Told]:
-        """This rank's adapters, unless the scheduler's side knows them. question: number of its last question."""
+        """This rank's adapters; {} if the scheduler's side knows them. question: number of its last question."""
         told = Told(question, self._now())
         if told == self._last:
             return {}
@@ -140,7 +140,7 @@ def _noting(load: Callable[..., Any]) -> Callable[..., Any]:
 def files_of(path: str) -> Files:
     """An adapter's files in a local folder; none if they can't be read.
 
-    Opens each file, because then NFS asks its server.
+    Opens each file, because NFS asks its server only then.
     """
     stats = []
     with suppress(OSError):

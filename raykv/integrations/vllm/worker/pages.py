@@ -21,11 +21,11 @@ class Pages(NamedTuple):
 
 
 def pages_of(kv_caches: Any, drafts: Sequence[Sequence[bool]] = ()) -> list[Pages]:
-    """The pages of an engine by place: first the pages of each group, then further pages of a drafter's layers.
+    """The pages of an engine by place: first one Pages for each group, then further Pages for a drafter's layers.
 
-    A group has further pages if it has layers of the target and of a drafter. kv_caches: vLLM's canonical KV caches.
-    Groups may share memory. drafts: by group, whether each layer is a drafter's; if empty, no layer is. ImportError for
-    GPU memory without CuPy.
+    A group with layers of both the target and a drafter has two Pages: the first has only the target's layers.
+    kv_caches: vLLM's canonical KV caches. Groups may share memory. drafts: by group, whether each layer is a drafter's;
+    if empty, no layer is. ImportError for GPU memory without CuPy.
     """
     tensors = [piece.tensor.view(torch.uint8) for piece in kv_caches.tensors]
     first, beside = list[Pages](), list[Pages]()

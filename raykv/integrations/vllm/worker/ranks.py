@@ -1,9 +1,9 @@
 """The ranks of an engine: their nodes, and their parts of a chunk.
 
-A part is one block of the pool. Ranks without common bytes have a part each. If all ranks have the same bytes (the
-latent of MLA models), the chunk is one part: one rank stores it, and all read it. With decode context parallelism of n
-the latent has n parts, each with every n-th run of tokens. With `canonical_layout` pages lie head by head, and groups
-of heads are the parts. So engines of other tensor-parallel sizes have the same parts.
+A part is one block of the pool. If each rank has bytes of its own, each has a part. If all ranks have the same bytes
+(the latent of MLA models), the chunk is one part: one rank stores the part, and all ranks read it. With decode context
+parallelism of n, the latent has n parts, each with every n-th run of tokens. With `canonical_layout` pages lie head by
+head, and each part is a group of heads. So engines of other tensor-parallel sizes have the same parts.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def check_heads(kv_caches: Mapping[str, torch.Tensor], heads: int) -> None:
 
 
 def engine_name(vllm_config: Any) -> str:
-    """A name of one start of an engine. The engine_id is not enough: several engines may have the same."""
+    """A name of one start of an engine. The engine_id is not enough, as several engines may have the same engine_id."""
     return f"{vllm_config.kv_transfer_config.engine_id}-{vllm_config.instance_id}"
 
 
@@ -112,7 +112,7 @@ def tell(pool: str, engine: str, number: int, rank: Rank) -> None:
 
 
 def told(pool: str, engine: str, count: int) -> list[Rank]:
-    """The workers' reports. The pool then forgets these. RuntimeError unless all of `count` workers have reported."""
+    """The workers' reports, which the pool then forgets. RuntimeError if not all of `count` workers have reported."""
     names = [f"{engine}/{number}" for number in range(count)]
     found = [json.loads(value) for name in names if (value := internal_kv.get(pool, Kept.RANK, name))]
     if len(found) != count:

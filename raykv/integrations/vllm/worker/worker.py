@@ -45,7 +45,7 @@ log = logging.getLogger("raykv")
 
 STREAMS = 4  # loads from other nodes at a time, at most; loads from this node do not wait for them
 PAUSES_S = (0.0005, 0.005)  # pauses of an engine that has nothing to compute: the first, and the longest
-GRACE_S = 0.02  # for a store to get slots once vLLM wants its blocks back, or be given up; a producer waits longer
+GRACE_S = 0.02  # a store without slots is given up so long after vLLM wants its blocks back; a producer's store later
 
 
 @dataclass
@@ -66,7 +66,7 @@ class Job:
 
 
 class Run(NamedTuple):
-    """The engine's blocks of one place in a job. skipped: how many blocks of the first chunk come before the run."""
+    """A job's engine blocks for one place of Layers. skipped: how many blocks of the first chunk precede the run."""
 
     place: int
     ids: NDArray[np.int64]
@@ -134,7 +134,7 @@ class RayKVWorker(OffloadingWorker):  # type: ignore[misc]
         self._streams = ThreadPoolExecutor(STREAMS, thread_name_prefix="raykv-stream")
         self._stores = ThreadPoolExecutor(1, thread_name_prefix="raykv-store")
         self._commits = ThreadPoolExecutor(1, thread_name_prefix="raykv-commit")
-        if pool.session.local is not None:  # in a thread, so that no load waits: hundreds of GiB take seconds
+        if pool.session.local is not None:  # in a thread, as hundreds of GiB take seconds, and no load should wait
             populate, about = pool.session.local.arena.populate, (self._device,)
             threading.Thread(target=populate, args=about, name="raykv-populate", daemon=True).start()
         self._jobs: dict[int, Job] = {}
@@ -172,8 +172,8 @@ class RayKVWorker(OffloadingWorker):  # type: ignore[misc]
     def pause(self) -> None:
         """Wait a moment, in a step that computes nothing.
 
-        Without the wait, scheduler and worker would poll, and take the copy's cores. The first pause is short: the next
-        step answers most look-ups.
+        Otherwise scheduler and worker would poll, and take the cores that the copies need. The first pause is short, as
+        most look-ups have their answer by the next step.
         """
         self._some_done.wait(self._pause_s)
         self._pause_s = min(2 * self._pause_s, PAUSES_S[1])
@@ -203,7 +203,7 @@ class RayKVWorker(OffloadingWorker):  # type: ignore[misc]
         return failed
 
     def wait(self, job_ids: set[int]) -> None:
-        """Wait until none of these jobs touches the engine's blocks. Gives up a store that has no slots in time."""
+        """Wait until none of these jobs touches the engine's blocks. Gives up stores that do not get slots in time."""
         jobs = [self._jobs[job] for job in job_ids if job in self._jobs]
         wait([job.future for job in jobs if job.future], timeout=self._grace_s)
         for job in jobs:
@@ -305,7 +305,7 @@ class RayKVWorker(OffloadingWorker):  # type: ignore[misc]
         return size
 
     def _read_part(self, part: PartToLoad, run: Run, origin: Origin, after: tuple[Any, ...], expected: bytes) -> int:
-        """Read one part of the chunks. Returns its bytes; 0 if a chunk does not come. expected: the chunks' digests."""
+        """Read one part of chunks. Returns its bytes; 0 if a chunk does not come. expected: the chunks' digests."""
         session, done, leased = self._pool.session, 0, part.leased
         chunks = sum(len(blocks.keys) // KEY_BYTES for blocks in leased)
         digests = self._digests(bytes(chunks * DIGEST_BYTES), b"")
@@ -359,7 +359,7 @@ class RayKVWorker(OffloadingWorker):  # type: ignore[misc]
         return False
 
     def _count_other_tokens(self, chunks: int) -> None:
-        """Add to the count of chunks, or parts of chunks, that this process found."""
+        """Add to this process's count of chunks, or parts of chunks, that hold other tokens."""
         session, self._other_tokens = self._pool.session, self._other_tokens + chunks
         internal_kv.put_other_tokens(self._pool.name, session.node_id, session.directory.client, self._other_tokens)
 
@@ -383,8 +383,8 @@ class RayKVWorker(OffloadingWorker):  # type: ignore[misc]
     ) -> Rows:
         """The engine's blocks as rows of a part of chunks. The CUDA events `after` must precede any access.
 
-        other: a page for blocks that the engine lacks. A load may want only a part of the first and last chunk, and the
-        tail of a prompt does not fill a chunk. digests: (chunks, 8) uint8, at the ends of the chunks; None: no digests.
+        other: a page in place of blocks that the engine lacks: a load may want only some blocks of the first and last
+        chunk, and a prompt's tail does not fill a chunk. digests: (chunks, 8) uint8, at the chunks' ends; None: none.
         """
         pages, per_chunk = self._pages[run.place], self._per_chunk
         lengths = pages.lengths // len(self._caches[run.place])
