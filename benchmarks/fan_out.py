@@ -4,10 +4,10 @@
 
 Each node of a Ray cluster is a network namespace, whose cable to a switch has that rate in both directions. One node
 stores 512 MiB. In one turn one reader brings all of it to its node; in the next turn all readers do at once. The figure
-is the time of the last reader divided by the time of a reader alone. If all readers read the first node, the figure is
-their number, or reads fall short: a pull may take 2 s, and 1 s more for 100 MB. In a chain each reader reads the copies
-of the reader before it. It needs root, iproute2, 2 GiB of memory a node, and processors that move the bytes of all
-links at once: two move 8 Gbit/s.
+is the time of the last reader divided by the time of a reader alone. If all readers read from the first node, the
+figure is the number of readers. Or reads fall short: a pull may take 2 s, and 1 s more for each 100 MB. In a chain each
+reader reads the copies of the reader before it. It needs root, iproute2, 2 GiB of memory a node, and processors that
+move the bytes of all links at once: two move 8 Gbit/s.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def cluster(ends: list[int]) -> Iterator[None]:
             stack.callback(raylet.terminate)
             said = list[str]()
             assert raylet.stdout is not None
-            while not any("Ray runtime started" in line for line in said):  # two raylets at once may take one socket
+            while not any("Ray runtime started" in line for line in said):  # raylets begun at once may take one socket
                 said.append(raylet.stdout.readline())
                 if not said[-1]:
                     raise RuntimeError(f"{' '.join(map(str, words))}: {''.join(said)}")

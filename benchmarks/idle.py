@@ -7,7 +7,7 @@ A Ray cluster of one node is watched twice. First it has an empty detached actor
 cluster, and an engine without the connector. Then it also has a pool, clients of the pool and an engine with the
 connector. 1.0 is one busy core. `in all` is time that the node would not spend without the pool. `over Ray` leaves out
 the time that Ray takes in the same minute for an actor or process that does nothing: a busy machine adds to both times.
-Of the pool's actors, a node that is not the head has only the store, and maybe the successor.
+A node that is not the head has only the store of these actors, and maybe the directory that stands by.
 """
 
 import json
@@ -43,7 +43,7 @@ CPU_MEMORY = 512 * MIB
 SETTLE_S = 15.0  # for new processes to come to rest
 SHOWN = 2e-4  # cores of a thread, at least, to show the thread
 COLUMNS = ("cores", "floor", "added", "over_ray")
-RAYS = {  # Ray's processes of a node, and a part of each one's command line
+RAYS = {  # Ray's processes of a node, and a part of each process's command line
     "raylet": "raylet/raylet",
     "GCS": "gcs_server",
     "log monitor": "log_monitor.py",
@@ -56,7 +56,7 @@ LOOK_S = 0.5  # between looks for the successor
 
 
 class Watched(NamedTuple):
-    """A process to watch, with its children. floor: role of a like process without a pool. names: of threads, by id."""
+    """A process to watch, with its children. floor: role of the process that has no pool. names: of threads, by id."""
 
     role: str
     pid: int
@@ -237,7 +237,7 @@ def figures(without: list[Spent], beside: list[Spent]) -> dict[str, Any]:
 
 
 def show(found: dict[str, Any]) -> None:
-    """Print the same figures as a table."""
+    """Print what `figures` returned as a table."""
     table = Table("process", "cores", "floor", "in all", "over Ray", "threads")
     for row in found["processes"]:
         busy = sorted(row["threads"].items(), key=lambda item: -item[1])

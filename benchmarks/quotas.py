@@ -80,7 +80,7 @@ def cache_of(pool: raykv.KVPool, tenant: str) -> raykv.KVCache:
 
 @contextmanager
 def flood(nodes: list[str]) -> Iterator[list[int]]:
-    """Flood the pool from each node. The yielded list has each process's stored blocks in the end."""
+    """Flood the pool from each node. In the end the yielded list has the number of blocks that each process stored."""
     floods = [on_node(Flood, node, number, max_concurrency=2) for number, node in enumerate(nodes)]
     running, stored = [each.run.remote() for each in floods], list[int]()
     try:

@@ -3,14 +3,14 @@
     python benchmarks/ratchet.py [BEFORE] [--starts 3] [--worse 1.05] [--json]
 
 BEFORE: a commit; by default the commit that benchmarks/released names. Each side has a Ray cluster of two raylets and a
-pool of its own files. Times, by raykv's public API: a match of 512 keys; a key that four clients look up at once; a
-store and a read of 1, 16 and 64 blocks of 2 MiB; a read of 16 blocks of the other node; a start. Times of a directory
-of a million entries: finding 512 entries, inserting 1024.
+pool of its own files. It times, by raykv's public API: a match of 512 keys; a key that four clients look up at once; a
+store and a read of 1, 16 and 64 blocks of 2 MiB; a read of 16 blocks of the other node; a start. In a directory of a
+million entries it times finding 512 entries and inserting 1024.
 
-A figure is the time of this checkout divided by the other side's time: above 1 this checkout is slower. Times of equal
-processes differ by a third, and times of copies by a factor of three, by where memory happens to lie. Other work on the
-machine only adds time. So both sides are started several times, and the fastest tenth of a start counts. It exits with
-1 if this checkout takes more than --worse (1.05) times as long, both by the fastest start of each side and by the
+A figure is the time of this checkout divided by the other side's time: above 1 this checkout is slower. Where memory
+happens to lie makes times of equal processes differ by a third, and times of copies by a factor of three. Other work on
+the machine only adds time. So both sides are started several times, and the fastest tenth of a start counts. It exits
+with 1 if this checkout takes more than --worse (1.05) times as long, both by the fastest start of each side and by the
 median of the starts. --slower-match US: make this checkout's matches so much slower, to see that the ratchet finds it.
 As root it has the kernel compact memory before each start, since a side without huge pages is slower.
 """
@@ -39,7 +39,7 @@ ROOT = Path(__file__).resolve().parent.parent
 RELEASED = ROOT / "benchmarks" / "released"
 MIB = 1 << 20
 BLOCK_BYTES, KEYS, CLIENTS = 2 * MIB, 512, 4
-OWN = 1e9  # locality: a node's stores evict the node's own blocks, and stay there for its reads
+OWN = 1e9  # locality so high that stored blocks stay on the writer's node, and evict others there
 MEMORY = 1024 * MIB  # of a node: enough to keep the blocks of the last CALLS stores until they are read
 MATCHES, TRIES, PHASE_S, CALLS = 100, 10, 0.5, 4
 OFFERED_S = 60.0

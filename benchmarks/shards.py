@@ -1,4 +1,4 @@
-"""The share of a trace that a pool of several directories would serve, beside one directory. A study: raykv has one.
+"""The share of a trace that a pool of several directories would serve, beside one directory. raykv has no shards.
 
     python benchmarks/shards.py synthetic_trace.jsonl conversation_trace.jsonl
 
@@ -13,7 +13,7 @@ lru: exact LRUs, each with a fixed share.
 by age: exact LRUs that tell each other once a second how long ago their oldest block was used. If a shard's oldest
     block has been idle LOCALITY times as long as another shard's, the first shard gives a slab to the other shard.
 
-Each figure is the mean over several ways to divide keys among shards, with the worst in brackets. And:
+Each figure is the mean over several ways to divide keys among shards, with the worst in brackets. Further figures:
 
 busiest: percent of all requested blocks that the busiest shard is asked for.
 moves: slabs that changed hands.
@@ -90,7 +90,7 @@ class Shard:
     def evict(self, count: int) -> None:
         for _ in range(count):
             block, _ = self.used.popitem(last=False)
-            if block in self.slots.of:  # it has no slot if it came with this request, which does not fit
+            if block in self.slots.of:  # a block of a request that does not fit has no slot
                 self.slots.free.append(self.slots.of.pop(block))
 
     def idle(self, now: int) -> float:

@@ -2,9 +2,9 @@
 
     python benchmarks/takeover.py [--times 5] [--json]
 
-A client matches one prompt about 200 times a second. Then SIGKILL ends the process of the directory, or all processes
-of the node that runs directory and supervisor. Or that node's processes are stopped, as if the node had lost the
-network. The figure is the time from the loss to the first whole hit after a miss.
+A client matches one prompt about 200 times a second. There are three kinds of loss. SIGKILL ends the directory's
+process, or all processes of the node that runs directory and supervisor. Or that node's processes are stopped, as if
+the node had lost the network. The figure is the time from the loss to the first whole hit after a miss.
 """
 
 import argparse
@@ -48,7 +48,7 @@ def main() -> None:
 def lost(loss: Callable[[Any], list[int]], nodes: int = 2) -> float:
     """Seconds without a whole hit, of a client on the first node. loss: returns ids of processes that it stopped."""
     with local_cluster(nodes) as names:
-        # Directory and supervisor start on the head. Another node than this process's stands in for the lost head.
+        # Directory and supervisor start on the head, which is this process's node. Let another node pass for the head.
         here = ray.get_runtime_context().get_node_id()
         there = next(name for name in names if name != here)
         sys.modules["raykv.start"]._head = lambda: there  # type: ignore[attr-defined]

@@ -25,7 +25,7 @@ from raykv.cli import ui
 ROOT = Path(__file__).parent.parent
 PICTURES = ROOT / "docs/images"
 NODES, LOAD_S = 4, 150.0
-PROMPTS, PROMPT_BLOCKS, QUESTION_BLOCKS = 12, 24, 6  # prompts that questions begin with; blocks of each, of a question
+PROMPTS, PROMPT_BLOCKS, QUESTION_BLOCKS = 12, 24, 6  # number of prompts; blocks of a prompt, of a question
 WIDTHS, SCHEMES = (1440, 390), ("light", "dark")
 COLORS = 256  # of a picture: in full color it takes twice the bytes
 DRAWN_S = 6.0  # until a page that was opened is whole

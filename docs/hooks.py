@@ -1,4 +1,4 @@
-"""Hooks of mkdocs: what else it does with these pages, beside its plugins.
+"""Hooks of mkdocs: what mkdocs does with these pages, in addition to its plugins.
 
 They write the tables of settings and commands from the code. They also make a page of CHANGELOG.md, which lies outside
 of docs/.

@@ -191,7 +191,7 @@ def prompts(chunk: int) -> list[tuple[list[int], list[int], int]]:
 
 
 def conversation(engine: Any, chunk: int) -> list[tuple[list[int], list[int], int]]:
-    """The same for turns of a conversation. A turn goes on from the last answer, whose last token has no KV."""
+    """Like `prompts`, for turns of a conversation. A turn goes on from the last answer, whose last token has no KV."""
     turns, turn = [], tokens(1, 400)
     for number in range(3):
         said = ray.get(engine.say.remote(turn, cold=True)).tokens

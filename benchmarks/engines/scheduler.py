@@ -3,10 +3,10 @@
     python benchmarks/engines/scheduler.py [--rounds 4] [--json]
 
 The engine's loop runs in this process, so each call of the scheduler and of its connector can be timed. One engine has
-no pool; its scheduler's time is the floor. The other engine has a pool and KV events. It is timed while the directory
-answers, and while each round begins with the directory in charge stopped (SIGSTOP) until the other directory takes
-over. A round is 24 requests at once, with prompts of 300 to 1,500 tokens and answers of 30 tokens. Half of the prompts
-have a common prefix.
+no pool; its scheduler's time is the floor. The other engine has a pool and KV events. It is timed twice. First the
+directory answers all the time. Then each round begins by stopping the directory in charge (SIGSTOP), and the other
+directory takes over. A round is 24 requests at once, with prompts of 300 to 1,500 tokens and answers of 30 tokens. Half
+of the prompts have a common prefix.
 """
 
 import argparse
@@ -48,7 +48,7 @@ def main() -> None:
     os.environ.update(ttft.ENVIRONMENT | one_process.ENVIRONMENT)
     one_process.prepare()
     with tempfile.TemporaryDirectory() as folder, local_cluster(1) as _, local_pool(POOL, ARENA_BYTES) as pool:
-        os.environ["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address  # otherwise vLLM's worker takes another
+        os.environ["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address  # or vLLM's worker may join another cluster
         model = ttft.save_model(folder)
         found = {"without": measured(engine(model, None), arguments.rounds, 0)}
         pooled = engine(model, POOL)

@@ -3,8 +3,8 @@
     python benchmarks/gpu/capture.py
 
 It needs torch with CUDA. Returns 1 if a call of raykv or the capture fails, or if the graph's result is wrong. vLLM
-captures graphs at start and later. It took back its own page-locking in a thread, which broke captures (its issue
-46933).
+captures graphs at start and later. Page-locking in a thread of vLLM's own broke captures, so vLLM gave it up (vLLM's
+issue 46933).
 """
 
 import mmap

@@ -1,4 +1,4 @@
-"""`raykv bench gpu` as a table. Returns 1 if a copy took more than 1/0.75 times as long as the same copy by hand.
+"""`raykv bench gpu` as a table. Returns 1 if a copy had less than 0.75 of the rate of the same copy by hand.
 
     python benchmarks/gpu/copies.py
 

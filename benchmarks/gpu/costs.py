@@ -62,7 +62,7 @@ def _free(gpu: Device) -> int:
 
 
 def _context(gpu: Device) -> int:
-    """Bytes of the GPU that a process takes which has copied nothing."""
+    """Bytes of the GPU that a process takes before its first copy."""
     before = _free(gpu)
     pipe, theirs = spawn.Pipe()
     process = spawn.Process(target=_stay, args=(theirs, gpu.uuid), daemon=True)

@@ -3,9 +3,9 @@
     pip install -e '.[gpu]' torch
     python benchmarks/gpu/worker.py
 
-It needs one GPU with 10 GiB free, and 10 GiB of memory. vLLM need not be installed: the worker uses a few plain classes
-of it only. Each job is 1 GiB of scattered pages. A first store fills new slots. Loads are repeated, and what they bring
-is compared with what was stored. Returns 1 if bytes differ.
+It needs one GPU with 10 GiB free, and 10 GiB of memory. vLLM need not be installed: the worker uses only a few plain
+classes of vLLM. Each job is 1 GiB of scattered pages. A first store fills new slots. Loads are repeated, and the loaded
+bytes are compared with the stored bytes. Returns 1 if bytes differ.
 """
 
 import importlib.util
@@ -138,7 +138,7 @@ def _committed(cache: raykv.KVCache, keys: Keys) -> Keys:
 
 
 class _OfVllm(types.ModuleType):
-    """A module of vLLM whose classes have nothing. The worker inherits one, and returns a TransferResult."""
+    """Stands for a module of vLLM. Its classes are empty, except TransferResult, which the worker returns."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)

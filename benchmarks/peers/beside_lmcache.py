@@ -6,8 +6,8 @@
 PYTHON belongs to an environment with `lmcache` and vLLM (`pip install --no-deps lmcache`: it asks for CUDA packages).
 Each system has two engines that share its cache: raykv's on two raylets, LMCache's on one LMCache server. An engine's
 own KV cache holds a fifth of the prefixes. A pair asks all four engines for the same new prompts, one system after the
-other; they take turns in going first. The first engine of a system computes the prompts, the second finds them in the
-cache. All engines stay up, and one is asked at a time.
+other. The systems take turns in going first. The first engine of a system computes the prompts, the second finds them
+in the cache. All engines stay up, and one engine is asked at a time.
 """
 
 import asyncio

@@ -3,8 +3,8 @@
     python benchmarks/scheduling/batches.py [--prompts 2000] [--engines 4] [--json]
 
 A prompt has one of 4 system prompts (30 blocks), one of 8 few-shot headers (20), one of 50 documents (40), and its own
-question (4). A cache keeps blocks by plain LRU. The floor computes each different block once. The prompts are also
-counted in random order, and dealt to the engines in turn.
+question (4). A cache keeps blocks by plain LRU. The floor computes each different block once. Beside these figures are
+those of one engine with the prompts in random order, and of engines that get the prompts in turn.
 """
 
 import argparse

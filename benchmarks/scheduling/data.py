@@ -4,10 +4,11 @@
     python -m benchmarks.scheduling.data [--prompts 2000] [--json]
 
 A prompt has one of 50 headers of 1,024 tokens and its own question of 32 tokens. An answer has 4 tokens. An engine's
-own KV cache holds 15 headers. The batch runs in the order of `prefix_ordered` and in random order, with a pool that is
-empty at first and without a pool. Then `prefix_ordered` runs with other questions on the pool that the first batch has
-filled. Each way has new engines. Its time is from the start of the first batch to the answer of the last. The model is
-a small Llama of random weights. The floor computes each header's tokens once, and each question's tokens.
+own KV cache holds 15 headers. The batch runs in the order of `prefix_ordered` and in random order, each with a pool
+that is empty at first, and without a pool. Then `prefix_ordered` runs with other questions on the pool that the first
+run has filled. Each run has new engines. Its time is from the start of its first batch of rows to the answer of the
+last. The model is a small Llama of random weights. The floor computes each header's tokens once, and each question's
+tokens.
 """
 
 import argparse

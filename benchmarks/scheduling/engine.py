@@ -3,9 +3,9 @@
     pip install -e '.[test]'
     python -m benchmarks.scheduling.engine [--requests 200] [--rounds 4] [--json]
 
-All requests come at once. Each has one of three headers of 160 tokens and 48 tokens of its own, and gets 2 tokens. The
-rules are `plan` and first-come-first-served. They run in turn, each with its own replicas and pool. The floor computes
-each header once, and each request's own tokens.
+All requests come at once. Each begins with one of three headers of 160 tokens, then has 48 tokens of its own, and gets
+an answer of 2 tokens. The rules are `plan` and first-come-first-served. They run in turn, each with its own replicas
+and pool. The floor computes each header once, and each request's own tokens.
 """
 
 import argparse

@@ -4,9 +4,10 @@
 
 Engines are simulated, and each has a prefix cache and a node of a pool. The pool's directory is the real one, and moves
 no bytes. Rules: `by_chance` is Ray Serve's own, `hash` that of its ConsistentHashRouter (a session has one replica).
-`kv_aware` is the rule of NVIDIA Dynamo's selection service, which Ray's KVAwareRouter asks: least blocks of prompts to
-compute, the new one's too, plus blocks in use. It knows all caches, and not the pool. `share`: a node with the whole
-prompt is worth 4 waiting requests. `routes` is `PrefixRouter`'s.
+`kv_aware` is the rule of NVIDIA Dynamo's selection service, which Ray's KVAwareRouter asks. It takes the engine with
+the fewest blocks to compute, those of the new prompt included, plus blocks in use. It knows what engines cache, but not
+what the pool has. `share` counts a node that has the whole prompt as if 4 requests less waited there. `routes` is the
+rule of `PrefixRouter`.
 """
 
 import argparse
@@ -35,7 +36,7 @@ WORTH = 4
 class Setup(NamedTuple):
     """Engines, blocks of each engine's cache, blocks of the pool's memory, and routers that get requests in turn.
 
-    load, pull: the time to read a token from the engine's node and from another node, of the time to compute it.
+    load, pull: time to read a token from the engine's node, and from another node, as shares of the time to compute it.
     """
 
     engines: int
@@ -75,10 +76,10 @@ class Cluster:
             Pool([setup.memory // setup.engines] * setup.engines, PoolConfig().locality) if setup.memory else None
         )
         self.routers = [Routes() for _ in range(setup.routers)]
-        self.requests = [0 for _ in engines]  # that each engine has
+        self.requests = [0 for _ in engines]  # number of each engine's requests
         self.read = self.crossed = 0  # tokens from the pool, and how many of them came from another node
         self._asked: list[dict[int, Asked]] = [{} for _ in engines]  # by number of the engine's job
-        self._links = [0.0 for _ in engines]  # when each engine has read what it reads
+        self._links = [0.0 for _ in engines]  # when each engine's reads from the pool end
 
     def run(self, until: float = np.inf) -> None:
         """Run all engines up to some time. Computed prompts are stored in the pool."""
@@ -159,7 +160,7 @@ def routes(cluster: Cluster, asked: Asked, rng: random.Random) -> int:
 
 
 def _least(costs: list[float], cluster: Cluster, rng: random.Random) -> int:
-    """Of the cheapest engines one with the fewest requests."""
+    """The cheapest engine. If several are the cheapest: one of them with the fewest requests."""
     cheapest = [place for place, cost in enumerate(costs) if cost == min(costs)]
     return min(cheapest, key=lambda place: (cluster.requests[place], rng.random()))
 

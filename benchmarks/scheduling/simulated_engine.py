@@ -113,7 +113,7 @@ class SimulatedEngine:
     """
 
     def __init__(self, jobs: Sequence[Job], blocks: int, block_tokens: int, policy: Policy, speed: Speed) -> None:
-        """jobs: ValueError if a job does not fit."""
+        """Raises ValueError if a job does not fit."""
         self._blocks, self._block_tokens, self._policy, self._speed = blocks, block_tokens, policy, speed
         self._jobs: list[Job] = []
         self._names: list[list[bytes]] = []
@@ -144,7 +144,7 @@ class SimulatedEngine:
         return self._pool.cached(names)
 
     def tokens_to_compute(self) -> int:
-        """Of the prompts of all its jobs."""
+        """Tokens that are not computed yet, of the prompts of all its jobs."""
         waiting = [*self._waiting, *(number for _, number in self._coming)]
         tokens = sum(
             self._jobs[number].tokens - self.cached(self._names[number]) * self._block_tokens for number in waiting
@@ -169,7 +169,10 @@ class SimulatedEngine:
             self._step()
 
     def _generate(self, until: float) -> bool:
-        """Run all steps up to some time at once, where each running job generates: no policy could choose otherwise."""
+        """Run all steps up to `until` at once, if every running job only generates: then no policy has a choice.
+
+        Returns whether it did.
+        """
         jobs = self._running.values()
         step = self._speed.step_s + self._speed.token_s * len(jobs)
         left = min(running.job.tokens + running.job.output - running.tokens for running in jobs)
@@ -194,7 +197,7 @@ class SimulatedEngine:
         return self._advance(new)
 
     def _advance(self, new: dict[int, int], steps: int = 1) -> None:
-        """Compute tokens, by job, in some steps."""
+        """Compute tokens in `steps` steps. new: by job, how many."""
         for place, tokens in new.items():
             self._take_blocks(self._running[place], tokens)
         self._now += self._speed.step_s * steps + self._speed.token_s * sum(new.values())
@@ -246,7 +249,7 @@ class SimulatedEngine:
         self._pool.give_back(running.blocks - running.named)
 
     def _preempt(self) -> None:
-        """No job can go on: the last started job waits again. Later it computes all blocks that are not cached then."""
+        """Make the job that started last wait again, as no job can go on. Later it computes blocks that are gone."""
         place = next(reversed(self._running))
         self._stop(place)
         self._waiting.insert(0, place)

@@ -1,8 +1,8 @@
 """One node's arena: blocks in a file of shared memory, in slots whose headers describe them.
 
 The directory grants slots. Clients, stores, transports and tiers of the node write and read the slots here. An arena
-trusts no location: if it does not offer the slot, or if the slot now holds another block, the location is a miss. Slabs
-and pages are in `raykv.arena.mapping`, the file itself in `raykv.arena.files`, slots that were looked up in
+trusts no location: a location is a miss if the arena does not offer the slot, or if the slot now holds another block.
+Slabs and pages are in `raykv.arena.mapping`, the file itself in `raykv.arena.files`, slots that were looked up in
 `raykv.arena.slots`, and the words of headers in `raykv.arena.header`.
 """
 
@@ -47,7 +47,7 @@ class PeerBlocks(NamedTuple):
     checksums: NDArray[np.uint64]
     positions: NDArray[np.uint32]
     there: Mask
-    runs: list[Bytes]  # bytes of the blocks that are there, in order; neighbours as one array; unverified
+    runs: list[Bytes]  # unverified bytes of the blocks that are there, in order; adjacent blocks form one array
 
 
 class Contents(NamedTuple):
@@ -69,7 +69,7 @@ class Arena(Mapping):
     """
 
     def __init__(self, file: ArenaFile) -> None:
-        """For the class methods."""
+        """Only the class methods call this."""
         super().__init__(file)
         self.corrupt = 0  # blocks whose bytes did not match their checksum
         self._clock_base = int(file.first_page[header.CLOCK_BASE])
@@ -114,7 +114,7 @@ class Arena(Mapping):
 
         locations: (n,) LOCATION. keys: (n, 16) uint8. rows: n destinations, or an (n, bytes) uint8 array of them.
         verify: a row that does not match the block's checksum is a miss, and is counted in `corrupt`.
-        used: stamp the blocks as read. The stamp is a reason to keep the blocks.
+        used: stamp the blocks as read. A directory that starts anew orders the blocks by these stamps.
         Returns (n,) bool: which rows hold their block now. The content of the other rows is undefined.
         DeviceError where a GPU fails: that error says nothing about the blocks.
         """
@@ -146,7 +146,7 @@ class Arena(Mapping):
         locations, keys: as in `read`. rows: n sources. positions: (n,) of the blocks in their chains; by default 0.
         expected: (n,) xxh3_64; a block with another checksum never becomes ready, and is counted in `corrupt`.
         Returns (n,) bool: which blocks are ready now. A block is not written if its grant is of a past epoch, slab
-        format or generation, or if another process writes there.
+        format or generation, or if another process writes to its slot.
         DeviceError where a GPU fails: then nothing is written, and the same grants can be tried again.
         """
         slots = self._find(locations, keys)
@@ -168,9 +168,9 @@ class Arena(Mapping):
         """Like `write`, with bytes that come by other means than a copy.
 
         fill(which, addresses): put the blocks of an (n,) mask at these addresses, one address for each True, and return
-        their xxh3_64. `fill` may take long, since the slots stay locked. It clears the mask where a block did not
-        arrive. The slot of such a block can be written again with the same grant. If `fill` raises, all slots can be
-        written again.
+        their xxh3_64. The slots stay locked meanwhile, so `fill` may take long. It clears the mask where a block did
+        not arrive. The slot of such a block can be written again with the same grant. If `fill` raises, all slots can
+        be written again.
         """
         return self._fill(self._find(locations, keys), fill, positions, expected)
 
@@ -196,7 +196,7 @@ class Arena(Mapping):
                 ok[:] = False
                 raise
             finally:
-                header.undo(words, headers, records, begun & ~ok)  # for another try with the same grant
+                header.undo(words, headers, records, begun & ~ok)  # so that the same grant can be tried again
             if expected is not None:
                 wrong = ok & (sums != expected)
                 self._count_corrupt(wrong)
@@ -236,7 +236,7 @@ class Arena(Mapping):
         return found
 
     def views(self, locations: Locations) -> list[Bytes]:
-        """The bytes of slots, in place and unchecked; neighbours as one array.
+        """The bytes of slots, in place and unchecked. Adjacent slots form one array.
 
         ValueError if the arena does not offer a slot.
         """
@@ -272,7 +272,7 @@ class Arena(Mapping):
         """Locations of all slots of a slab, and the columns of `header.collect`."""
         entry, first = header.TABLE + 2 * slab, slab * (self.slab_bytes // ALIGN)
         while True:
-            # First the locks: a later writer sees the epoch, which was raised before, and is refused.
+            # Look at the locks first: a writer that begins later is refused, as the epoch was raised before.
             busy = self._locks.busy(first, first + self.slab_bytes // ALIGN)
             slab_gen, stride = header.load(words, entry), int(words[entry + 1])
             formatted = 0 < slab_gen < GENERATIONS and stride >= ALIGN and stride % ALIGN == 0
@@ -313,7 +313,7 @@ class Arena(Mapping):
         uint8.
         """
         smallest = locations.copy()
-        smallest["bytes"] = ALIGN  # a slab has such a slot whatever the block's size
+        smallest["bytes"] = ALIGN  # so that the slot is found, whatever the block's size
         slots = self._find(smallest, keys)
         found, generations = slots.identify()
         same = (slots.headers >= 0) & (found == keys).all(axis=1) & (generations == locations["gen"])
@@ -425,7 +425,7 @@ def open_own(
         arena = Arena.adopt(path, fingerprint, slab_bytes, slabs, cluster)
         if arena is not None:
             return arena
-        if os.path.lexists(path):  # of a living store, another user, or another Ray cluster
+        if os.path.lexists(path):  # taken by a living store, another user, or another Ray cluster
             continue
         room_check(superblock.layout(slab_bytes, slabs if limit is None else limit).size)
         try:

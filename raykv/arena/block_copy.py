@@ -25,7 +25,7 @@ SHARE = 16 << 20  # bytes that a GPU copies before they are hashed
 THREADS = min(4, len(os.sched_getaffinity(0)))
 
 _executor: ThreadPoolExecutor | None = None
-_mutex = threading.Lock()  # guards `_executor`; nothing else is locked meanwhile
+_mutex = threading.Lock()  # guards `_executor`; no other lock is taken meanwhile
 
 
 def copies(rows: Rows, slots: NDArray[np.int64], out: bool) -> Copies:
@@ -75,7 +75,7 @@ def sums_behind(fetch: Callable[[slice], None], addresses: NDArray[np.int64], si
             for share, future in zip(reversed(shares), reversed(hashing), strict=True)
         ]
     finally:
-        wait([future for future in hashing if not future.cancel()])  # nobody reads when the caller drops its locks
+        wait([future for future in hashing if not future.cancel()])  # the caller then drops its locks
     return [total for part in reversed(last_first) for total in part]
 
 
@@ -121,7 +121,7 @@ def _run(function: Callable[..., T], items: list[NDArray[np.int64]]) -> list[T]:
         for _ in numbers:  # after an exception no thread starts another item
             pass
         helpers = [helper for helper in helpers if not helper.cancel()]
-        wait(helpers)  # no thread still copies when the caller drops its locks
+        wait(helpers)  # until no thread copies: the caller then drops its locks
     for helper in helpers:
         helper.result()
     return results  # type: ignore[return-value]

@@ -1,4 +1,4 @@
-"""Callers' memory that blocks are copied from or to, as Rows, checked before a byte moves."""
+"""Rows: callers' memory that blocks are copied from or to. It is checked before a byte moves."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

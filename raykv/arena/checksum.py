@@ -1,8 +1,8 @@
 """Kernels that copy whole blocks, and compute their checksums, without the GIL.
 
-An engine's Python is busy while its blocks are copied. Taking the GIL again between two tiles or layers would cost as
-much as copying 100 KiB. `raykv.arena.block_copy` spreads blocks over threads. `raykv.arena.xxh3` copies blocks in whole
-stripes of XXH3. Other blocks go by memcpy and the xxhash library, called at their addresses.
+An engine's Python is busy while its blocks are copied. Taking the GIL again between two pieces of a block would cost as
+much as copying 100 KiB. `raykv.arena.block_copy` spreads blocks over threads. `raykv.arena.xxh3` copies and sums blocks
+whose parts are whole stripes of XXH3. For other blocks, kernels call memcpy and the xxhash library by their addresses.
 """
 
 import ctypes
@@ -35,7 +35,7 @@ def _address(library: ctypes.CDLL, *names: str) -> int:
 
 
 def _functions() -> NDArray[np.int64]:
-    """Addresses of memcpy and of XXH3's streaming functions, which python-xxhash calls itself."""
+    """Addresses of memcpy, and of the streaming functions of XXH3 in python-xxhash's library."""
     xxhash = ctypes.CDLL(importlib.import_module("xxhash._xxhash").__file__)
     names = [
         ["XXH3_createState"],
@@ -63,7 +63,7 @@ def _memcpy(target: int, source: int, length: int, function: int) -> None:
 
 @kernel
 def _stream(target: int, source: int, length: int, function: int) -> None:
-    """Like `_memcpy`, but past the caches, except for the bytes before and after whole rows."""
+    """Like `_memcpy`, but past the caches. The bytes before the first and after the last whole row go by memcpy."""
     head = min(-target % xxh3.STRIPE, length)
     done = head + (length - head) // xxh3.ROW * xxh3.ROW
     call(function, target, source, head)
@@ -108,7 +108,7 @@ def _copy_tiles(table: Copies, tile: int, functions: NDArray[np.int64], sums: ND
 
 
 def copy(table: Copies, stream: bool = False) -> None:
-    """Do the copies. Their memory must not change before this returns. stream: keep them out of the caches."""
+    """Do the copies. Their memory must not change before this returns. stream: copy past the caches."""
     _copy(table, stream, _FUNCTIONS)
 
 
@@ -116,7 +116,7 @@ def copy_summed(table: Copies, stream: bool = False) -> list[int]:
     """Like `copy`. Returns xxh3_64 of each block's bytes in order.
 
     table: (blocks, parts, 3); part i has the same length in all blocks. Where source and target are equal, only
-    computes the checksum. stream: keep the copy out of the caches.
+    computes the checksum. stream: copy past the caches.
     """
     sums = np.empty(len(table), np.int64)
     if _in_stripes(table):

@@ -1,8 +1,8 @@
 """The files of arenas in shared memory: made, adopted from a dead owner, opened by clients, found and removed.
 
-A node store owns its file by a lock on the first page. The kernel drops the lock when the process ends. A file with a
-free lock was left behind. But a file of another Ray cluster that still runs stays: its store may be restarting.
-`raykv.arena.mapping` maps the files that are opened here.
+A node store owns its file by a lock on the first page. The kernel drops the lock when the process ends. So a file whose
+lock is free was left behind. But while the last owner's Ray cluster still runs, other Ray clusters leave the file
+alone: the store may be restarting. `raykv.arena.mapping` maps the files that are opened here.
 """
 
 import os
@@ -44,7 +44,7 @@ def create(path: str, fingerprint: bytes, slab_bytes: int, slabs: int, cluster: 
         os.ftruncate(fd, layout.size)
         os.posix_fallocate(fd, 0, layout.headers)  # every client writes to these pages, whichever slab it uses
         os.pwrite(fd, words.tobytes(), 0)
-        os.link(f"/proc/self/fd/{fd}", path, dst_dir_fd=fd, follow_symlinks=True)  # a dir_fd makes it linkat
+        os.link(f"/proc/self/fd/{fd}", path, dst_dir_fd=fd, follow_symlinks=True)  # dir_fd: Python then calls linkat
     except BaseException:
         os.close(fd)
         raise
@@ -55,7 +55,7 @@ def adopt(path: str, fingerprint: bytes, slab_bytes: int, slabs: int, cluster: b
     """The file that a dead owner left behind, now owned. None without such a file.
 
     Leaves a file alone if its owner lives, is another user, or is of another running Ray cluster. Unlinks a file with
-    another fingerprint or geometry; clients that have mapped such a file survive its end.
+    another fingerprint or geometry; clients that have mapped that file keep their mapping.
     """
     try:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -89,7 +89,7 @@ def attach(path: str, nonce: bytes) -> ArenaFile:
 
     path: see `Mapping.door`.
     """
-    follow = 0 if path.startswith("/proc/") else os.O_NOFOLLOW  # a descriptor is a link
+    follow = 0 if path.startswith("/proc/") else os.O_NOFOLLOW  # /proc names a descriptor by a symbolic link
     try:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY | follow)
     except OSError as error:
@@ -166,7 +166,7 @@ def _owned(path: str) -> bool:
     except OSError:
         return True
     try:
-        return held_elsewhere(fd, 0, ALIGN)  # leave the lock free: the file's store may be restarting
+        return held_elsewhere(fd, 0, ALIGN)  # only looks: a restarting store must find the lock free
     finally:
         os.close(fd)
 

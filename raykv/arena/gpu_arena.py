@@ -1,4 +1,4 @@
-"""An arena whose slots are in a GPU's memory, and copies between such an arena and others of its node.
+"""An arena whose slots are in a GPU's memory, and copies between it and other arenas of the same node.
 
 As in every arena, the headers are in a file of shared memory. The payload of this file is never allocated.
 """
@@ -28,21 +28,21 @@ from raykv.protocol.transfers import ALTERED, FAILED, PULLED
 
 UNKNOWN = 0  # stands for a checksum that nobody has computed
 LET_GO_S = 5.0  # for other processes to unmap the memory of a store that stops; clients look every 2.5 s
-LET_GO_LOOK_S = 0.02  # between two looks whether other processes have unmapped that memory
+LET_GO_LOOK_S = 0.02  # between two looks whether that memory is unmapped
 
 
 class GpuArena(Arena):
     """An arena whose slots are on a GPU. Get one from `open_new` or `map`.
 
-    Nothing computes checksums on a GPU. A block that a GPU wrote has none (UNKNOWN) until it is copied to host memory.
-    A block from host memory keeps its checksum. The memory goes with the process that allocated it, so no GpuArena is
-    ever adopted.
+    No checksums are computed on a GPU. A block that a GPU wrote has no checksum (UNKNOWN) until it is copied to host
+    memory. A block from host memory keeps its checksum. GPU memory goes with the process that allocated it, so no
+    GpuArena is ever adopted.
     """
 
     gpu: str  # UUID
     _open: Callable[[], Region]
     _ours: bool = False  # whether this process allocated the memory
-    _let_go_by = 0.0  # time.monotonic() until which `close` waits for others; 0: the memory was not disowned
+    _let_go_by = 0.0  # time.monotonic() until which `close` waits for other processes; 0: memory not disowned
     _region: Region | None  # None: not opened yet. Guarded by `_mutex`
 
     @classmethod
@@ -88,7 +88,7 @@ class GpuArena(Arena):
 
     @classmethod
     def map(cls, path: str, nonce: bytes, gpu: str, handle: bytes) -> Self:
-        """The arena of this node's store, for a client. The first copy maps its memory: not every client copies."""
+        """The arena of this node's store, for a client. Maps GPU memory at the first copy: some clients never copy."""
         arena = cls.attach(path, nonce)
         size = arena.slab_bytes * arena.slabs
         arena._set_region(gpu, lambda: device(gpu).open(handle, size), ours=False)
@@ -118,14 +118,14 @@ class GpuArena(Arena):
             return self._region.address - self._shape[2]
 
     def _open_region(self, data: Bytes) -> Region:
-        """The memory. It is closed when `data` is gone, which is after the last copy."""
+        """Open the memory. It is closed when `data` goes, after the last copy."""
         try:
-            # the owner waits for the end of others' shares before it frees
+            # the owner frees the memory when no other process holds a share
             let_go: Callable[[], None] = (lambda: None) if self._ours else self._locks.share()
         except OSError as error:
             raise DeviceError(f"{self.path}: the memory can't be shared: {error}") from error
         try:
-            self._check_store()  # again: its owner may have looked before `share`
+            self._check_store()  # again: the owner may have looked for shares before this share was taken
             region = self._open()
         except BaseException:
             let_go()
@@ -145,7 +145,7 @@ class GpuArena(Arena):
     def close(self, unlink: bool = False) -> None:
         """Like Arena.close. Memory of this process is freed once other processes have unmapped it: see `disown`.
 
-        CUDA does not define the effect of an earlier free: see cudaIpcOpenMemHandle.
+        CUDA leaves undefined what an earlier free does to those processes: see cudaIpcOpenMemHandle.
         """
         self.disown()
         while self._locks.shared_elsewhere() and time.monotonic() < self._let_go_by:
@@ -192,7 +192,7 @@ class GpuArena(Arena):
     def read_for_peer(self, locations: Locations, keys: Bytes) -> PeerBlocks:
         """Copies the blocks to host memory, and computes the checksums that are UNKNOWN."""
         checksums, positions, there = self.read_headers(locations, keys)
-        size = int(locations["bytes"][there].max(initial=0))  # locations that are not there may have any `bytes`
+        size = int(locations["bytes"][there].max(initial=0))  # a location without its block may have any `bytes`
         blocks = np.empty((int(there.sum()), size), np.uint8)
         there[there] = arrived = self.read(locations[there], keys[there], blocks, used=False)
         blocks = blocks[arrived]
@@ -227,7 +227,7 @@ def copy_between(
         (side["bytes"] != size).any() for side in (source_locations, target_locations)
     ):
         raise ValueError(f"{len(verdicts)} blocks of {size} bytes for {len(target_locations)} slots: sizes differ")
-    if isinstance(source, GpuArena) and isinstance(target, GpuArena):  # one GPU may not reach the other
+    if isinstance(source, GpuArena) and isinstance(target, GpuArena):  # by host memory: GPUs may not reach each other
         checksums, positions, there, runs = source.read_for_peer(source_locations, keys)
         blocks, checksums = runs[0].reshape(-1, size), checksums[there]
         written = target.write(target_locations[there], keys[there], blocks, positions[there], checksums)
@@ -260,4 +260,4 @@ def _slots_as_rows(arena: Arena, addresses: Addresses, size: int, other: Arena) 
     if isinstance(other, GpuArena):
         # these slots are write-locked, so their slab is not given back meanwhile
         return replace(rows, registered=arena.register(other.gpu, addresses))
-    return rows  # only a confused caller gets here: nobody has to copy a block within a node's memory
+    return rows  # both arenas are in host memory; no correct caller asks for that

@@ -43,7 +43,7 @@ GIVEN_BACK = -1  # as a stride: the slab's memory was discarded, or is to be
 HEADER_WORDS = 8
 KEY, LENGTH, POSITION, STAMP, CHECKSUM = 1, 3, 4, 5, 6
 
-# Types of arguments of kernels. Arguments that are only read may be read-only arrays, so these types take any array.
+# Types of arguments of kernels. A `readonly` type takes arrays that can't be written, and all others.
 INT, SHAPE = types.int64, types.UniTuple(types.int64, 4)
 WORDS = types.Array(types.int64, 1, "C")
 COLUMN = types.Array(types.int64, 1, "C", readonly=True)
@@ -93,7 +93,8 @@ def store(words: Words, at: int, value: int) -> None:
 def locate(words: Words, shape: Shape, locations: Words, header: Words, payload: Words) -> None:
     """Fill `header`, and the offset of each slot in the file (`payload`).
 
-    Any process may have written the locations and the superblock, so the products here are made not to overflow.
+    Any process may have written the locations and the superblock, so the bounds are checked by products that can't
+    overflow.
     """
     offered = min(_load(words, OFFERED), shape[3])
     for i in range(len(locations)):
@@ -146,7 +147,7 @@ def stamp(words: Words, header: Words, now: int, ok: Mask) -> None:
 
 @kernel(WORDS, WORDS, ROWS)
 def formatted(words: Words, header: Words, locations: Words) -> bool:
-    """Whether every slab has the format of its grants, or a later one."""
+    """Whether every slab has the format of its grants, or a later format."""
     for i in range(len(locations)):
         if header[i] >= 0 and _load(words, TABLE + 2 * (locations[i, 0] >> 32)) < locations[i, 2]:
             return False
@@ -204,9 +205,9 @@ def finish(
 
 @kernel(WORDS, WORDS, ROWS, MASK, FLAGS)
 def reclaim(words: Words, header: Words, locations: Words, ok: Mask, states: NDArray[np.uint8]) -> None:
-    """Under the slots' locks: FINISHED where the slot was written since the grant and not cleared.
+    """Under the slots' locks: fill FINISHED where the slot was written since the grant and not cleared.
 
-    Else FREED: a late writer will be refused.
+    Elsewhere fill FREED: a late writer will be refused.
     """
     floor = _load(words, FLOOR)
     for i in range(len(locations)):

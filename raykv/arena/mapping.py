@@ -57,7 +57,7 @@ class Mapping:
 
     def _map(self, fd: int) -> None:
         data = np.frombuffer(_mmap(fd, self._size), np.uint8)
-        self._memory = data[: self._shape[2]].view(np.int64), data  # replaced as one: a reader sees one mapping
+        self._memory = data[: self._shape[2]].view(np.int64), data  # one assignment: readers never mix two mappings
         self._populated: set[int] = set()
         self._discards = header.load(self._memory[0], header.DISCARDS)
         first = data.ctypes.data + self._shape[2]
@@ -120,7 +120,7 @@ class Mapping:
             return True
 
     def raise_floor(self, generation: int) -> None:
-        """Owner: blocks up to a generation were cleared. From now on leave these blocks out of `Arena.inventory`.
+        """Owner: leave blocks of this generation and older ones out of `Arena.inventory`: they were cleared.
 
         ValueError for an impossible generation.
         """
@@ -151,7 +151,7 @@ class Mapping:
             if slab >= self.slabs or self._locks.fd < 0:
                 return False
             _advise(data, *self._payload(slab), _MADV_HUGEPAGE)
-            self._populate(data, {slab})  # before it is allocated, as only a fault gets huge pages
+            self._populate(data, {slab})  # before posix_fallocate: only a fault gets huge pages
             try:
                 os.posix_fallocate(self._locks.fd, *self._payload(slab))
                 os.posix_fallocate(self._locks.fd, *self._headers(slab))
@@ -170,7 +170,7 @@ class Mapping:
             return True
 
     def give_back(self, slab: int, generation: int) -> bool:
-        """Owner: forget a slab's blocks, so that its memory can go. From then on, refuse grants up to a generation.
+        """Owner: forget a slab's blocks, so that its memory can go. Refuse grants of this generation and older ones.
 
         Returns False if somebody writes to the slab, or if the generation is of a past epoch or not newer than the
         slab's. The memory stays until `discard`: a reader that checked its headers before may still be copying.
@@ -194,7 +194,7 @@ class Mapping:
                 self._discard(slab)
 
     def refilled(self) -> list[int]:
-        """Slabs that were given back and have pages: not discarded yet, or touched later by a late reader."""
+        """Slabs that were given back and still have pages: not discarded yet, or a late reader touched them again."""
         return [
             slab
             for slab in self.given_back()
@@ -238,11 +238,11 @@ class Mapping:
         slabs = set(range(self.offered)).difference(self.given_back())
         self._populate(self._memory[1], slabs)
         if gpu:
-            for slab in slabs.difference(self.given_back()):  # one at a time: others' copies need not wait for all
+            for slab in slabs.difference(self.given_back()):  # one at a time: other copies wait for one at most
                 self.register(gpu, np.array([self.region(slab)[0]]))
 
     def _populate(self, data: Bytes, slabs: set[int]) -> None:
-        """Fill the page tables, once per slab: faulting page by page costs more than the copies."""
+        """Fill the page tables, once per slab. Otherwise copies fault page by page, which takes longer than to copy."""
         for slab in slabs - self._populated:
             _advise(data, *self._payload(slab), _MADV_POPULATE_WRITE)
             self._populated.add(slab)
@@ -257,14 +257,15 @@ class Mapping:
         """Page-lock the slabs of these slots, at least while the `with` block runs.
 
         Gives whether GPUs reach all these slabs. Gives False at once for a slab that another thread is page-locking,
-        and for a slab that CUDA refused. A slab that CUDA refused because of a capture is tried again.
+        and for a slab that CUDA refused. If CUDA refused because a CUDA graph was being captured, the slab is tried
+        again.
         """
         with self._slab_lock:
-            (words, data), locks = self._memory, self._page_locks  # kept, as `close` may come meanwhile
+            (words, data), locks = self._memory, self._page_locks  # `close` may replace them meanwhile
             slabs = self._slabs_at(addresses, words, data)
             missing = locks.begin(slabs or set())
         try:
-            for slab in missing:  # CUDA takes tens of milliseconds a GiB, so no lock is held
+            for slab in missing:  # no lock is held meanwhile: CUDA takes tens of milliseconds a GiB
                 locks.lock(gpu, slab, _version(words, slab))
         finally:
             with self._slab_lock:
@@ -287,7 +288,7 @@ class Mapping:
         if ((addresses < data.ctypes.data) | (addresses >= data.ctypes.data + len(data))).any():
             return None
         discards = header.load(words, header.DISCARDS)
-        if discards != self._discards:  # GPUs would go on with pages that the owner discarded
+        if discards != self._discards:  # a GPU would keep using pages that the owner discarded
             if not self._page_locks.unlock_changed(partial(_version, words)):
                 with self._mutex:
                     if self._memory[1] is data:  # not closed meanwhile
@@ -304,20 +305,20 @@ class Mapping:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self.path)
         with self._mutex:
-            self._memory = np.zeros(header.TABLE, np.int64), np.zeros(0, np.uint8)  # unmapped with the last view
+            self._memory = np.zeros(header.TABLE, np.int64), np.zeros(0, np.uint8)  # the last view unmaps it
         self._locks.close()
 
 
 def _version(words: header.Words, slab: int) -> int:
     """A slab's version, which changes when its pages are discarded; -1 while they are still to be discarded."""
-    generation = header.load(words, header.TABLE + 2 * slab)  # before the stride: the owner writes it after the stride
+    generation = header.load(words, header.TABLE + 2 * slab)  # read first, as the owner writes it last
     return -1 if header.load(words, header.TABLE + 2 * slab + 1) == header.GIVEN_BACK else generation
 
 
 def _mmap(fd: int, size: int) -> mmap.mmap:
     """Map the file through a new open file description.
 
-    Otherwise a forked child that keeps a mapping would also keep the locks.
+    With the file's own description, a forked child that keeps the mapping would also keep the locks.
     """
     own = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
     try:
@@ -327,6 +328,6 @@ def _mmap(fd: int, size: int) -> mmap.mmap:
 
 
 def _advise(data: Bytes, start: int, length: int, advice: int) -> None:
-    """madvise. A refusal only makes things slower: an older kernel, or no huge pages."""
+    """Call madvise. An older kernel, or one without huge pages, may refuse: then copies are slower, nothing else."""
     if start + length <= len(data):
         _madvise(data.ctypes.data + start, length, advice)

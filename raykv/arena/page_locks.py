@@ -28,7 +28,7 @@ class PageLocks:
     def begin(self, slabs: set[int]) -> set[int]:
         """The slabs that the caller is to lock.
 
-        No slabs if another thread is locking one of them: nobody waits for that thread.
+        Returns no slabs if another thread is locking one of them: the caller must not wait for that thread.
         """
         missing = slabs - self.gpus.keys()
         if missing & self._locking:
@@ -79,7 +79,7 @@ class PageLocks:
         Does nothing and returns False while a slab is being locked, or a GPU copies from or to one of those slabs.
         version: a slab's version now; -1 if its pages are to be discarded.
         """
-        if self._locking:  # `lock` alters the slabs meanwhile
+        if self._locking:  # `lock` changes `gpus` and `_versions` without a lock
             return False
         changed = [slab for slab in self.gpus if not 0 <= self._versions.get(slab, -1) == version(slab)]
         if any(self._users[slab] for slab in changed):
@@ -89,7 +89,7 @@ class PageLocks:
         return True
 
     def unlock(self, slab: int) -> None:
-        """Before the slab's pages go. Does nothing for a slab that is not page-locked."""
+        """Call this before the slab's pages go. Does nothing for a slab that is not page-locked."""
         if slab in self.gpus:
             host_copy.unregister(self._first, self._slab_bytes, {slab: self.gpus.pop(slab)})
             self._versions.pop(slab, None)

@@ -1,4 +1,4 @@
-"""Slots of an arena that were looked up: checks of their headers, and of the rows that are copied from or to them."""
+"""Slots of an arena, found by their locations. Checks of their headers, and of the rows copied from or to the slots."""
 
 from typing import NamedTuple
 

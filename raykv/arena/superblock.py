@@ -1,6 +1,6 @@
 """An arena file's first page, and where the file's regions lie: superblock and slab table, headers, payload.
 
-`raykv.arena.header` names the words of the page, and its kernels read the words that change.
+`raykv.arena.header` names the words of the page. Kernels there read the words that change.
 """
 
 import os
@@ -18,7 +18,7 @@ from raykv.system import raylets
 MAGIC = int.from_bytes(b"raykv\0ar", "little")
 VERSION = 1
 NO_CLUSTER = bytes(raylets.CLUSTER_BYTES)
-SLAB_UNIT = ALIGN * ALIGN // (8 * header.HEADER_WORDS)  # bytes of slab whose headers fill a page
+SLAB_UNIT = ALIGN * ALIGN // (8 * header.HEADER_WORDS)  # a slab of so many bytes has a page of headers
 HUGE_PAGE = 2 << 20
 
 
@@ -65,8 +65,8 @@ def read(fd: int) -> NDArray[np.int64] | None:
         return None
     if os.fstat(fd).st_size != layout(slab_bytes, slabs).size:
         return None
-    counters = words[header.OFFERED : header.DISCARDS + 1].view(np.uint64)  # negative numbers are above every limit
-    most = np.array([slabs, EPOCHS - 2, *[GENERATIONS] * 4], np.uint64)  # the next directory's epoch is one more
+    counters = words[header.OFFERED : header.DISCARDS + 1].view(np.uint64)  # a negative number becomes a huge one
+    most = np.array([slabs, EPOCHS - 2, *[GENERATIONS] * 4], np.uint64)  # leaves an epoch for the next directory
     return words if (counters <= most).all() else None
 
 

@@ -20,7 +20,7 @@ from raykv.system.jit import kernel
 
 STRIPE = 64  # bytes that the accumulators take at a time
 ROW = 1024  # bytes between two scrambles; the specification calls it a block
-SHORTEST = 241  # bytes of the shortest input that has this algorithm; XXH3 has others for shorter input
+SHORTEST = 241  # bytes of the shortest input of this algorithm; for shorter input XXH3 has other algorithms
 AHEAD = 4096  # bytes to prefetch ahead: the processor's prefetch stops at a page's end
 SUM, COPY, STREAM = range(3)  # only sum the bytes; also copy them; also copy them past the caches
 
@@ -76,10 +76,10 @@ def _accumulated(builder: Any, lanes: Any, data: Any, secret: Any) -> Any:
 
 
 def _stripes(number: int, mode: int, summed: bool = True) -> Any:
-    """A function for kernels that does so many stripes in order. It takes addresses: (accumulators, target, source,
-    secret).
+    """A function that kernels call for `number` stripes. It takes addresses: (accumulators, target, source, secret).
 
-    summed: whether the stripes are summed. If not, the function uses neither accumulators nor secret.
+    mode: SUM, COPY or STREAM. summed: whether the stripes are summed. If not, the function uses neither accumulators
+    nor secret.
     """
 
     @intrinsic  # type: ignore[untyped-decorator]
@@ -180,7 +180,7 @@ def stream_rows(target: int, source: int, rows: int) -> None:
 
 @kernel
 def mode_of(target: int, source: int, stream: bool) -> int:
-    """What to do with the bytes of a part: SUM for equal addresses. stream: STREAM, if the target is aligned."""
+    """The mode for a part: SUM for equal addresses, STREAM if `stream` and the target is aligned, else COPY."""
     if target == source:
         return SUM
     return STREAM if stream and target % STRIPE == 0 else COPY

@@ -20,7 +20,7 @@ class Empty:
 
 
 def run() -> dict[str, float]:
-    """Medians of PAIRS pairs in seconds. A pair before them warms up."""
+    """Median seconds over PAIRS pairs of empty actors and a pool. One pair before them warms up."""
     ours, floor = [], []
     with local_cluster(NODES) as nodes:
         for number in range(PAIRS + 1):

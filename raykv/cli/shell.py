@@ -9,7 +9,7 @@ from raykv.client.administration import Administration
 from raykv.client.connect import connect
 from raykv.client.session import settings_of
 
-# Ray's dashboard and job API leave out drivers with this prefix of a namespace; the state API still lists them.
+# Ray's dashboard and job API leave out drivers whose namespace begins like this. The state API still lists them.
 SHELL_NAMESPACE = "_ray_internal_raykv_shell"
 
 

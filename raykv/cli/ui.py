@@ -25,7 +25,7 @@ class Page(NamedTuple):
 
 
 def serve(pool: str, host: str | None, port: int | None) -> Page:
-    """Start the page's actor, or find it. host, port: None: as of a page that is served already, else HOST and PORT.
+    """Start the page's actor, or find it. host, port: None for those of the served page, or else HOST and PORT.
 
     Raises RayKVError if the page can't be served, and ValueError if another host or port serves it already.
     """

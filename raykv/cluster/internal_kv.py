@@ -34,7 +34,7 @@ class Kept(StrEnum):
     LAST_EPOCH = "last_epoch"  # stays when the pool is stopped
     LOCK = "lock"  # the Ray job, process and thread that start or stop the pool
     TIER = "tier"  # argument of `register_tier`, pickled
-    SEED = "seed"  # names an empty tier's content
+    SEED = "seed"  # the name that an empty tier's content gets
     TOTALS = "totals"  # JSON: counters that outlive a directory
     COMPILED = "compiled"  # number of kernels that the directory has compiled, and of all kernels
     ANSWER = "answer"  # by node, pickled: its answer before a pool starts
@@ -158,7 +158,7 @@ def shown(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def idle_nodes(pool: str) -> dict[str, bool]:
-    """Nodes that the supervisor leaves because nobody else uses them. By Ray node id: whether the store has ended."""
+    """Nodes that the supervisor leaves because nobody else uses them. By Ray node id: whether its store has ended."""
     return {node_id: get(pool, Kept.IDLE, node_id) == LEFT for node_id in names(pool, Kept.IDLE)}
 
 
@@ -209,7 +209,7 @@ def put_quota(pool: str, tenant: str, quota: Quota | None) -> None:
 def exclusive(pool: str, seconds: float) -> Iterator[None]:
     """Lets one process at a time start or stop a pool.
 
-    Waits for another process as long as that process's Ray job lives. Raises TimeoutError after `seconds`.
+    Waits while another process does so and that process's Ray job lives. Raises TimeoutError after `seconds`.
     """
     job, end = ray_calls.get_runtime_context().get_job_id(), time.monotonic() + seconds
     mine = f"{job}/{os.getpid()}/{threading.get_ident()}".encode()

@@ -84,9 +84,9 @@ def find_directory(pool: str) -> Any:
 def options(name: str, node_id: str | None, threads: int = 1) -> dict[str, Any]:
     """Options of a detached actor that stays on `node_id`, or on Ray's head if None. threads: calls at a time.
 
-    The affinity is hard: with a soft affinity Ray first asks any raylet, and that raylet takes an actor without CPUs.
+    The affinity is hard. With a soft affinity Ray first asks any raylet, which keeps the actor, as it needs no CPU.
     """
-    head = {"resources": {cluster.HEAD: 0.001}}  # as for Serve's controller: a new head gets the actor too
+    head = {"resources": {cluster.HEAD: 0.001}}  # like Serve's controller, it moves to a new head
     place = head if node_id is None else {"scheduling_strategy": NodeAffinitySchedulingStrategy(node_id, soft=False)}
     return {
         "name": name,

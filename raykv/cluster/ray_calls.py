@@ -1,7 +1,7 @@
 """Ray's calls, for raykv's threads that may outlive `ray.shutdown()`.
 
-After a shutdown these calls raise RaySystemError. In a process without a cluster, `ray.get` and so on would start or
-join a cluster.
+After a shutdown these calls raise RaySystemError. Ray's public `ray.get` and so on would start or join a cluster
+instead.
 """
 
 from collections.abc import Callable, Collection

@@ -31,10 +31,10 @@ class Unanswered(NamedTuple):
 
 
 def of_token() -> Finding:
-    """The finding of this process's token, at its node: Ray's, here and in the cluster.
+    """The finding on Ray's token, at this process's node: do both this process and the cluster use one, or neither?
 
-    A process with a wrong token can't join, so it is never checked. If the finding is not OK, no node can answer: this
-    process refuses Ray's calls back.
+    Wrong tokens are not looked for: with a wrong token this process could not join. If the finding is not OK, no node
+    can answer: this process refuses Ray's calls back.
     """
     context = ray.get_runtime_context()
     node = context.get_node_id()

@@ -54,13 +54,13 @@ def clock() -> float:
 
 @ray.remote(num_cpus=0, max_retries=0, _generator_backpressure_num_objects=1)  # type: ignore[call-overload, untyped-decorator]
 def listen() -> Iterator[tuple[str, int]]:
-    """(host, port) where this node listens, like the lanes between stores. It listens while the generator is kept.
+    """(host, port) where this node listens, as its store would for other stores, while the generator is kept.
 
     OSError if it can't.
     """
     host = ray.util.get_node_ip_address()
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.create_server((host, 0), family=family, backlog=1024) as door:  # the system accepts connections
+    with socket.create_server((host, 0), family=family, backlog=1024) as door:  # the kernel accepts connections
         for _ in range(2):  # Ray continues when somebody asks for the second answer, or drops the generator
             yield host, int(door.getsockname()[1])
 

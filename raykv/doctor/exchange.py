@@ -20,11 +20,11 @@ from raykv.errors import reason_of
 BLOCK_BYTES, BLOCKS = 512 << 10, 8  # together half of the smallest arena
 TURNS = 3  # the first read makes the connections, and the fastest read counts
 DEADLINE_S = 60.0  # for a task on another node
-RATE = 1.0  # tokens a second: a read waits for a tier as long as computing takes, and here that is long
+RATE = 1.0  # computed tokens a second: so low that a read waits for a tier rather than have blocks computed
 
 
 class Reading(NamedTuple):
-    """Number of blocks that were read, number of wrong ones, and the seconds that it took."""
+    """Number of blocks that were read, number of wrong blocks among them, and seconds that the read took."""
 
     read: int
     wrong: int

@@ -24,9 +24,9 @@ class Facts(NamedTuple):
     """Facts about one node.
 
     machine: equal for nodes that share memory. room: free memory; total: all memory; shm: size of /dev/shm; in bytes.
-    left: by pool, bytes in /dev/shm of dead stores. alive: pools in `left` with a live store here too.
-    kernels: folder of compiled kernels. unwritable: better folders that other users can write, or that this user can't
-    write. huge_pages: the kernel's setting for files in memory, or "". gpus: number of GPUs that raykv can use.
+    left: by pool, bytes that dead stores left in /dev/shm. alive: pools in `left` with a live store here too.
+    kernels: folder of compiled kernels. unwritable: better folders for them, not used as other users can write there or
+    this user can't. huge_pages: Linux's setting for files in memory, or "". gpus: number of GPUs that raykv can use.
     driver: version of NVIDIA's, or "". no_nixl: why NIXL can't be used, or "". rdma: whether there is an RDMA card.
     niceness: of Ray's workers. tls: whether Ray uses TLS. no_tls: why the pool then can't use it, or "".
     """

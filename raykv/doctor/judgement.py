@@ -23,7 +23,7 @@ def of_software(node: str, there: dict[str, str], here: dict[str, str]) -> list[
     found = []
     for what in INSTALLED:
         state, text = OK, there[what]
-        if what == "python" and text.rstrip("+") not in PYTHONS:  # "+": built from no release
+        if what == "python" and text.rstrip("+") not in PYTHONS:  # "+": Python of no release
             state, text = WRONG, f"{text}, and raykv needs Python {PYTHONS}: make Ray's environment with such a one"
         elif text != here[what]:
             state, text = WRONG, f"{text}, here it is {here[what]}: install the same one on every node"
@@ -68,7 +68,7 @@ def of_clock(node: str, ahead: float, unsure: float) -> Finding:
 
 
 def of_tokens(node: str, chunks: int) -> Finding:
-    """chunks: number of chunks that engines of the node found with tokens that do not match the keys."""
+    """chunks: number of chunks that engines of the node read, and whose tokens do not match the keys."""
     text = (
         f"{chunks} chunks held other tokens than their keys stand for; engines with verify_tokens dropped and computed "
         f"them. That is a fault of raykv or of the engine: keep the engines' logs, and report it. `raykv clear` counts "

@@ -23,7 +23,7 @@ def provisioned() -> Path:
 
 
 def write(folder: Path) -> list[Path]:
-    """Write both files into an existing folder. Returns their paths. Nobody sees half of a file. Raises OSError."""
+    """Write both files into an existing folder. Returns their paths. Readers never see half a file. Raises OSError."""
     contents = (dashboard.dashboard(), dashboard.rules())
     for name, content in zip(NAMES, contents, strict=True):  # JSON is valid YAML
         unfinished = folder / f".{name}.{os.getpid()}"

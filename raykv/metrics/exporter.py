@@ -7,10 +7,10 @@ from typing import Any, TypeVar
 
 from raykv.metrics.metric import METRICS, PREFIX, SECONDS
 
-EXPORT_S = 5.0  # Ray forgets a gauge that was not set for 20 s
+EXPORT_S = 5.0  # between two exports; Ray forgets a gauge not set for 20 s
 OBSERVED_MAX = 10_000  # values of a histogram, between two flushes
-LABELS_MAX = 50  # values of a tag that users choose, for each kind and process: more would break the metrics' storage
-OTHER = "other"  # stands for all later values
+LABELS_MAX = 50  # values of a tag that users choose, by kind and process: the metrics' storage could not bear many more
+OTHER = "other"  # the tag's value once LABELS_MAX is reached
 
 T = TypeVar("T")
 Tags = tuple[tuple[str, str], ...]

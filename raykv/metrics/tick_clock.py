@@ -15,7 +15,7 @@ class TickClock:
     def sample(self, tick: int, now: float) -> None:
         """tick: the present tick, no lower than before.
 
-        now: seconds. If there are many samples, every second old sample goes.
+        now: seconds. At SAMPLES_MAX samples, every second sample of the older half is dropped.
         """
         self._ticks.append(tick)
         self._times.append(now)

@@ -130,11 +130,11 @@ class SlotLocks:
             return self.fd >= 0 and held_elsewhere(self.fd, 0, length)
 
     def share(self) -> Callable[[], None]:
-        """Other open files see `shared_elsewhere` until somebody calls the returned function. OSError if that fails."""
+        """Make `shared_elsewhere` true for other open files, until the returned function is called. Raises OSError."""
         with self._mutex:
             if self.fd < 0:
                 return lambda: None
-            # a description of its own: `close` does not end it, and a forked child keeps no slot lock by it
+            # an open file description of its own: `close` leaves it open, and a forked child keeps no slot lock by it
             fd = os.open(f"/proc/self/fd/{self.fd}", os.O_RDWR | os.O_CLOEXEC)
             self._shares.add(fd)
 
@@ -157,7 +157,7 @@ class SlotLocks:
             return self.fd >= 0 and held_elsewhere(self.fd, SHARED, 1)
 
     def disown(self, length: int) -> None:
-        """Drop the lock on the first `length` bytes: `owned_elsewhere` is false for others from now on."""
+        """Drop the lock on the first `length` bytes. From now on `owned_elsewhere` is false in other processes."""
         with self._mutex:
             if self.fd >= 0:
                 _set(self.fd, fcntl.F_UNLCK, 0, length)
@@ -170,7 +170,7 @@ class SlotLocks:
             while todo:
                 start, stop = todo.pop()
                 found = self._conflict(start, stop)
-                if found is not None:  # the first that the kernel finds, not the lowest
+                if found is not None:  # any of the runs, not the lowest
                     busy.update(range(*found))
                     todo += [part for part in ((start, found[0]), (found[1], stop)) if part[0] < part[1]]
         return busy

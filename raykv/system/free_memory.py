@@ -1,4 +1,7 @@
-"""The shared memory that this node can still afford: the rest of /dev/shm, memory and cgroups, minus object stores."""
+"""The shared memory that this node can still afford.
+
+It is the least of what /dev/shm, the machine and cgroups have left, minus what Ray's object stores may still take.
+"""
 
 import os
 from collections.abc import Iterator
@@ -14,7 +17,7 @@ _UNLIMITED = 1 << 60  # cgroup v1 writes "no limit" as a number about this big
 
 @dataclass(frozen=True)
 class FreeMemory:
-    """Free bytes, by their limits. free: bytes that an arena may take."""
+    """Free bytes by each limit. free: bytes that an arena may take."""
 
     shm_free: int  # of the /dev/shm file system
     memory_free: int  # of the machine, less the memory that object stores in other mounts of /dev/shm may take
@@ -108,7 +111,7 @@ def _upwards(tree: Path, path: str) -> Iterator[Path]:
 def _number(path: Path) -> int | None:
     try:
         return int(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):  # absent here, or "max"
+    except (OSError, ValueError):  # the file is absent, or says "max"
         return None
 
 

@@ -46,7 +46,7 @@ def _checker(kind: type) -> Take:
 
 def _maker(kind: Any) -> Take:
     checks = [taker(hint) for hint in get_type_hints(kind).values()]
-    sound = set[tuple[type, ...]]()  # types of fields that passed: calls repeat them
+    sound = set[tuple[type, ...]]()  # types of fields that passed before, as most do
 
     def take(value: Any) -> Any:
         made = kind(*value)

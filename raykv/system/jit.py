@@ -27,7 +27,7 @@ log = logging.getLogger("raykv")
 F = TypeVar("F", bound=Callable[..., Any])
 _entries: list[tuple[Any, tuple[Any, ...]]] = []  # kernels that Python calls, and the types of their arguments
 Progress = Callable[[int, int], object]
-KERNELS_PER_PROCESS = 4  # at least: a process takes a second to start
+KERNELS_PER_PROCESS = 4  # at least so many, as a process takes a second to start
 OTHERS_S = 2.0  # for each kernel that another process compiles, at most
 OTHERS_AGAIN_S = 0.05  # between looks whether another process has compiled its kernels
 _complete: set[str] = set()  # packages whose kernels this process has
@@ -39,7 +39,7 @@ def _kernel_sources() -> list[Path]:
     package = Path(__file__).parent.parent
     texts = {path: path.read_text(encoding="utf-8") for path in package.rglob("*.py")}
     found = [path for path, text in texts.items() if "@kernel" in text]
-    for path in found:  # grows meanwhile
+    for path in found:  # the loop appends to `found`
         for module, names in re.findall(r"^from (raykv[\w.]*) import \(?([\w, ]*)", texts[path], re.MULTILINE):
             at = package.parent / module.replace(".", "/")
             for imported in (at.with_suffix(".py"), *(at / f"{name.strip()}.py" for name in names.split(","))):
@@ -50,13 +50,13 @@ def _kernel_sources() -> list[Path]:
 
 @functools.cache
 def cache_folder() -> tuple[str, list[str]]:
-    """Returns (the folder of machine code, better folders that other users can write or this user can't).
+    """Returns (the folder of machine code, better folders that are unusable as others can write or this user can't).
 
     If both better folders are unusable, each process has its own folder, so every process compiles.
 
     The folder's name is a hash of these sources and their place: numba looks at the date of a kernel's own file only,
-    not at the kernels that it calls. The hash is also of numba's and Python's version: each version of numba overwrites
-    the files of another. The folder is private to this user, as numba unpickles what it finds there.
+    not at the kernels that it calls. numba's and Python's versions are hashed too: one version of numba would overwrite
+    another's files. The folder is private to this user, as numba unpickles what it finds there.
     """
     sources = hashlib.sha256(f"{Path(__file__)} {numba.__version__} {sys.implementation.cache_tag}".encode())
     for path in _kernel_sources():
@@ -64,7 +64,7 @@ def cache_folder() -> tuple[str, list[str]]:
     base = os.environ.get("NUMBA_CACHE_DIR") or os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     name = f"raykv-{sources.hexdigest()[:16]}"
     folder = os.path.join(os.path.realpath(base), name)  # a link in the path could change after the check
-    if os.path.isabs(base) and _is_private(folder):  # "~" stays where this user has no home
+    if os.path.isabs(base) and _is_private(folder):  # not absolute: this user has no home, and "~" stays
         return folder, []
     shared = os.path.join(os.path.realpath(tempfile.gettempdir()), f"raykv-kernels-{os.getuid()}")
     if _is_private(shared) and _is_private(instead := os.path.join(shared, name)):
@@ -112,8 +112,8 @@ def kernel(*types: Any) -> Any:
     """Compile a function without the GIL, keeping the machine code for the next process.
 
     `@kernel(C, ROWS)` is for a kernel that Python calls: numba types of its arguments, for `compile_all`. `@kernel` is
-    for a kernel that only kernels call, and that Python can't call. It is compiled into each place that calls it, as a
-    real call would hand over all columns, of seven words and more each.
+    for a kernel that only kernels call, and that Python can't call. It is compiled into each place that calls it: a
+    real call would pass every array as seven words or more.
 
     Kernels borrow their arrays and make none, so numba's reference counts are off. Reference counts would cost an
     atomic operation or two for every `c.rows`. Without reference counts a touch of blocks takes a third of the time.
@@ -130,7 +130,7 @@ def kernel(*types: Any) -> Any:
 
 
 def _jitted(function: F, inline: bool) -> F:
-    others = numba.config.CACHE_DIR  # read when a function is decorated; other libraries keep theirs
+    others = numba.config.CACHE_DIR  # read when a function is decorated. Set back for other libraries
     numba.config.CACHE_DIR = cache_folder()[0]
     try:
         made = numba.njit(
@@ -138,7 +138,7 @@ def _jitted(function: F, inline: bool) -> F:
             nogil=True,
             forceinline=inline,
             _nrt=False,
-            no_cpython_wrapper=inline,  # these two parts would be a third of the work, and nobody would call them
+            no_cpython_wrapper=inline,  # saves a third of the work: nobody calls these two wrappers
             no_cfunc_wrapper=True,
         )
         return cast(F, made(function))
@@ -181,8 +181,8 @@ def _load(function: Any, types: tuple[Any, ...]) -> bool:
 def compile_all(package: str, on_progress: Progress = lambda done, kernels: None) -> None:
     """Load the machine code of every kernel of a package that Python calls, or compile it, on all cores.
 
-    Afterwards arguments of other types are a TypeError. Otherwise the first caller with such types would wait for a
-    compiler. on_progress: called with (kernels done, kernels to compile) after each kernel that was compiled.
+    Afterwards a call with other types is a TypeError: it does not start the compiler, for which the caller would wait.
+    on_progress: called with (kernels done, kernels to compile) after each kernel that was compiled.
     """
     with _compiling:
         if package not in _complete:
@@ -199,17 +199,17 @@ def _compile_entries(package: str, on_progress: Progress) -> None:
             for function, types in missing:
                 if not _loaded(function, types):
                     function.compile(types)
-    for function, _ in kernels:  # no kernel is compiled into another any more
+    for function, _ in kernels:  # only now: a kernel may be compiled into another above
         function.disable_compile()
     Path(_mark(package)).touch()
 
 
 @contextlib.contextmanager
 def _alone(package: str, seconds: float) -> Iterator[None]:
-    """One process of this user at a time compiles a package. All stores of a node start together, and each would
-    compile it.
+    """One process of this user at a time compiles a package. Otherwise each store of a node would compile it, as the
+    stores start together.
 
-    Waits at most `seconds` for others, and not at all where the file system has no locks.
+    Waits at most `seconds` for other processes, and not at all where the file system has no locks.
     """
     with open(f"{_mark(package)}.lock", "w", encoding="utf-8") as lock:
         try:
@@ -220,7 +220,7 @@ def _alone(package: str, seconds: float) -> Iterator[None]:
             yield
         finally:
             with contextlib.suppress(OSError):
-                fcntl.flock(lock, fcntl.LOCK_UN)  # a child that was forked meanwhile has it open too
+                fcntl.flock(lock, fcntl.LOCK_UN)  # a child forked meanwhile keeps the file open
 
 
 def _wait_for(lock: int, end: float) -> None:
@@ -261,7 +261,7 @@ def _compile_in_processes(names: list[str], on_progress: Progress) -> None:
             for share in range(processes):
                 process = subprocess.Popen([*command, *names[share::processes]], stdout=output, env=environment)
                 running.callback(process.wait)
-                running.callback(process.kill)  # runs first; the process has ended, or this one must end
+                running.callback(process.kill)  # runs before `wait`: kills only after an exception here
         for done, _ in enumerate(lines, 1):  # until all processes have closed their end
             on_progress(done, len(names))
 

@@ -20,7 +20,7 @@ from raykv.ui.overview import look
 
 log = logging.getLogger("raykv")
 LOOK_S = 2.0  # between looks while a page is open
-IDLE_LOOK_S = 10.0  # between looks while no page is open: the directory looks at every slot, 5 ms a million
+IDLE_LOOK_S = 10.0  # between looks while no page is open: a look costs the directory 5 ms per million slots
 OPEN_S = 10.0  # after the last question of a page, the page counts as closed
 BACKLOG = 64
 CONNECTIONS = 256  # at once; the server tells further clients to try again
@@ -38,7 +38,7 @@ class PageActor:
     """Looks at a pool every few seconds, keeps its history, and serves the page."""
 
     def __init__(self, pool: str, host: str, port: int) -> None:
-        """port: 0: any free port.
+        """port: 0 for any free port.
 
         Raises RayKVError if Starlette or uvicorn is missing, or if the port is not available.
         """

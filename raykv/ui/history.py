@@ -34,7 +34,7 @@ class History:
         with self._lock:
             for who, what, count in _counts(overview):
                 before = self._counted.get((who, what), 0)
-                # A restarted store counts from 0. A new directory goes on from counts of a few seconds before.
+                # A restarted store counts from 0. A new directory goes on from counts that are a few seconds old.
                 new = count - before if count >= before else 0 if who == "directory" else count
                 self._counted[who, what] = count
                 self._sums[what] += new

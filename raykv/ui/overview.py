@@ -84,7 +84,7 @@ class Overview:
         return memory["limit"] * memory["slab_bytes"] if memory else None
 
     def memory_name(self, name: str) -> str:
-        """The shown name of a node's memory. A GPU's has the end of its UUID, too."""
+        """The shown name of a node's memory. The name of a GPU's memory has the end of its UUID, too."""
         node_id, _, gpu = name.partition("/")
         return self.shown.get(node_id, node_id) + (f" (gpu {gpu[-8:]})" if gpu else "")
 
@@ -134,9 +134,9 @@ class Overview:
         counts: of the directory; empty while it does not answer. hit_curve: hit rates by multiples of the memory, and
         the `ceiling`; empty before a block was asked for.
         routes: memories that read from each other. bytes, failed: by transport, since the reader's store started.
-        prefixes: prefixes at whose end look-ups ended. key: of the last block, in hex. blocks: number of blocks. bytes:
-        their size. hits: number of look-ups. idle_s: seconds since the last look-up. nodes: short ids of the nodes
-        whose memory has the last block.
+        prefixes: the prefixes that gave look-ups most blocks. key: of the last block, in hex. blocks: number of blocks.
+        bytes: their size. hits: number of look-ups that found exactly the prefix. idle_s: seconds since the last of
+        these look-ups. nodes: short ids of the nodes whose memory has the last block.
         """
         counts, shown = self.counts, self.shown
         return {

@@ -83,7 +83,7 @@ _WHY = {
 
 
 def _refusal(request: Request) -> HTTPStatus | None:
-    """Why a request is refused. None if a header has Ray's token, or the cookie is right."""
+    """Why a request is refused. None if the request has Ray's token in a header, or the right cookie."""
     if not is_token_auth_enabled():
         return None if _is_ours(request) else HTTPStatus.MISDIRECTED_REQUEST
     if request.scope["path"] in BEFORE_TOKEN:  # not `request.url`: it contains the Host header of the client
@@ -106,7 +106,7 @@ def _is_ours(request: Request) -> bool:
 
 
 def _cookie() -> str:
-    """The cookie's value. It proves that a browser had the token, without being the token."""
+    """The cookie's value. It proves that a browser had the token, but does not tell the token."""
     token: str = AuthenticationTokenLoader.instance().get_raw_token()
     return hmac.digest(token.encode(), b"raykv ui", "sha256").hex()
 

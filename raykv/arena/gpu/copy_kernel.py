@@ -17,8 +17,8 @@ from raykv.arena.gpu import cuda
 THREADS = 512
 UNIT = THREADS * 16 * 4  # bytes that a thread block moves at once: every thread has four loads of 16 bytes in flight
 Way = Literal["within", "to_host", "to_gpu"]  # the way of a copy: within GPU memory, or across PCIe
-# Thread blocks of a launch, at most, and their bytes in flight. More than fill PCIe would hold up the engine: on an
-# H100, 64 thread blocks to the host make its decode steps ten times slower.
+# BLOCKS: thread blocks of a launch, at most. IN_FLIGHT: their bytes in flight. More thread blocks than fill PCIe would
+# hold up the engine: on an H100, 64 thread blocks to the host make its decode steps ten times slower.
 BLOCKS: dict[Way, int] = {"within": 64, "to_host": 8, "to_gpu": 32}
 IN_FLIGHT: dict[Way, int] = {"to_host": 2 * UNIT, "to_gpu": 6 * UNIT}
 LONG = 512 << 10  # across PCIe, pieces from this length on go by cudaMemcpyAsync
@@ -87,7 +87,7 @@ def compile_kernel(module: Any) -> Any:
 
 
 def blocks_of(table: Copies, way: Way) -> int:
-    """How many thread blocks do these copies. Each has a unit in flight, or a shorter piece."""
+    """The number of thread blocks for these copies. Each thread block has a unit in flight, or a shorter piece."""
     if way == "within":
         return BLOCKS[way]
     length = min(UNIT, max(1, int(table[:, 2].mean())))
@@ -120,7 +120,7 @@ class CopyStream:
             else:
                 self._launch(with_units(table), blocks_of(table, way))
         finally:
-            self._stream.synchronize()  # in any case nothing moves any more when the caller drops its locks
+            self._stream.synchronize()  # also after an error: the caller drops its locks then
 
     def _launch(self, pieces: Copies, blocks: int) -> None:
         if pieces.nbytes > len(self._host):

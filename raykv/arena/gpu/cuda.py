@@ -79,7 +79,7 @@ def _make_context(ordinal: int) -> int:
 def _exchange_capture_mode(mode: int) -> int:
     """Set how this thread's calls treat captures of CUDA graphs in other threads. Returns the mode before.
 
-    In CUDA's default mode an allocation, free or page-lock here would fail, and end such a capture.
+    In CUDA's default mode an allocation, free or page-lock here would fail, and would end a capture in another thread.
     """
     word = ctypes.c_int(mode)
     _libcuda().cuThreadExchangeStreamCaptureMode(ctypes.byref(word))
@@ -96,7 +96,7 @@ def _libcuda() -> ctypes.CDLL:
 def uuid(ordinal: int) -> str:
     """UUID of the GPU with this number in this process, as NVML prints it. Creates no CUDA context."""
     raw: bytes = cupy().cuda.runtime.getDeviceProperties(ordinal)["uuid"]
-    if len(raw) < 16:  # CuPy takes it for a C string, which ends at a zero
+    if len(raw) < 16:  # CuPy takes the UUID for a C string, and cuts it at a zero
         buffer = (ctypes.c_ubyte * 16)()
         if status := _libcuda().cuDeviceGetUuid_v2(buffer, ordinal):
             raise DeviceError(f"GPU {ordinal}: the driver does not tell its UUID: CUresult {status}")
@@ -128,7 +128,10 @@ def stream_of(array: Any) -> int | None:
 
 
 class Event:
-    """A CUDA event. CuPy destroys its own event in any thread, and a thread without a GPU gets a context on GPU 0."""
+    """A CUDA event, destroyed on its own GPU.
+
+    CuPy's own Event is destroyed in whichever thread drops it. A thread without a GPU would get a context on GPU 0.
+    """
 
     def __init__(self, module: Any, ordinal: int) -> None:
         """module: CuPy, whose current device is the GPU of that number."""

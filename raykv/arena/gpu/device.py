@@ -68,7 +68,7 @@ class Region:
         self._release: Callable[[int], None] | None = release
 
     def close(self) -> None:
-        """Free the memory, or unmap another process's. Nobody may copy there any more. A second call does nothing."""
+        """Free the memory, or unmap it if it is another process's. No copies may follow. A second call does nothing."""
         release, self._release = self._release, None
         if release is not None:
             release(self.address)
@@ -80,7 +80,7 @@ class Device:
     def __init__(self, uuid: str, ordinal: int) -> None:
         """For `device`. ordinal: its number in this process."""
         self.uuid, self.ordinal = uuid, ordinal
-        self._idle: list[CopyStream] = []  # as many as ever copied at a time
+        self._idle: list[CopyStream] = []  # streams that no copy uses now
         try:
             with cuda.on(ordinal) as cupy:
                 self._kernel = compile_kernel(cupy)  # before anybody waits for it
@@ -92,7 +92,7 @@ class Device:
     def capacity(self, gpu_memory: Size, beside: int = 0) -> int:
         """Bytes of a region. gpu_memory: a fraction of the GPU's memory, or bytes: see `parse_size`.
 
-        beside: bytes that NCCL will take. CapacityError if less than both is free. ValueError for a bad size.
+        beside: bytes that NCCL will take. CapacityError if the region and they don't fit. ValueError for a bad size.
         """
         size = parse_size("gpu_memory", gpu_memory)
         free, total = self._memory()
@@ -133,7 +133,8 @@ class Device:
         """Do the copies, and wait until they are done. The GIL is free meanwhile.
 
         table: (pieces, 3) or (blocks, parts, 3) int64: target address, source address, length. Addresses must be of
-        this GPU's memory or page-locked: any other makes CUDA fail for good in this process. Copies must not overlap.
+        this GPU's memory or page-locked: any other address makes CUDA fail for good in this process. Copies must not
+        overlap.
         after: events that must end first. way: "within" GPU memory, or "to_host" or "to_gpu" across PCIe.
         """
         if table.dtype != np.int64 or table.ndim not in (2, 3) or table.shape[-1] != 3:

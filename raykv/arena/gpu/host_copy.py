@@ -31,7 +31,7 @@ def copy(gpu: str, table: Copies, registered: bool, to_gpu: bool, after: Sequenc
         return
     begin, end = (checksum.copy, far) if to_gpu else (far, checksum.copy)
     parts = list(batches(table.reshape(-1, 3)))
-    buffers = [device(gpu).bounce_buffer() for _ in parts[:2]]  # this frame keeps them
+    buffers = [device(gpu).bounce_buffer() for _ in parts[:2]]  # `steps` has only their addresses
     steps = [_through(buffers[number % 2], part) for number, part in enumerate(parts)]
     if len(steps) == 1:
         begin(steps[0][0])
@@ -80,7 +80,7 @@ def batches(table: Copies) -> Iterator[Copies]:
 def unregister(first: int, length: int, registered: dict[int, str | None]) -> None:
     """Unregister slabs of `length` bytes before their memory goes. first: address of slab 0.
 
-    registered: by number of the slab, the GPU that registered it. None: CUDA refused.
+    registered: for each slab's number, the GPU that registered the slab. None: CUDA refused.
     """
     for number, gpu in registered.items():
         if gpu is not None:

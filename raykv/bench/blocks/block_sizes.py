@@ -17,9 +17,9 @@ from raykv.config import MIB, parse_size
 from raykv.keys import Keys
 
 POOL, POOL_BYTES = "bench-sizes", 1024 * MIB
-FILL = 1280 * MIB  # stored ahead: more than the pool has, so every slot is mapped, and stores evict
+FILL = 1280 * MIB  # stored ahead, more than the pool can hold: so every slot is mapped, and timed stores evict
 SPAN = 768 * MIB  # bytes of slots that copies take in turn: a slot has left the CPU caches when its turn comes again
-BUFFERS = 256 * MIB  # bytes of the caller's buffers: calls take these buffers in turn, for the same reason
+BUFFERS = 256 * MIB  # bytes of the caller's buffers: calls take them in turn, so that buffers too have left the caches
 LARGEST = 128 * MIB  # bytes of a call, at most
 CHUNK = 32 * MIB
 PAIRS_MIN, PAIRS_MAX, PAIRS_BYTES = 16, 200, 1024 * MIB
@@ -81,7 +81,7 @@ class Worker:
         self.filled = FILL // shape.block_bytes
         self.keys = self.cache.keys(np.arange((self.filled + 2 * shape.pairs * shape.blocks) * 16))
         block = np.random.default_rng(0).integers(0, 255, shape.block_bytes, np.uint8)
-        self.buffers = np.tile(block, (BUFFERS // shape.block_bytes, 1))  # equal blocks: a floor may overwrite any
+        self.buffers = np.tile(block, (BUFFERS // shape.block_bytes, 1))  # equal, so a floor may overwrite any
 
     def fill(self) -> None:
         """Store blocks until every slot has been used. Later stores evict the oldest blocks."""

@@ -49,7 +49,7 @@ class Engine(local.Worker):
     def prepare(self) -> None:
         """Store the blocks that every window reads and matches."""
         stored = 0
-        while stored < MATCH_KEYS:  # the first store of this size takes slabs from the other size
+        while stored < MATCH_KEYS:  # first, slabs of the other blocks must become slabs of this size
             stored += self.small.store(self.prompt, np.zeros((MATCH_KEYS, 4096), np.uint8))
         self.read_batches = [_until_done(self._store)[0] for _ in range(READ)]
 
@@ -153,7 +153,7 @@ def run(directory: str) -> dict[str, float]:
 
 
 def _until_done(call: Callable[[], T]) -> T:
-    """Call until it succeeds: a busy node's heartbeat may be late, and the directory does not offer such a node."""
+    """Call until a call succeeds: while a busy node's heartbeat is late, the directory does not offer that node."""
     end = time.monotonic() + DEADLINE_S
     while True:
         try:

@@ -1,4 +1,4 @@
-"""The floor of a question to another process: an actor and a socket that answer with as many bytes."""
+"""The floor of a question to another process: an actor and a socket that answer with as many bytes as the process."""
 
 import socket
 import threading

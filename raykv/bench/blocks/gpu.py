@@ -89,7 +89,7 @@ def _in_process(gpu: str, fast: GpuArena, memory: Arena) -> dict[str, float]:
 
 
 def _over_ipc(path: str, nonce: bytes, gpu: str, handle: bytes) -> dict[str, float]:
-    """The same figures of another process, such as an engine's."""
+    """Figures of the same copies in another process, as in an engine's."""
     arena = GpuArena.map(path, nonce, gpu, handle)
     try:
         return _store_and_load("ipc_", gpu, arena, _engine(), _Turns(1 << 20))
@@ -204,7 +204,7 @@ def _table(to: NDArray[np.int64], of: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def _hand(gpu: str, table: NDArray[np.int64]) -> None:
-    """The same copies by cudaMemcpyAsync, one by one, on a stream."""
+    """Do the copies of a table by cudaMemcpyAsync, one by one, on a stream."""
     cupy = cuda.cupy()
     runtime = cupy.cuda.runtime
     stream = _streams.setdefault(gpu, cupy.cuda.Stream(non_blocking=True))

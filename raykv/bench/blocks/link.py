@@ -88,7 +88,7 @@ def _shape(pid: int, link: Link) -> None:
 
 
 def _arena(name: str) -> Any:
-    """(an arena for LARGE bytes, a location for each slot, a key for each). A higher `gen` makes the next turn."""
+    """(an arena for LARGE bytes, a location for each slot, a key for each). Each turn raises the locations' `gen`."""
     from raykv.arena.arena import Arena
     from raykv.protocol.location import COUNTER_BITS, LOCATION
     from raykv.system.jit import compile_all

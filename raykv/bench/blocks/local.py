@@ -43,7 +43,7 @@ class Worker:
         assert self.pool.session.local is not None
         self.arena = self.pool.session.local.arena
         block = np.random.default_rng(0).integers(0, 255, BLOCK_BYTES, np.uint8)
-        self.buffers = [np.tile(block, (BATCH, 1)) for _ in range(8)]  # equal blocks: the floor may overwrite any
+        self.buffers = [np.tile(block, (BATCH, 1)) for _ in range(8)]  # equal, so the floor may overwrite any
         self.floor = Memcpy(block_copy.THREADS)  # as many threads as the arena uses
 
     def keys(self, batch: int) -> Keys:
@@ -94,7 +94,7 @@ class Worker:
         return rows
 
     def matches(self, echo: Any) -> tuple[list[float], list[float], list[float]]:
-        """Seconds of matches of MATCH_KEYS keys, of empty actor calls with as many bytes, and of a socket."""
+        """Seconds of matches of MATCH_KEYS keys, of empty actor calls with as many bytes, and of socket round trips."""
         import ray
 
         cache = self.pool.cache(model="bench", dtype="uint8", layout="rows", block_tokens=16, block_bytes=4096)

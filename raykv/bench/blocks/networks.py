@@ -16,7 +16,7 @@ HOLD = ["setpriv", "--pdeathsig=KILL", "unshare", "--net", "sleep", "infinity"] 
 def namespaces(count: int, tools: Sequence[str] = ()) -> Iterator[list[int]]:
     """Processes, each in its own network namespace. Yields their ids.
 
-    tools: that must be there beside TOOLS. FileNotFoundError where one is missing.
+    tools: programs that this needs beside TOOLS. FileNotFoundError where a program is missing.
     """
     missing = [tool for tool in (*TOOLS, *tools) if not shutil.which(tool)]
     if missing:
@@ -42,7 +42,7 @@ def enter(pid: int) -> list[str]:
 
 
 def inside(pid: int, *command: Any) -> str:
-    """As `run`, in the network of a process."""
+    """Like `run`, in the network of a process."""
     return run(*enter(pid), *command)
 
 

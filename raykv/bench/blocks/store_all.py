@@ -13,7 +13,7 @@ TRIES = 20
 
 
 def store_all(cache: KVCache, keys: Keys, blocks: NDArray[np.uint8]) -> None:
-    """Store blocks until all are there: the directory may first have to take slabs from another size."""
+    """Store blocks until all are there: the directory may first have to take slabs from blocks of another size."""
     for _ in range(TRIES):
         cache.store(keys, blocks, wait=True)
         with cache.match(keys) as match:

@@ -111,7 +111,7 @@ class DirectIo:
         assert done == BLOCKS * BLOCK_BYTES
 
     def delete(self) -> None:
-        """Nothing to do: the tier too overwrites deleted blocks."""
+        """Does nothing: as in the tier, the next `store` overwrites these blocks."""
 
     def close(self) -> None:
         self._threads.shutdown()
@@ -119,7 +119,7 @@ class DirectIo:
 
 
 class RedisPy:
-    """SET and GET, as many in a pipeline as the tier has."""
+    """SET and GET, with as many commands in a pipeline as the tier sends."""
 
     def __init__(self, port: int) -> None:
         import redis

@@ -30,7 +30,7 @@ TAKES = takers(MATCH)
 class _Timed(DirectoryServer):
     """A server with a connection to it. It notes its thread's processor time at the first and the last call.
 
-    One thread answers counted and uncounted calls, since two threads would differ by their processors.
+    The same thread answers counted and uncounted calls: two threads would differ by their processors.
     """
 
     def __init__(self, directory: Directory) -> None:
@@ -77,7 +77,7 @@ def cost(directory: Directory, request: Callable[[int], Message]) -> dict[str, A
     request: arguments of a match, by number. plain_us: the thread's processor time for a call over the socket.
     with_metrics_us: the same for counted calls. Both are first quartiles of turns. calls_percent: the difference, per
     cent. export_ms: mean processor time of an export, which happens every 5 s; every other export looks at every slot.
-    percent: share of the directory's time at full load for counting and exports. Starts a Ray node.
+    percent: share of a fully loaded directory's time that counting and exports take. Starts a Ray node.
     """
     server = _Timed(directory)
     sides: tuple[list[float], list[float]] = ([], [])
@@ -86,7 +86,7 @@ def cost(directory: Directory, request: Callable[[int], Message]) -> dict[str, A
         server.count(side == 1)
         sides[side].append(server.seconds([packed(("match", *request(turn * CALLS + i))) for i in range(CALLS)]))
     server.close()
-    plain, counted = (statistics.quantiles(times)[0] for times in sides)  # other work on the machine can only add time
+    plain, counted = (statistics.quantiles(times)[0] for times in sides)  # low: other work only adds time
     calls = 100 * (counted / plain - 1)
     export = _export_s(directory, server._metrics)
     return {
@@ -99,7 +99,7 @@ def cost(directory: Directory, request: Callable[[int], Message]) -> dict[str, A
 
 
 def _export_s(directory: Directory, metrics: DirectoryMetrics) -> float:
-    """Mean seconds of EXPORTS exports. Two exports before them make Ray's metrics."""
+    """Mean seconds of EXPORTS exports. Two exports before them, not timed, create Ray's metrics."""
     with local_cluster(1):
         internal_kv.put_in_charge(POOL, "", None)
         metrics.saved()

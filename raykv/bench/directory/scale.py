@@ -28,14 +28,14 @@ from raykv.protocol.location import Address
 
 LOADS = 2  # processes that simulate nodes
 WARM_S = 3.0
-P99_MS = 20.0  # a directory that carries its nodes has at most this p99 of a match
-CARRIED = 0.95  # a directory that carries its nodes answers at least this share of the offered calls
+P99_MS = 20.0  # a directory carries its nodes only if the p99 of its matches is below this
+CARRIED = 0.95  # and only if it answers at least this share of the offered calls
 SPAWN = multiprocessing.get_context("spawn")
 
 
 def serve(epoch: int, orders: Connection) -> None:
     """The main function of a directory's process. The directory takes charge when it is ordered to."""
-    Directory()  # loads the kernels: a successor that stands by has loaded them
+    Directory()  # loads the kernels, as a directory that stands by has done
     orders.send("ready")
     orders.recv()
     server = DirectoryServer("bench-scale", DirectoryMetrics("bench-scale", ""))  # exports no counts

@@ -2,8 +2,8 @@
 
 A node is a store, with a connection for its inventory and heartbeats, and ENGINES clients. Each client has its own
 connection, as in production. Each second RATE requests of an engine fall due, even if earlier requests wait for
-answers. A request matches KEYS keys. Earlier requests stored the first half. Then the request reserves the second half,
-and commits without waiting for the answer.
+answers. A request matches KEYS keys, of which earlier requests have stored the first half. Then the request reserves
+the second half, and commits without waiting for the answer.
 """
 
 import heapq
@@ -140,7 +140,7 @@ class Store(Line):
         self.slab_gens = (epoch << 40) + np.arange(1, self.slabs + 1)
 
     def prompt(self, number: int) -> bytes:
-        """Keys of a stored prompt that an engine asks for, among the node's youngest blocks."""
+        """Keys of a stored prompt, by its number. The prompts are the node's youngest blocks."""
         stop = np.count_nonzero(self.gens) - number * KEYS // 2
         return self.keys[stop - KEYS // 2 : stop].tobytes()
 
@@ -224,7 +224,7 @@ class Engine(Line):
         self.ask(self._on_matched, "match", self._call(), tuple(request))
 
     def _call(self) -> tuple[Any, ...]:
-        """A Call that lists the latest hold only."""
+        """A Call that lists only the latest lease or reservation."""
         self.seq += 1
         return self.client, self.seq, self.hold.to_bytes(8, "little"), b"", b""  # a Call
 
@@ -246,7 +246,7 @@ class Engine(Line):
             self._match(self.waiting.popleft())
 
     def _keys_at(self, indices: bytes) -> bytes:
-        """Keys that were granted a slot: mostly all new keys."""
+        """Keys that were granted a slot: as a rule, all new keys."""
         if len(indices) == len(self.new) // KEY_BYTES * 4:
             return self.new
         return np.frombuffer(self.wanted, np.uint64).reshape(-1, 2)[np.frombuffer(indices, np.int32)].tobytes()

@@ -18,7 +18,7 @@ SETTLE_S = 0.2  # for earlier prompts' blocks to be stored
 
 
 class Answers(NamedTuple):
-    """Answers to equal prompts. computed: computed tokens of all prompts. last_ms: until the last first token."""
+    """Answers to equal prompts. computed: computed tokens of all prompts. last_ms: until each has its first token."""
 
     computed: int
     last_ms: float
@@ -38,7 +38,7 @@ class Engine(ttft.Engine):
 
 
 def run() -> dict[str, Any]:
-    """Median number of computed prompts of REQUESTS, and median milliseconds until the last first token.
+    """Median number of computed prompts of REQUESTS, and median milliseconds until each request has its first token.
 
     alone_ms: milliseconds until the first token of a single request to one engine.
     """

@@ -15,13 +15,13 @@ def prepare() -> None:
     """Make vLLM start, and start quickly, in a process that has imported raykv. Call it before `LLM`."""
     import llvmlite.binding.ffi
 
-    # vLLM searches all imported modules for kernels, and fails on llvmlite's: any attribute there is a function
+    # vLLM looks for kernels in all imported modules. It fails on this object, which takes any attribute for a function
     llvmlite.binding.ffi.lib._fntab["__dict__"] = {}
-    gc.freeze()  # vLLM collects garbage five times as it starts, and without freeze looks at all imports: a second
+    gc.freeze()  # saves a second: vLLM collects garbage five times as it starts, and now skips all that is imported
 
 
 def end(llm: Any) -> None:
     """End an engine's processes properly. Otherwise their files stay in /dev/shm."""
     llm.llm_engine.engine_core.shutdown()
-    # vLLM kills late processes. A tracker process removes their files, and Ray would kill it with this process
+    # vLLM kills processes that end late. A tracker process removes their files. Ray would kill the tracker too early
     resource_tracker._resource_tracker._stop()  # type: ignore[attr-defined]

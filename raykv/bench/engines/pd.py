@@ -1,4 +1,4 @@
-"""`raykv bench pd`: one engine prefills a prompt, another decodes it. How soon does the second have its first token?"""
+"""`raykv bench pd`: one engine prefills a prompt, another decodes it. How soon does the other have its first token?"""
 
 import statistics
 import tempfile

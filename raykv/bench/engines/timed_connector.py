@@ -13,7 +13,7 @@ from raykv.integrations.vllm.connector import RayKVConnector
 
 
 def kv_transfer_config(pool: str, folder: str, role: str = "kv_both") -> dict[str, Any]:
-    """Like the integration's. folder: each process of the engine adds up its seconds there, in its own file."""
+    """Like the integration's function. folder: each process of the engine adds up its seconds there in a file."""
     transfer = connector.kv_transfer_config(pool, role)
     transfer["kv_connector_extra_config"]["seconds"] = folder
     return {**transfer, "kv_connector": TimedConnector.__name__, "kv_connector_module_path": __name__}

@@ -21,10 +21,10 @@ from raykv.config import MIB
 POOL = "bench-ttft"
 PROMPT_TOKENS, BLOCK_TOKENS = 3529, 32
 ARENA_BYTES = 2048 * MIB  # an eighth of the memory is staging: room for a whole prompt
-LANE_FACTOR = 1.1  # factor on the pool's own transfer, in the floor for a hit on another node
-IDLE_S = 0.2  # for the engine that answered before to store its blocks: storing takes cores
+LANE_FACTOR = 1.1  # the floor of a hit on another node has so many times the pool's own transfer
+IDLE_S = 0.2  # for the engine that answered last to store its blocks, which takes cores
 WARM, ROUNDS = 1, 8
-AFTER = WARM + ROUNDS + 2  # first turn whose prompts no earlier turn has asked
+AFTER = WARM + ROUNDS + 2  # the first turn whose prompts no earlier turn had
 PAUSE_S = 0.05  # between two stores of filler blocks
 WINDOWS = 10  # staging windows that a prompt takes in a reader's small memory; a window is an eighth of the memory
 LLAMA = "llama-shape"
@@ -33,7 +33,7 @@ MODELS: dict[str, dict[str, Any]] = {
     LLAMA: {},
     "gpt-oss-shape": {"sliding_window": 128},
     "gemma3-shape": {"sliding_window": 512, "num_hidden_layers": 18},
-    "deepseek-shape": {"num_key_value_heads": 8, "head_dim": 64},  # of the rotated part
+    "deepseek-shape": {"num_key_value_heads": 8, "head_dim": 64},  # head_dim: of the rotated part
     "qwen3-next-shape": {},
 }
 OF_SHAPE = {"deepseek-shape": "deepseek-v3"}
@@ -115,7 +115,7 @@ class Engine:
     def reset(self) -> None:
         """Forget the engine's own prefix cache."""
         while not self.llm.reset_prefix_cache():  # False while blocks are yet to be stored
-            if hasattr(self.llm.llm_engine.engine_core, "engine_core"):  # it is in this process: nobody else steps
+            if hasattr(self.llm.llm_engine.engine_core, "engine_core"):  # it runs in this process: step it here
                 self.llm.llm_engine.step()
             time.sleep(0.01)
 
@@ -144,7 +144,7 @@ def run(model: str = LLAMA) -> dict[str, Any]:
     with (
         tempfile.TemporaryDirectory() as folder,
         local_cluster(2, 512 * MIB) as (here, there),
-        # min_hits=1: the prompt is demoted, and the filler that pushes the prompt out of memory is not
+        # min_hits=1: the tier gets the prompt. It does not get the filler, which pushes the prompt out of memory
         local_pool(
             POOL, ARENA_BYTES, external=f"file://{folder}/tier?capacity=2GiB", min_hits=1, secret=b"bench"
         ) as pool,
@@ -189,7 +189,7 @@ class Floors(NamedTuple):
 
 
 def _kept(pool: Any, writer: Any) -> Kept:
-    """Measure with a prompt that no round asks for. The writer gets it twice, since a late call may lose a store."""
+    """Measure with a prompt that no round asks for. The writer gets it twice, as a late call may have lost blocks."""
     import ray
 
     found = Kept(0, 0)
@@ -280,7 +280,7 @@ def _floors(turn: int, near: Floors, far: Floors) -> dict[str, float]:
 
 
 def _push_out(turn: int, pool: Any) -> None:
-    """Store filler until only the tier has the prompt, no faster than the tier takes blocks."""
+    """Store filler, no faster than the tier takes blocks, until only the tier has the prompt."""
     cache = pool.cache(model="other", dtype="uint8", layout="rows", block_tokens=1, block_bytes=BLOCK_BYTES)
     blocks = np.zeros((32, BLOCK_BYTES), np.uint8)
     for step in range(2 * 2 * ARENA_BYTES // blocks.nbytes):

@@ -54,7 +54,7 @@ def optimum(requests: Sequence[Request], capacity: int) -> list[int]:
             heapq.heappush(farthest, (-again, -depth, block))  # of blocks due together, a child goes before its parent
         while len(due) > capacity:
             again, _, block = heapq.heappop(farthest)
-            if due.get(block) == -again:  # else the block was asked for since
+            if due.get(block) == -again:  # else the entry is old: the block was asked for since
                 del due[block]
     return hits
 

@@ -1,11 +1,11 @@
-"""Request traces, by their public descriptions. A prompt is a list of ids of its blocks. Equal ids are equal prefixes.
+"""Request traces in three public formats. A prompt is a list of ids of its blocks. Equal ids mean equal prefixes.
 
 - Mooncake's (github.com/kvcache-ai/Mooncake, FAST'25): a request a line, blocks of 512 tokens, `timestamp` in ms. A
   line may have `session`, `turn` and `last` (whether it is the session's last request).
 - Alibaba Bailian's (github.com/alibaba-edu/qwen-bailian-usagetraces-anon): a request a line, blocks of 16 tokens,
   `timestamp` in s. `parent_chat_id` is the `chat_id` of the turn before, -1 for a first turn.
 - AgentX's (semianalysisai/cc-traces at Hugging Face): a session a line, with `requests`. The requests of a sub-agent
-  are nested. Blocks have 64 tokens, and ids count within their session.
+  are nested. Blocks have 64 tokens. Each session has ids of its own, unless its `hash_id_scope` is `global`.
 """
 
 from __future__ import annotations

@@ -16,9 +16,9 @@ from raykv.protocol.location import ALIGN, KEY_BYTES, LOCATION
 from raykv.protocol.stores import ArenaDescription, Inventory
 from raykv.protocol.tiers import DemotionReport, ExistingBlocks, TierReport
 
-BLOCK_BYTES = 4 * MIB - ALIGN  # with its header in a tier a block has 4 MiB, so tiers have few spare slots
+BLOCK_BYTES = 4 * MIB - ALIGN  # in a tier a block and its header take 4 MiB, so tiers have few spare slots
 CLIENT = 1
-PLAN_EVERY = 50  # requests between two plans
+PLAN_EVERY = 50  # requests between two plans of the directory: where stored blocks should go
 LONG_WAIT_S = 10.0  # a longer wait is for a person, not a tool
 MIN_WINDOW = 64  # staging slots of a node, at least
 
@@ -62,8 +62,8 @@ class Pool:
     def serve(self, trace: Trace, nodes: Sequence[int], waits: Sequence[float] = ()) -> Served:
         """Send each request to its node. nodes: of the requests.
 
-        waits: seconds from each request to the next of its session; inf: the session ends. Before a long wait, the
-        session tells the pool that it is done with the blocks that its first request did not find.
+        waits: seconds from each request to the next of its session; inf: the session ends. Before a long wait, a
+        session tells the pool that it is done with its own blocks: those that its first request did not find.
         """
         asked, own, begin = [], dict[int | None, int](), self.now
         for number, (node, request) in enumerate(zip(nodes, trace.requests, strict=True)):
@@ -135,11 +135,11 @@ class Pool:
             pulled = b""
             if missing[read]:
                 break
-        self.directory.client_heartbeat(self._call(pulled=pulled), self.now)  # without the lease: it ends
+        self.directory.client_heartbeat(self._call(pulled=pulled), self.now)  # does not list the lease, which so ends
         return read, int(np.count_nonzero(remote[:read]))
 
     def store(self, node: int, keys: KeyArray, start: int) -> None:
-        """Store the blocks that were not read: in several calls, since staging limits stores on other nodes."""
+        """Store the blocks that were not read. This takes several calls: a call may store few blocks on other nodes."""
         index = self.directory.nodes[str(node)].index
         while start < len(keys):
             reservation = next(self.calls)

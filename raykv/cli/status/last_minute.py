@@ -13,7 +13,7 @@ Rates = deque[float | None]  # oldest first; None: not known
 class LastMinute:
     """Rates between the latest LOOKS looks. hit_rate: found blocks as a share of the blocks asked for.
 
-    pulled, evicted: blocks per second. pulled_by: the same by node id, of nodes whose store answered the last two
+    pulled, evicted: blocks per second. pulled_by: `pulled` by node id, for nodes whose store answered the last two
     looks.
     """
 

@@ -19,7 +19,7 @@ from raykv.ui.overview import ANSWER_S, Member, Overview, fault_text, hit_source
 GIB = 1 << 30
 LOOK_S = 0.2  # between looks whether the size is reached
 STANDSTILL_S = 30.0  # if no slab comes for so long, growth has failed: a slab of 1 GiB takes a tenth of this time
-COLORS = {"alive": "green", "silent": "red", "no store": "red"}  # of other states: yellow
+COLORS = {"alive": "green", "silent": "red", "no store": "red"}  # all other states are yellow
 Row = dict[str, str]  # cells by column
 
 
