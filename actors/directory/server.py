@@ -188,10 +188,6 @@ class DirectoryServer:
         return next((why for why in reasons if why != NO_MEMORY), NO_MEMORY)
 
     @one_at_a_time
-    def pin(self, call: Call, keys: bytes, ttl: float | None = None) -> Message:
-        return tuple(self._directory.pin(call, keys, self._clock(), ttl))
-
-    @one_at_a_time
     def done(self, call: Call, keys: bytes, again: bool = False, tenant: str = "") -> Message:
         return tuple(self._directory.done(call, keys, self._clock(), again, tenant))
 

@@ -1,5 +1,7 @@
 """A cache: an engine reads and writes one key space of a pool through it."""
 
+import math
+import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -167,18 +169,14 @@ class KVCache:
 
     # ------------------------------------------------------------------ keep
 
-    def pin(self, keys: Keys, ttl: float | None = None) -> int:
+    def pin(self, keys: Keys) -> int:
         """Keep blocks, in memory or in an external tier, until `unpin`, `clear` or a restart of the directory.
 
-        ttl: seconds until the pin ends (to within half a second); None: no such end.
         Pins have at most half of the nodes' memory; blocks in an external tier or on a GPU take none of that half.
-        The last call for a key counts. Returns how many keys are pinned on these terms. Keys that are not stored, or
-        beyond that half, can't be pinned.
-        Raises ValueError for keys of another cache, and a ttl that is not above 0.
+        Returns how many keys are pinned. Keys that are not stored, or beyond that half, can't be pinned.
+        Raises ValueError for keys of another cache.
         """
-        if ttl is not None and not ttl > 0:
-            raise ValueError(f"ttl={ttl!r}: give seconds above 0, or None for a pin without an end")
-        return self.session.directory.pin(key_chain.check(keys, self.id).tobytes(), ttl)
+        return self.session.directory.pin(key_chain.check(keys, self.id).tobytes())
 
     def unpin(self, keys: Keys) -> None:
         """End pins: the blocks may be evicted again. Keys without a pin are ignored.
@@ -186,6 +184,21 @@ class KVCache:
         Raises ValueError for keys of another cache.
         """
         self.session.directory.unpin(key_chain.check(keys, self.id).tobytes())
+
+    def touch(self, keys: Keys, *, until: float | None = None) -> int:
+        """Use these blocks as a look-up does. With `until`, the pool also keeps them in memory longer than plain LRU.
+
+        until: a time of `time.time()`. Until then, to within two seconds, the pool evicts the oldest other block of the
+        same node and tenant in the place of such a block. This is a hint: of the blocks that would be evicted next, at
+        most half are kept, and no store is refused for them. A restart of the directory forgets the hint. A later
+        `touch` or `done` for a block takes its place. Copies on a GPU are not kept.
+        Returns how many of the keys are in the pool; blocks of another tenant do not count, and stay as they are.
+        Raises ValueError for keys of another cache, and a time that is over.
+        """
+        seconds = 0.0 if until is None else until - time.time()
+        if until is not None and not 0 < seconds < math.inf:
+            raise ValueError(f"until={until!r}: give a time that is not over, as time.time() + 60")
+        return self.session.directory.touch(key_chain.check(keys, self.id), seconds)
 
     def done(self, keys: Keys, *, again: bool = False) -> int:
         """Have the pool evict these blocks before all blocks in use. A look-up puts them back in use.

@@ -201,14 +201,20 @@ class DirectoryClient:
         if done < expected and not self.closed:
             self.fault("commit", f"{expected - done} of {expected} blocks that were written are not offered")
 
-    def pin(self, keys: bytes, ttl: float | None = None) -> int:
-        """See KVCache.pin. Returns how many of the keys are pinned on these terms."""
-        return sum(_count(self._ask(Counted, "pin", some, ttl)) for some in _in_steps(keys, KEYS_PER_CALL))
+    def pin(self, keys: bytes) -> int:
+        """See KVCache.pin. Returns how many of the keys are pinned."""
+        return sum(_count(self._ask(Counted, "pin", some)) for some in _in_steps(keys, KEYS_PER_CALL))
 
     def unpin(self, keys: bytes) -> None:
         """End pins."""
         for some in _in_steps(keys, KEYS_PER_CALL):
             self._ask(Counted, "unpin", some)
+
+    def touch(self, keys: Keys, seconds: float) -> int:
+        """See KVCache.touch. Returns how many of the keys are in the pool."""
+        tenant = keys.cache.tenant
+        steps = _in_steps(keys.tobytes(), KEYS_PER_JOINT_CALL)
+        return sum(_count(self._ask(Counted, "touch", some, seconds, tenant)) for some in reversed(steps))
 
     def done(self, keys: Keys, again: bool) -> int:
         """See KVCache.done. Returns how many copies are evicted earlier now."""

@@ -43,6 +43,7 @@ class Directory(State):
 
     pin = clients.pin
     unpin = clients.unpin
+    touch = clients.touch
     done = clients.done
     forget = clients.forget
     preempted = clients.preempted

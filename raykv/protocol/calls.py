@@ -9,7 +9,7 @@ from raykv.protocol.tiers import Demotions, GpuDemotions, TierReply
 
 # The version of all messages, headers and superblocks: raise it when any of them changes. A process needs its pool's
 # version to join: `raykv.cluster.internal_kv.settings` checks it.
-VERSION = 22
+VERSION = 23
 
 CLIENT, STORE = b"client", b"store"  # who may make a call
 ADMINISTRATOR = b"administrator"  # through Ray only
@@ -43,7 +43,9 @@ CALLS = {
     "commit": Asked(CLIENT, Counted, frequent=True),
     "pin": Asked(CLIENT, Counted, few=True),
     "unpin": Asked(CLIENT, Counted, few=True),
-    "done": Asked(CLIENT, Counted),  # not `few`, as blocks of one call go in another order than blocks of two calls
+    # `touch` and `done` are not `few`, as blocks of one call go in another order than blocks of two calls
+    "touch": Asked(CLIENT, Counted),
+    "done": Asked(CLIENT, Counted),
     "forget": Asked(CLIENT, Counted, few=True),
     "preempted": Asked(CLIENT, Counted, few=True),
     "locate_prefix": Asked(CLIENT, Located),

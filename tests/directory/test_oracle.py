@@ -34,7 +34,7 @@ OPS = (
     ),
     *("locate_prefix", "stored", "node_lost", "restart", "wait", "clear"),
     *("tier_heartbeat", "report_existing", "demote", "demote"),
-    *("pin", "unpin", "done", "forget", "preempted", "leave_node", "stay_node", "sole_copies"),
+    *("pin", "unpin", "touch", "done", "forget", "preempted", "leave_node", "stay_node", "sole_copies"),
     *("demote_gpu", "demote_gpu", "set_slab_target", "set_quota", "follow"),
 )
 SEEDS_OF_BURSTS = st.integers(0, 1 << 30)

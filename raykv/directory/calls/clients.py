@@ -13,6 +13,7 @@ from raykv.protocol.clients import Call, Counted
 from raykv.protocol.location import LOCATION, Locations
 
 PINNED_SHARE = 0.5  # at most so much of all memory may be pinned
+LAST_SECOND = 2**32 - 1  # of `columns.kept_until`
 NO_LOCATIONS = np.zeros(0, LOCATION)
 
 
@@ -53,23 +54,33 @@ def client_heartbeat(state: State, call: Call, now: float) -> Counted:
     return Counted(state.epoch)
 
 
-def pin(state: State, call: Call, keys: bytes, now: float, ttl: float | None = None) -> Counted:
-    """Pin stored blocks until `unpin`, or for `ttl` seconds. Counts the keys that are pinned now.
+def pin(state: State, call: Call, keys: bytes, now: float) -> Counted:
+    """Pin stored blocks until `unpin`. Counts the keys that are pinned now.
 
-    Pins hold at most PINNED_SHARE of the nodes' memory. ValueError for a bad ttl.
+    Pins hold at most PINNED_SHARE of the nodes' memory.
     """
     on_call(state, call, now)
-    if ttl is not None and not ttl > 0:
-        raise ValueError(f"a pin of {ttl!r} seconds: give more than 0, or None for one without an end")
     limit = int(state.allocator.memory_bytes() * PINNED_SHARE)
-    end = math.inf if ttl is None else now + ttl
-    return Counted(state.epoch, state.pins.pin(split_keys(keys), end, limit))
+    return Counted(state.epoch, state.pins.pin(split_keys(keys), limit))
 
 
 def unpin(state: State, call: Call, keys: bytes, now: float) -> Counted:
     """End pins. Counts the keys that were pinned."""
     on_call(state, call, now)
     return Counted(state.epoch, state.pins.unpin(split_keys(keys)))
+
+
+def touch(state: State, call: Call, keys: bytes, seconds: float, tenant: str, now: float) -> Counted:
+    """Use blocks as a look-up does, and keep them for `seconds`: evictions pass over them. Counts the keys.
+
+    0 seconds: the blocks are evicted by age again. Only the tenant's own keys count. ValueError for a bad argument.
+    """
+    on_call(state, call, now)
+    if not 0 <= seconds < math.inf or not isinstance(tenant, str):
+        raise ValueError(f"seconds={seconds!r}, tenant={tenant!r}: give a number from 0 on, and a name")
+    until = min(math.ceil(now + seconds), LAST_SECOND) if seconds else 0
+    count = int(eviction.keep(state.c, state.find(keys), state.quotas.number(tenant), until))
+    return Counted(state.epoch, count)
 
 
 def done(state: State, call: Call, keys: bytes, now: float, again: bool = False, tenant: str = "") -> Counted:

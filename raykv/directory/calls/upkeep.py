@@ -14,7 +14,7 @@ MARKS = 12  # how often the tick is noted in the time after which a user is late
 
 
 def check(state: State, now: float) -> None:
-    """Set silent nodes to "suspect"; end silent clients, and old leases, pins and intents; age the hit curve.
+    """Set silent nodes to "suspect"; end silent clients, and old leases and intents; age the hit curve.
 
     Does so at most twice a second. After a burst of look-ups it ages the hit curve sooner.
     """
@@ -30,7 +30,7 @@ def check(state: State, now: float) -> None:
         forget_swapped(state, state.clients.expire(client))
         state.intents.end_all(client)
     state.clients.end_unused(now)
-    state.pins.expire(now)
+    state.size_classes.set_second(int(now))
     state.intents.expire(now)
     state.hit_curve.check(now)
     mark(state, now)

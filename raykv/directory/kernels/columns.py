@@ -48,13 +48,15 @@ ROW = np.dtype(
 # All rows from the old end up to `clean_tail` are clean. clean_count: number of clean rows. clean_tail: -1 without any.
 # An eviction of a clean row loses nothing: its block is in the external tier, is being demoted, or is not wanted there.
 # done: the youngest of the rows that `eviction.done` put at the old end, -1 if there are none. late: the youngest of
-# these that nobody asks for again, or whose user is late; or -1.
+# these that nobody asks for again, or whose user is late; or -1. kept: the youngest of the rows at the old end that
+# evictions pass over since they are kept (`eviction.keep`), or -1. kept_count: the number of rows up to `kept`.
 LIST = np.dtype(
     [
         *(("head", "<i4"), ("tail", "<i4"), ("count", "<i8")),  # written by lists
         *(("clean_tail", "<i8"), ("clean_count", "<i8")),  # written by lists, eviction, demotion
         ("done", "<i8"),  # written by lists, eviction
         ("late", "<i8"),  # written by lists, eviction
+        *(("kept", "<i8"), ("kept_count", "<i8")),  # written by lists, eviction
     ]
 )
 SIZE_CLASS = np.dtype(  # the slots of one size on one node
@@ -81,7 +83,7 @@ FREE_LIST, REPLICA_LIST, READY_LISTS = range(3)  # from READY_LISTS on, each ten
 LISTS_PER_CLASS = READY_LISTS + TENANTS_MAX
 HEAP = np.dtype([("tick", "<i8"), ("size_class", "<i8")])
 
-CLOCK, COUNTER, EPOCH, ENTRIES, TENANTS, TIERED = range(6)  # of Columns.state
+CLOCK, COUNTER, EPOCH, ENTRIES, TENANTS, TIERED, SECOND, LAST_KEPT = range(8)  # of Columns.state
 FIRST_TICK = 1 << 52  # so that floats tell all idle times apart
 # Rows that are done with have ticks near FIRST_TICK minus one of these: the user asks again, is late, or will not ask.
 # Each is more than twice the one before: a writer evicts a block of its own node instead of one that is twice as old.
@@ -98,6 +100,8 @@ class Columns(NamedTuple):
     rows: NDArray[np.void]  # ROW
     # Of each row: the tenant that pays for its key. Not used while there is only one tenant; written by lists, table
     tenants: NDArray[np.uint8]
+    # Of each row: the second until which it is kept. Not used while LAST_KEPT is over; written by lists, eviction
+    kept_until: NDArray[np.uint32]
     table: NDArray[np.int64]  # tag << 32 | row + 1, or 0; written by table
     lists: NDArray[np.void]  # LIST, LISTS_PER_CLASS of each size class
     size_classes: NDArray[np.void]  # SIZE_CLASS
@@ -105,7 +109,8 @@ class Columns(NamedTuple):
     pages: NDArray[np.int32]  # slab of each page of rows; written by no kernel
     grid: NDArray[np.int32]  # slab of (node, number of the slab there), or -1; written by no kernel
     quotas: NDArray[np.void]  # TENANT, of each tenant
-    # CLOCK, COUNTER, EPOCH, ENTRIES, TENANTS (how many), TIERED (whether there was an external tier)
+    # CLOCK, COUNTER, EPOCH, ENTRIES, TENANTS (how many), TIERED (whether there was an external tier), SECOND (of the
+    # caller's clock), LAST_KEPT (the highest second in `kept_until`)
     state: NDArray[np.int64]  # written by lists, table, eviction
 
 
@@ -195,6 +200,7 @@ C = numba.typeof(
     Columns(
         rows=np.zeros(0, ROW),
         tenants=np.zeros(0, np.uint8),
+        kept_until=np.zeros(0, np.uint32),
         table=np.zeros(0, np.int64),
         lists=np.zeros(0, LIST),
         size_classes=np.zeros(0, SIZE_CLASS),

@@ -8,6 +8,9 @@ may go. If there is only one tenant, all blocks may go.
 Of the blocks that users ask for again (`done`), those of the last user go first, since a user that waits longer returns
 sooner. A user that is late may not return at all: the blocks of this user go before (`end_late`). In a pool with an
 external tier the blocks of the first user go first: demotion copies the oldest blocks.
+
+A block may be kept until a time (`keep`). Then the oldest block of the same list that is not kept goes in its place
+(`_instead_of`).
 """
 
 import numpy as np
@@ -20,12 +23,14 @@ from raykv.directory.kernels.columns import (
     IN_TIME,
     IN_USE,
     INT,
+    LAST_KEPT,
     LISTS_PER_CLASS,
     NOT_OFFERED,
     OVERDUE,
     READY,
     REPLICA,
     ROWS,
+    SECOND,
     TENANTS,
     TIERED,
     TO_ALL,
@@ -41,9 +46,11 @@ from raykv.directory.kernels.lists import (
     link_old,
     list_of,
     oldest_in,
+    pass_over_none,
     ready_list,
     size_class_of,
     stored,
+    touch,
     unlink,
 )
 from raykv.directory.kernels.quotas import ANYBODY, OTHERS, OWN, may_go, tenant_of, whose
@@ -196,11 +203,14 @@ def drop_replicas(c, first):
 
 @kernel
 def evict(c, row):
-    """Forget a primary that nobody holds. Returns its row, which the caller must fill or free.
+    """Forget the oldest primary of a list, or if it is kept, the primary that goes in its place. Nobody may hold it.
 
+    Returns the row of the primary that went; the caller must fill or free this row. It has the same size class.
     The key's replicas go too, unless somebody holds them. They are as old as the primary, since `release` touches the
     primary after a read of a replica. A replica that became the primary would take a slot of its node's staging window.
     """
+    if c.state[LAST_KEPT] > c.state[SECOND]:
+        row = _instead_of(c, row)
     position = probe(c, c.rows[row].k0, c.rows[row].k1)
     if not alone(c, position, row):
         drop_replicas(c, row_at(c, position))
@@ -208,6 +218,95 @@ def evict(c, row):
     c.size_classes[size_class_of(c, row)].evicted += 1
     c.quotas[tenant_of(c, row)].evicted += 1
     return row
+
+
+@kernel
+def _is_kept(c, row):
+    return c.kept_until[row] > c.state[SECOND]
+
+
+@kernel
+def _instead_of(c, row):
+    """The row that goes in the place of the oldest row of a list, which may be kept.
+
+    The oldest row that is not kept goes, and the kept row gets its place and age. So the ages of the list are the same
+    as without a kept row: no hint of a tenant costs a block of another tenant. The kept row goes itself if the rows to
+    pass over are more than half of the list, or if an unclean row would go for a clean row.
+    """
+    which = list_of(c, row, READY)
+    if not _is_kept(c, row):
+        return row
+    other = _first_not_kept(c, which)
+    if other < 0:
+        return row
+    clean_tail = c.lists[which].clean_tail
+    is_clean = clean_tail >= 0 and c.rows[other].last <= c.rows[clean_tail].last
+    if clean_tail >= 0 and not is_clean:
+        return row
+    younger, older = c.rows[other].prev, c.rows[other].next
+    unlink(c, which, other)
+    unlink(c, which, row)
+    c.rows[row].last = c.rows[other].last
+    link_between(c, which, np.int64(younger), row, np.int64(-1) if older == row else np.int64(older))
+    c.lists[which].kept = row
+    c.lists[which].kept_count += 1
+    if is_clean:
+        c.lists[which].clean_count += 1
+        if clean_tail == other:
+            c.lists[which].clean_tail = row
+    return other
+
+
+@kernel
+def _first_not_kept(c, which):
+    """A list's oldest row that nobody holds or keeps. -1: the rows before it are more than half of the list."""
+    while 2 * c.lists[which].kept_count <= c.lists[which].count:
+        kept = c.lists[which].kept
+        row = np.int64(c.rows[kept].prev if kept >= 0 else c.lists[which].tail)
+        if row < 0 or not (c.rows[row].holds > 0 or _is_kept(c, row)):
+            return row
+        c.lists[which].kept = row
+        c.lists[which].kept_count += 1
+    return np.int64(-1)
+
+
+@kernel(C, ROWS, INT, INT)
+def keep(c, firsts, tenant, until):
+    """Use keys of a tenant: the first key is the youngest then. Keep them until a second. Returns how many are there.
+
+    Copies in the memory of nodes are kept: evictions pass over them, see `_instead_of`. firsts: of `find`.
+    """
+    count = 0
+    c.state[LAST_KEPT] = max(c.state[LAST_KEPT], until)
+    for i in range(len(firsts) - 1, -1, -1):
+        row, is_there = np.int64(firsts[i]), False
+        if row >= 0 and c.state[TENANTS] > 1 and tenant_of(c, row) != tenant:
+            continue
+        while row >= 0:
+            if stored(c.rows[row].state):
+                is_there = True
+                if c.size_classes[size_class_of(c, row)].charge > 0:
+                    _keep_until(c, row, until)
+                if c.rows[row].holds == 0:
+                    touch(c, row)
+            row = np.int64(c.rows[row].same)
+        count += is_there
+    return count
+
+
+@kernel
+def _keep_until(c, row, until):
+    if c.state[LAST_KEPT] > c.state[SECOND]:  # else nobody reads or resets the column
+        c.kept_until[row] = until
+
+
+@kernel(C, INT, INT)
+def set_second(c, size_classes, second):
+    """The time is `second` now. size_classes: how many there are."""
+    if c.state[LAST_KEPT] > c.state[SECOND]:
+        for which in range(size_classes * LISTS_PER_CLASS):
+            pass_over_none(c, which)
+    c.state[SECOND] = second
 
 
 @kernel
@@ -283,6 +382,7 @@ def done(c, firsts, tenant, again):
             continue
         while row >= 0:
             if stored(c.rows[row].state) and c.rows[row].holds == 0 and _may_rest(c, row):
+                _keep_until(c, row, 0)
                 which = list_of(c, row, c.rows[row].state)
                 oldest_in(c, which)  # takes held rows off the old end, else they would end up in the middle
                 if again:

@@ -20,6 +20,7 @@ from raykv.directory.kernels.columns import (
     IN_TIME,
     IN_USE,
     INT,
+    LAST_KEPT,
     LISTS_PER_CLASS,
     NOWHERE,
     PAGE_BITS,
@@ -29,6 +30,7 @@ from raykv.directory.kernels.columns import (
     REPLICA,
     REPLICA_LIST,
     ROWS,
+    SECOND,
     STAGING,
     TENANTS,
     TO_ALL,
@@ -112,6 +114,7 @@ def give_up_list(c, size_class, tenant):
         oldest_in(c, which)  # takes held rows off the old end, else they would end up in the middle
         c.lists[which].clean_tail = -1
         c.lists[which].clean_count = 0
+        pass_over_none(c, which)
     c.lists[target].done = younger_of(c, c.lists[target].done, c.lists[source].done)
     c.lists[target].late = younger_of(c, c.lists[target].late, c.lists[source].late)
     younger = np.int64(c.lists[target].tail)
@@ -147,6 +150,22 @@ def link_between(c, which, younger, row, older):
     else:
         c.lists[which].tail = row
     c.lists[which].count += 1
+    if _up_to_kept(c, which, row):
+        c.lists[which].kept_count += 1
+
+
+@kernel
+def _up_to_kept(c, which, row):
+    """Whether a row is in the old part of a list, up to `kept`."""
+    kept = c.lists[which].kept
+    return kept >= 0 and c.rows[row].last <= c.rows[kept].last
+
+
+@kernel
+def pass_over_none(c, which):
+    """Have the next eviction look at a list from the old end on."""
+    c.lists[which].kept = -1
+    c.lists[which].kept_count = 0
 
 
 @kernel
@@ -175,6 +194,10 @@ def unlink(c, which, row):
     if clean_tail >= 0 and c.rows[row].last <= c.rows[clean_tail].last:
         c.lists[which].clean_count -= 1
         c.lists[which].clean_tail = after if clean_tail == row else clean_tail
+    if _up_to_kept(c, which, row):
+        c.lists[which].kept_count -= 1
+        if c.lists[which].kept == row:
+            c.lists[which].kept = after
     if c.lists[which].done == row:
         c.lists[which].done = after
     if c.lists[which].late == row:
@@ -458,6 +481,8 @@ def fill(c, row, k0, k1, gen, state):
     c.rows[row].gen = gen
     c.rows[row].holds = 0
     c.rows[row].uses = 0
+    if c.state[LAST_KEPT] > c.state[SECOND]:
+        c.kept_until[row] = 0
     c.rows[row].state = state
     insert(c, row)
     if (state == WRITING) | (state == READY):

@@ -1,8 +1,7 @@
-"""Blocks that stay until somebody unpins them, or for a time, in memory or in an external tier."""
+"""Blocks that stay until somebody unpins them, in memory or in an external tier."""
 
 from collections.abc import Iterable
 from itertools import chain
-from math import inf
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,13 +16,11 @@ class Pins(dict[bytes, tuple[int, int]]):
 
     def __init__(self, size_classes: SizeClasses) -> None:
         self._size_classes = size_classes
-        self._ends: dict[bytes, float] = {}  # end times, of pins with a ttl
-        self._next_end = inf  # the first of these times, or earlier
         self._sizes: dict[bytes, int] = {}  # bytes of each pin in the memory of a node; 0 on a GPU and in a tier
         self._bytes = 0  # sum of `_sizes`
 
-    def pin(self, keys: list[bytes], end: float = inf, limit: int | None = None) -> int:
-        """Pin keys that are stored, until `end`. The new end also replaces the end of an earlier pin.
+    def pin(self, keys: list[bytes], limit: int | None = None) -> int:
+        """Pin keys that are stored.
 
         limit: bytes of nodes' memory for all pins. Beyond the limit the last of `keys` get no pin, but keep one that
         they had. Returns how many of `keys` are pinned.
@@ -31,12 +28,7 @@ class Pins(dict[bytes, tuple[int, int]]):
         new = self._hold(keys)
         if limit is not None:
             self.unpin(self._beyond(limit, new))
-        pinned = [key for key in keys if key in self]
-        self._forget_ends(pinned)
-        if end < inf:
-            self._ends.update(dict.fromkeys(pinned, end))
-            self._next_end = min(self._next_end, end)
-        return len(pinned)
+        return sum(key in self for key in keys)
 
     def _beyond(self, limit: int, keys: list[bytes]) -> list[bytes]:
         """The last of these newly pinned keys: without them, the pins stay within `limit` bytes."""
@@ -46,16 +38,6 @@ class Pins(dict[bytes, tuple[int, int]]):
                 beyond.append(key)
                 over -= self._sizes[key]
         return beyond[::-1]
-
-    def _forget_ends(self, keys: list[bytes]) -> None:
-        for key in keys if self._ends else ():
-            self._ends.pop(key, None)
-
-    def expire(self, now: float) -> None:
-        """End pins whose time is over."""
-        if now >= self._next_end:
-            self.unpin([key for key in self if self._ends.get(key, inf) <= now])
-            self._next_end = min(self._ends.values(), default=inf)
 
     def _hold(self, keys: list[bytes]) -> list[bytes]:
         """Hold the lasting copy of each key that has no pin. Returns the keys that have a copy to hold."""
@@ -81,7 +63,6 @@ class Pins(dict[bytes, tuple[int, int]]):
     def unpin(self, keys: list[bytes]) -> int:
         """End pins. Returns how many of the keys were pinned."""
         taken = self._take(keys)
-        self._forget_ends(keys)
         self._release(taken)
         return len(taken)
 
@@ -89,7 +70,6 @@ class Pins(dict[bytes, tuple[int, int]]):
         """Hold the present lasting copy of each key. Once a key is in an external tier, its copy in memory may go."""
         taken = self._take(keys)
         self._hold(list(taken))
-        self._forget_ends([key for key in taken if key not in self])
         self._release(taken)
 
     def repair(self) -> None:

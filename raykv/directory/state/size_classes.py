@@ -11,7 +11,17 @@ from numpy.typing import NDArray
 
 from raykv.directory.kernels import columns, eviction, lists, slabs, table
 from raykv.directory.kernels import slots as free_slots
-from raykv.directory.kernels.columns import CLOCK, COUNTER, EPOCH, LISTS_PER_CLASS, NODE_MASK, PAGE_BITS, TENANTS
+from raykv.directory.kernels.columns import (
+    CLOCK,
+    COUNTER,
+    EPOCH,
+    LAST_KEPT,
+    LISTS_PER_CLASS,
+    NODE_MASK,
+    PAGE_BITS,
+    SECOND,
+    TENANTS,
+)
 from raykv.directory.state.arrays import RowArray, zeros
 from raykv.protocol.location import COUNTER_BITS, LOCATION, Locations
 
@@ -45,9 +55,11 @@ class SizeClasses:
     def __init__(self, epoch: int) -> None:
         self._reserved = zeros(RESERVED_ROWS, 64, columns.ROW)  # to grow in place: copies would hold up callers
         self._tenants = zeros(RESERVED_ROWS, 64, np.uint8)
+        self._kept_until = zeros(RESERVED_ROWS, 64, np.uint32)
         self.c = columns.Columns(
             rows=self._reserved[:64],
             tenants=self._tenants[:64],
+            kept_until=self._kept_until[:64],
             table=np.zeros(128, np.int64),
             lists=np.zeros(0, columns.LIST),
             size_classes=np.zeros(0, columns.SIZE_CLASS),
@@ -55,7 +67,7 @@ class SizeClasses:
             pages=np.zeros(1, np.int32),
             grid=np.full((1, 1), -1, np.int32),
             quotas=np.zeros(columns.TENANTS_MAX, columns.TENANT),
-            state=np.zeros(6, np.int64),
+            state=np.zeros(8, np.int64),
         )
         self.c.quotas["maximum"] = columns.NO_LIMIT
         self.c.state[CLOCK], self.c.state[EPOCH], self.c.state[TENANTS] = columns.FIRST_TICK, epoch, 1
@@ -80,6 +92,7 @@ class SizeClasses:
     def nbytes(self) -> int:
         """Bytes of all columns in use."""
         unused = self.c.tenants.nbytes if self.tenants == 1 else 0
+        unused += 0 if self.c.state[LAST_KEPT] else self.c.kept_until.nbytes
         return sum(array.nbytes for array in self.c) - unused
 
     @property
@@ -107,7 +120,7 @@ class SizeClasses:
         size_class = self._class_count
         self._class_count += 1
         lists = _grown(self.c.lists, self._class_count * LISTS_PER_CLASS)
-        lists[size_class * LISTS_PER_CLASS :][:LISTS_PER_CLASS] = (-1, -1, 0, -1, 0, -1, -1)
+        lists[size_class * LISTS_PER_CLASS :][:LISTS_PER_CLASS] = (-1, -1, 0, -1, 0, -1, -1, -1, 0)
         size_classes = _grown(self.c.size_classes, self._class_count)
         size_classes[size_class] = (node, offered, window, 0, 0, 0, charge)
         self.c = self.c._replace(lists=lists, size_classes=size_classes)
@@ -171,6 +184,11 @@ class SizeClasses:
         """Have blocks whose user left at a tick in (after, before] evicted before others that wait for their user."""
         if eviction.end_late(self.c, self._class_count, after, before):
             self.reset_heaps()
+
+    def set_second(self, second: int) -> None:
+        """Tell kernels the time: blocks that were kept until then are evicted by age again."""
+        if second != self.c.state[SECOND]:
+            eviction.set_second(self.c, self._class_count, second)
 
     def oldest_tick_in_use(self, size_class: int) -> int:
         """As `oldest_tick`, among blocks in use: those that nobody is done with."""
@@ -245,7 +263,7 @@ class SizeClasses:
         first = self._page_count
         self._page_count += pages
         rows = self._grown_rows(self._page_count << PAGE_BITS)
-        tenants = self._tenants[: len(rows)]
+        tenants, kept_until = self._tenants[: len(rows)], self._kept_until[: len(rows)]
         old = entries = self.c.table
         length = len(old)
         while self._page_count << PAGE_BITS > length * 3 // 4:
@@ -253,7 +271,7 @@ class SizeClasses:
         if length > len(old):
             entries = zeros(length, length, np.int64)  # in huge pages, as probes are spread over the table
         pages_now = _grown(self.c.pages, self._page_count)
-        self.c = self.c._replace(rows=rows, tenants=tenants, pages=pages_now, table=entries)
+        self.c = self.c._replace(rows=rows, tenants=tenants, kept_until=kept_until, pages=pages_now, table=entries)
         if entries is not old:
             table.rehash(self.c, old)
         return first
@@ -267,6 +285,8 @@ class SizeClasses:
             self._reserved[: len(rows)] = rows
             self._tenants = zeros(8 * length, length, np.uint8)
             self._tenants[: len(rows)] = self.c.tenants
+            self._kept_until = zeros(8 * length, length, np.uint32)
+            self._kept_until[: len(rows)] = self.c.kept_until
         return self._reserved[: max(length, len(rows) + len(rows) // 8)]
 
     def _grow_grid(self, node: int, number: int) -> None:

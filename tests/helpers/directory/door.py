@@ -157,11 +157,13 @@ class DirectoryDoor:
     def call_keys(self, m: Mutator) -> None:
         method = m.choice(["pin", "unpin", "done", "forget", "preempted"])
         terms: list[Any] = []
-        if method == "pin":
-            terms = [m.choice([None, 1.0, m.number(), "1"])]
-        elif method == "done":
+        if method == "done":
             terms = [m.choice([True, False, m.number(), "1"]), m.choice(["", "a", m.number()])]
         getattr(self.directory, method)(self._call(m), m.maybe(m.bytes_of, self._keys(m)), self.now, *terms)
+
+    def call_touch(self, m: Mutator) -> None:
+        keys, tenant = m.maybe(m.bytes_of, self._keys(m)), m.choice(["", "a", m.number()])
+        self.directory.touch(self._call(m), keys, m.choice([0.0, 1.0, m.number(), "1"]), tenant, self.now)
 
     def call_client_heartbeat(self, m: Mutator) -> None:
         self.directory.client_heartbeat(self._call(m), self.now)

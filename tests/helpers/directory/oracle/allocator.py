@@ -78,7 +78,8 @@ class Allocator(Tiers):
         return next((row for row in coldest if row.slab.node == choice), coldest[0])
 
     def evict(self, row: Row) -> Row:
-        """Evict a key, given its primary. Copies that somebody holds stay."""
+        """Evict a key, given the oldest primary of a line. Copies that somebody holds stay."""
+        row = self.instead_of(row)
         for other in [r for r in self.table[row.key] if r.state == "replica" and r.holds == 0]:
             self.drop(other)
         self.take_out(row)

@@ -70,7 +70,7 @@ class GpuDemotion(Allocator):
                 continue  # the row's slab was closed
             if row.state == "demoting" and (row, gen) in done:
                 row.state, row.holds = "replica" if self.has_primary(row) else "ready", 0
-                self.touch(row)
+                self.use(row)
                 self.counters["gpu_demoted"] += 1
                 new.append(row)
             else:

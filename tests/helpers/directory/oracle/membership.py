@@ -94,7 +94,7 @@ class Membership(Pins):
             self.intents.end_all(i)
         for client in self.clients.values():
             self.end_unused(client, now)
-        self.unpin_keys([key for key in self.pins if (end := self.pin_ends.get(key)) is not None and end <= now])
+        self.second = int(now)
         self.intents.expire(now)
         if not self.marks or now - self.marks[-1][0] >= self.late / 12:
             self.marks.append((now, self.clock))

@@ -5,6 +5,7 @@ answers byte for byte. If the oldest blocks of two other nodes have the same age
 directory may evict either. `choices` tells `reserve` which node the directory chose.
 """
 
+import math
 import struct
 from collections.abc import Iterator
 from typing import Any
@@ -98,15 +99,19 @@ class Oracle(Readers):
 
     # ------------------------------------------------------------------ blocks by name
 
-    def pin(self, call: Call, keys: bytes, now: float, ttl: float | None = None) -> Counted:
+    def pin(self, call: Call, keys: bytes, now: float) -> Counted:
         self.on_call(call, now)
         memory = sum(node.limit * node.slab_bytes for node in self.nodes.values() if not node.on_gpu)
-        end, limit = None if ttl is None else now + ttl, int(memory * PINNED_SHARE)
-        return Counted(self.epoch, self.pin_keys(split(keys), end, limit))
+        return Counted(self.epoch, self.pin_keys(split(keys), int(memory * PINNED_SHARE)))
 
     def unpin(self, call: Call, keys: bytes, now: float) -> Counted:
         self.on_call(call, now)
         return Counted(self.epoch, self.unpin_keys(split(keys)))
+
+    def touch(self, call: Call, keys: bytes, seconds: float, tenant: str, now: float) -> Counted:
+        self.on_call(call, now)
+        until = math.ceil(now + seconds) if seconds else 0
+        return Counted(self.epoch, self.keep(split(keys), self.name_of(tenant), until))
 
     def done(self, call: Call, keys: bytes, now: float, again: bool = False, tenant: str = "") -> Counted:
         self.on_call(call, now)

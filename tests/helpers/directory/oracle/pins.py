@@ -5,8 +5,8 @@ from helpers.directory.oracle.slots import HOLDS_MAX, STORED
 
 
 class Pins(GpuDemotion):
-    def pin_keys(self, keys: list[bytes], end: float | None = None, limit: int | None = None) -> int:
-        """Pin keys until `end`; None: for good. limit: bytes of all pins."""
+    def pin_keys(self, keys: list[bytes], limit: int | None = None) -> int:
+        """limit: bytes of all pins."""
         before = set(self.pins)
         self.hold_pinned(keys)
         beyond, new = set[bytes](), [key for key in dict.fromkeys(keys) if key in self.pins and key not in before]
@@ -15,9 +15,6 @@ class Pins(GpuDemotion):
             if too_many and self.pinned_bytes({key}):
                 beyond.add(key)
         self.unpin_keys([key for key in new if key in beyond])
-        for key in keys:
-            if key in self.pins:
-                self.pin_ends[key] = end
         return sum(key in self.pins for key in keys)
 
     def pinned_bytes(self, keys: set[bytes]) -> int:

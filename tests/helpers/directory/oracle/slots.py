@@ -37,6 +37,7 @@ class Row:
     uses: int = 0  # matches since it was stored
     aged: bool = False  # a hold on it has ended since it was stored or became the primary: `last` is its age
     clean: bool = False  # found or made clean, and not used since
+    kept_until: int = 0  # second
     given_up: bool = False  # no reader waits until it is pulled
     tenant: str = ""  # the tenant with a quota that is charged for the key; "" if none is
 
@@ -249,14 +250,38 @@ class Slots:
         self.client_ttl, self.next_check, self.intents = client_ttl, 0.0, Intents()
         self.long_bytes, self.waited_at = long_bytes, -math.inf  # waited_at: when a reader last waited for a copy
         self.pins: dict[bytes, tuple[Row, int]] = {}
-        self.pin_ends: dict[bytes, float | None] = {}
+        self.second = 0
 
     # ------------------------------------------------------------------ one row
 
-    def touch(self, row: Row) -> None:
+    def use(self, row: Row) -> None:
         self.clock += 1
         row.last = self.clock
         row.aged, row.clean = True, False
+
+    def keep(self, keys: list[bytes], tenant: str, until: int) -> int:
+        """Touch a tenant's own keys, and keep their copies in memory until a second. Returns how many keys."""
+        count = 0
+        for key in reversed(keys):
+            copies = [row for row in self.table.get(key, []) if row.state in STORED and row.tenant == tenant]
+            count += bool(copies)
+            for row in copies:
+                row.kept_until = until if row.slab.size_class.counts else 0
+                if not row.holds:
+                    self.use(row)
+        return count
+
+    def instead_of(self, row: Row) -> Row:
+        """The block that goes for the oldest block of a line. If that is kept, it takes the age of the other block."""
+        line = row.slab.size_class.line_of(row.tenant)
+        passed = list(itertools.takewhile(lambda row: row.holds or row.kept_until > self.second, line))
+        if not passed or len(passed) == len(line) or 2 * len(passed) > len(line):
+            return row
+        other = line[len(passed)]
+        if row.clean and not other.clean:
+            return row
+        row.last = other.last
+        return other
 
     def done_with(self, keys: list[bytes], tenant: str, again: bool) -> int:
         """Have unheld copies of a tenant's own keys evicted before blocks in use. Returns how many copies."""
@@ -267,6 +292,7 @@ class Slots:
                 size_class = row.slab.size_class
                 there = is_tier(row.slab.node) or (size_class.offered and not size_class.on_gpu)
                 if row.state in STORED and not row.holds and there:
+                    row.kept_until = 0
                     if row.state == "ready":
                         row.slab.size_class.part_with_held(row.tenant)
                     count += self.done_for_now(row) if again else self.done_for_good(row)
@@ -308,9 +334,9 @@ class Slots:
     def enter(self, row: Row, key: bytes, gen: int) -> None:
         """Enter a block that was found in a slot. The first copy of a key is the primary."""
         row.state = "replica" if self.taken(key) else "ready"
-        row.key, row.gen, row.holds, row.uses = key, gen, 0, 0
+        row.key, row.gen, row.holds, row.uses, row.kept_until = key, gen, 0, 0, 0
         self.insert(row)
-        self.touch(row)
+        self.use(row)
 
     def insert(self, row: Row) -> None:
         """Put a row into the table. It is charged to the tenant of the key's other copies."""
@@ -320,7 +346,7 @@ class Slots:
 
     def grant(self, row: Row, key: bytes, state: str) -> tuple[Row, int]:
         row.key, row.gen, row.state, row.holds = key, self.next_gen(), state, 1
-        row.uses, row.aged, row.clean, row.given_up = 0, False, False, False
+        row.uses, row.aged, row.clean, row.given_up, row.kept_until = 0, False, False, False, 0
         self.insert(row)
         return row, row.gen
 
@@ -345,7 +371,7 @@ class Slots:
         """Make a replica the primary, or a primary a replica. Its age counts from the end of the last hold."""
         row.state, row.aged, row.clean = state, False, False
         if not row.holds:
-            self.touch(row)
+            self.use(row)
 
     def has_primary(self, row: Row) -> bool:
         """Whether the key is being written, or has a primary that lasts as long as this copy."""
@@ -389,7 +415,7 @@ class Slots:
         row = item[0]
         row.holds -= 1
         if row.holds == 0 and row.state in STORED:
-            self.touch(row)
+            self.use(row)
         elif row.holds == 0:
             if row.state in IN_TABLE:
                 self.take_out(row)
@@ -401,7 +427,7 @@ class Slots:
         if item and item[0].gen == item[1] and item[0].state == "replica":
             for row in self.table[item[0].key]:
                 if row.state == "ready" and not row.holds:
-                    self.touch(row)
+                    self.use(row)
 
     def abandon(self, item: tuple[Row, int] | None) -> None:
         """Quarantine a row whose only holder vanished and may still write. Clients never write in a tier."""

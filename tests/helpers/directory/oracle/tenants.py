@@ -56,7 +56,7 @@ class Tenants(Slots):
             if row.state == "ready" and row.slab.size_class.counts and row.holds:
                 row.aged = False  # until a hold on it ends
             elif row.state == "ready" and row.slab.size_class.counts:
-                self.touch(row)
+                self.use(row)
 
     # ------------------------------------------------------------------ bytes
 

@@ -150,7 +150,7 @@ class Tiers(Tenants):
                 if size_class and size_class.free and not self.in_tier(tier, key):
                     row, _ = self.grant(size_class.free.pop(), key, "external")
                     row.holds = 0
-                    self.touch(row)
+                    self.use(row)
             for key in mine:
                 if self.in_tier(tier, key):
                     tier.to_delete.pop(key, None)
@@ -205,7 +205,7 @@ class Tiers(Tenants):
                 unwanted += [key] * bool(done)
             elif row.state == "demoting" and done:
                 row.state = "external"
-                self.touch(row)
+                self.use(row)
                 tier.demoted += 1
             elif row.state == "demoting":
                 self.drop(row)
@@ -309,7 +309,7 @@ class Tiers(Tenants):
             row = self.oldest(size_class, "external")
             if row is None or not row.needed or not any(r.state in PRESENT for r in self.table[row.key]):
                 break
-            self.touch(row)
+            self.use(row)
         row = self.oldest(size_class, "external")
         if row:
             tier.to_delete.setdefault(row.key)

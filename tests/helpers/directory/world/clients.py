@@ -250,13 +250,16 @@ class Clients(Cast):
         keys = self.keys()[1][: self.rng.choice([1, 1, 3, LONGEST])]
         if self.rng.random() < 0.15:
             keys = list(DEPTH)  # all keys there are
-        ttl = self.rng.choice([None, None, 0.4, 3.0])
-        self.do("pin", self.call(self.rng.choice(self.workers)), b"".join(keys), self.now, ttl)
+        self.do("pin", self.call(self.rng.choice(self.workers)), b"".join(keys), self.now)
 
     def unpin(self) -> None:
         rng = self.rng
         keys = [key for key in self.real.pins if rng.random() < 0.5] + rng.sample(list(DEPTH), rng.randint(0, 1))
         self.do("unpin", self.call(rng.choice(self.workers)), b"".join(keys), self.now)
+
+    def touch(self) -> None:
+        worker, seconds = self.rng.choice(self.workers), self.rng.choice([0.0, 0.4, 3.0, 30.0])
+        self.do("touch", self.call(worker), b"".join(self.keys()[1]), seconds, worker.tenant, self.now)
 
     def done(self) -> None:
         worker, again = self.rng.choice(self.workers), self.rng.random() < 0.5

@@ -121,7 +121,7 @@ def _arguments(directory: Windowed, name: str, args: tuple[Any, ...]) -> Sequenc
     elif name == "set_quota":
         tenant, quota, directory.clock = args
         arguments = [tenant, quota.minimum, quota.maximum]
-    elif name in ("pin", "done"):
+    elif name == "done":
         call, keys, directory.clock, *terms = args
         arguments = [call, keys, *terms]
     else:

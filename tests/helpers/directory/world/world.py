@@ -178,7 +178,7 @@ _USE: Mix = {
 _USE |= {World.locate_prefix: 2, World.stored: 2, World.match_parts: 4}
 _TIERS: Mix = {World.tier_heartbeat: 1, World.demote: 12}
 _USE |= _TIERS | {World.demote_gpu: 10}
-_BY_KEY: Mix = {World.pin: 1, World.unpin: 1.5, World.forget: 0.5, World.preempted: 0.5, World.done: 2}
+_BY_KEY: Mix = {World.pin: 1, World.unpin: 1.5, World.forget: 0.5, World.preempted: 0.5, World.done: 2, World.touch: 2}
 _UPKEEP: Mix = {World.heartbeats: 4, World.report_existing: 0.3, World.report: 1, World.wait: 1, World.disconnect: 1}
 World.MIXES = {
     "all": {
@@ -204,15 +204,19 @@ World.MIXES = {
             World.demote_gpu: 8,
         },
         **{World.heartbeats: 4, World.demote: 3, World.node_lost: 0.3, World.clear: 0.1, World.set_slab_target: 0.3},
-        **{World.pin: 0.5, World.unpin: 0.5, World.forget: 0.5, World.done: 1},
+        **{World.pin: 0.5, World.unpin: 0.5, World.forget: 0.5, World.done: 1, World.touch: 2},
     },
     "tenants": {
         **{World.match: 6, World.reserve: 10, World.commit: 10, World.release: 9, World.match_parts: 1},
         **{World.set_quota: 1, World.heartbeats: 4, World.demote: 2, World.demote_gpu: 2, World.tier_heartbeat: 1},
-        **{World.pin: 0.2, World.unpin: 0.3, World.report: 0.5, World.node_lost: 0.2, World.done: 2},
+        **{World.pin: 0.2, World.unpin: 0.3, World.report: 0.5, World.node_lost: 0.2, World.done: 2, World.touch: 4},
     },
-    "write": {World.reserve: 4, World.commit: 3, World.release: 1},
-    "copies": {**_USE, World.done: 2, World.heartbeats: 2, World.follow: 1},
+    "write": {World.reserve: 4, World.commit: 3, World.release: 1, World.touch: 1},
+    "copies": {**_USE, World.done: 2, World.touch: 2, World.heartbeats: 2, World.follow: 1},
+    "hints": {
+        **{World.reserve: 8, World.commit: 8, World.release: 6, World.touch: 4, World.done: 1, World.heartbeats: 1},
+        **{World.tier_heartbeat: 0.5, World.demote: 4},
+    },
     "crowds": {
         World.crowd: 4,
         World.release: 6,
