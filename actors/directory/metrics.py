@@ -28,6 +28,7 @@ TOTALS = {  # by metric, names in Directory.totals
     "corrupt_blocks_total": "corrupt",
     "evicted_blocks_total": "evicted",
     "done_blocks_total": "done",
+    "kept_blocks_total": "kept",
     "preempted_requests_total": "num_cumulative_preemption",
 }
 GAUGES = {

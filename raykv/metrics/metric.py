@@ -54,6 +54,7 @@ METRICS: dict[str, Metric] = {
         ),
         ("evicted_blocks_total", "counter", "Blocks that were evicted from memory or from an external tier.", ()),
         ("done_blocks_total", "counter", "Copies of blocks that their users were done with.", ()),
+        ("kept_blocks_total", "counter", "Blocks that their users asked to keep until a time.", ()),
         ("preempted_requests_total", "counter", "Requests that engines swapped out.", ()),
         ("blocks", "gauge", "Different blocks that the pool has.", ()),
         ("pinned_blocks", "gauge", "Blocks that stay until they are unpinned.", ()),

@@ -47,6 +47,7 @@ METHODS: dict[str, Callable[[raykv.KVCache, Any], object]] = {
     "reserve": lambda cache, keys: cache.reserve(keys),
     "pin": lambda cache, keys: cache.pin(keys),
     "unpin": lambda cache, keys: cache.unpin(keys),
+    "touch": lambda cache, keys: cache.touch(keys),
     "done": lambda cache, keys: cache.done(keys),
 }
 OTHERS: dict[str, dict[str, Any]] = {

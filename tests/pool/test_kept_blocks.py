@@ -3,6 +3,7 @@
 import gc
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -164,6 +165,19 @@ def test_an_ended_session_leaves_before_others_its_end_first(
     for seed in range(2 * ROOM - 220 + 40):  # 40 blocks more than the pool has room for
         store(cache, cache.keys(tokens(1000 + seed, 1)))
     assert read(cache, stays).matched == 120 and 20 + 50 <= read(cache, goes).matched <= 20 + 60
+
+
+def test_a_session_that_a_tool_holds_up_outlives_younger_ones(cache: raykv.KVCache) -> None:
+    stays, goes = (cache.keys(tokens(seed, 100)) for seed in (81, 82))
+    for keys in (stays, goes):
+        keep(cache, keys)
+    assert cache.touch(stays, until=time.time() + 600) == 100
+    assert cache.touch(goes) == 100
+    for seed in range(4 * ROOM):
+        store(cache, cache.keys(tokens(1000 + seed, 1)))
+    assert read(cache, stays).matched == 100 and read(cache, goes).matched == 0
+    with pytest.raises(ValueError, match=r"until=60: give a time that is not over, as time.time\(\) \+ 60"):
+        cache.touch(stays, until=60)
 
 
 def test_many_keys_are_kept_in_steps(cache: raykv.KVCache, pool: raykv.KVPool, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import math
 import signal
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
@@ -82,6 +83,7 @@ def test_blocks_are_pinned_done_with_swapped_prefetched_and_cleared(pool: raykv.
     assert cache.pin(keys) == 10 and pool.stats()["pinned"] == 10
     cache.unpin(keys)
     assert pool.stats()["pinned"] == 0
+    assert cache.touch(keys) == cache.touch(keys, until=time.time() + 60) == 10
     assert cache.done(keys) == cache.done(keys, again=True) == 10
     paged = np.random.default_rng(1).integers(0, 255, (10, BLOCK), np.uint8)
     before = paged.copy()

@@ -80,6 +80,7 @@ def touch(state: State, call: Call, keys: bytes, seconds: float, tenant: str, no
         raise ValueError(f"seconds={seconds!r}, tenant={tenant!r}: give a number from 0 on, and a name")
     until = min(math.ceil(now + seconds), LAST_SECOND) if seconds else 0
     count = int(eviction.keep(state.c, state.find(keys), state.quotas.number(tenant), until))
+    state.counters["kept"] += count if seconds else 0
     return Counted(state.epoch, count)
 
 

@@ -33,6 +33,7 @@ COUNTERS = (
     "corrupt",
     "num_cumulative_preemption",
     "done",
+    "kept",
     "promoted",
     "gpu_demoted",
 )

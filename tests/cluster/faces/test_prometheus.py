@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -107,6 +108,7 @@ def test_every_metric_is_there_with_its_tags(pool: raykv.KVPool, prometheus: Pro
     cache.swap_out(np.zeros((2, BLOCK), np.uint8), [0, 1], "a request").result()
     for seed in range(50, 60):
         store(cache, cache.keys(tokens(seed, 16)))
+    assert cache.touch(cache.keys(tokens(59, 16)), until=time.time() + 60)
     assert cache.done(cache.keys(tokens(59, 16)))
     pool.session.directory.fault("a kind", "of a test")
     wanted = {name: metric for name, metric in METRICS.items() if name not in RARE | {"refused_blocks_total"}}

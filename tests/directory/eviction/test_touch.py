@@ -49,7 +49,7 @@ def test_the_oldest_other_block_goes_in_the_place_of_a_kept_one() -> None:
     assert pool.directory.stats(pool.now)["evicted"] == 25, "one block for each store"
 
 
-@pytest.mark.parametrize("end", ["time", "touch", "done"])
+@pytest.mark.parametrize("end", ["time", "touch", "done", "again"])
 def test_a_block_is_kept_until_the_time_or_a_later_word(end: str) -> None:
     pool = Pool()
     pool.store("a", KEYS[:7])
@@ -59,8 +59,8 @@ def test_a_block_is_kept_until_the_time_or_a_later_word(end: str) -> None:
     if end == "touch":
         touch(pool, KEYS[:2], 0.0)
         store_each(pool, KEYS[20:25])
-    elif end == "done":
-        pool.directory.done(pool.call("a"), b"".join(KEYS[:2]), pool.now)
+    elif end in ("done", "again"):
+        pool.directory.done(pool.call("a"), b"".join(KEYS[:2]), pool.now, end == "again")
     else:
         pool.tick(KEPT_S - 1)
         store_each(pool, KEYS[20:25])

@@ -22,7 +22,7 @@ from helpers.engines.vllm.engine import close_engines, engine_on, prompt, save_m
 from vllm import SamplingParams
 
 from raykv.integrations.vllm import compat
-from raykv.integrations.vllm.chunks.hints import AGAIN, DONE, ENVELOPE, SESSION, SESSIONS, Hint, Sessions, hint_of
+from raykv.integrations.vllm.chunks.hints import AGAIN, DONE, ENVELOPE, KEEP, SESSION, SESSIONS, Hint, Sessions, hint_of
 
 pytestmark = pytest.mark.timeout(600)
 CHUNK = 128  # tokens
@@ -112,6 +112,23 @@ def test_a_session_that_ends_goes_before_others_and_leaves_what_they_share(
     assert SHARED <= world.afresh(ends) <= SHARED + CHUNK * OWN // 2
 
 
+def test_chunks_that_a_request_keeps_stay_while_younger_ones_go(world: World) -> None:
+    *older, plain, kept = map(session, range(1, 5))
+    for tokens in older:
+        world.answer(tokens)
+    assert world.answer(kept, **{KEEP: 600}) == SHARED
+    eventually(lambda: world.afresh(kept, **{KEEP: 600}) == SHARED + CHUNK * OWN)
+    eventually(lambda: world.pool.stats()["kept"] >= 2 * (OWN + SHARED // CHUNK))  # the pool knows of both
+    world.answer(plain)
+    evicted = world.pool.stats()["evicted"]
+    for seed in itertools.count(10):
+        if world.pool.stats()["evicted"] >= evicted + 4 * OWN:
+            break
+        world.answer(session(seed))
+    assert world.afresh(plain) <= SHARED + CHUNK * OWN // 2
+    assert world.afresh(kept) == SHARED + CHUNK * OWN
+
+
 def test_a_bad_hint_fails_no_request(world: World) -> None:
     assert world.ask(session(1), **{SESSION: 3, DONE: "never"}) == 0
     assert world.afresh(prompt(9, 200), **{DONE: AGAIN}) == 0
@@ -132,6 +149,9 @@ def test_a_bad_hint_fails_no_request(world: World) -> None:
         ({DONE: 1}, Hint()),
         ({SESSION: "a" * 257, DONE: True}, Hint()),
         ({SESSION: "a", "max_load_tokens": 0}, Hint("a", limited=True)),
+        ({KEEP: 60}, Hint(keep_s=60.0)),
+        ({KEEP: 0.5, SESSION: "a", DONE: False}, Hint("a", keep_s=0.5)),
+        *(({SESSION: "a", KEEP: bad}, Hint()) for bad in (-1, "60", None, float("nan"), float("inf"), [])),
     ],
 )
 def test_what_params_say(params: dict[str, Any] | None, hint: Hint) -> None:

@@ -97,11 +97,12 @@ def test_keys_that_are_looked_at_one_by_one_come_in_steps(method: str) -> None:
     assert not done and f"at most {KEYS_PER_CALL}" in why
 
 
-def test_a_session_is_done_with_a_long_chain_at_once() -> None:
+@pytest.mark.parametrize(("call", "terms"), [("done", (True, "")), ("touch", (60.0, ""))])
+def test_a_session_speaks_of_a_long_chain_at_once(call: str, terms: tuple[Any, ...]) -> None:
     """Of one call the last key goes first, but of two calls no order is right for every pool."""
     server = Server()
     server.serve(Directory())
-    assert answer(server, packed(("done", (1, 1, b"", b"", b""), bytes(KEYS_PER_JOINT_CALL * KEY_BYTES), True, "")))[0]
+    assert answer(server, packed((call, (1, 1, b"", b"", b""), bytes(KEYS_PER_JOINT_CALL * KEY_BYTES), *terms)))[0]
 
 
 def test_a_follower_is_told_why_the_blocks_ahead_are_missing() -> None:
@@ -141,9 +142,9 @@ SOUND: dict[str, tuple[Any, ...]] = {  # arguments by call
     "next_window": (CALL, NextWindowRequest(7, 1, 0, 1, PAGE)),
     "reserve": (CALL, ReserveRequest(1, "a", KEYS, 0, PAGE)),
     "commit": (CALL, CommitRequest(1, b"", b"", b"")),
-    "pin": (CALL, KEYS, 10.0),
+    "touch": (CALL, KEYS, 10.0, "a"),
     "done": (CALL, KEYS, True, "a"),
-    **{name: (CALL, KEYS) for name in ("unpin", "forget", "preempted")},
+    **{name: (CALL, KEYS) for name in ("pin", "unpin", "forget", "preempted")},
     **{name: (KEYS,) for name in ("locate_prefix", "stored")},
     "client_heartbeat": (CALL,),
     "disconnect": (8,),
@@ -170,8 +171,9 @@ def confused(value: Any) -> Iterator[Any]:
 
 
 def may_be(method: str, arguments: tuple[Any, ...]) -> bool:
-    """Whether such arguments are allowed: a pin without an end, or in whole seconds."""
-    return method == "pin" and arguments[:2] == SOUND["pin"][:2] and isinstance(arguments[2], int | float | None)
+    """Whether such arguments are allowed: a touch for whole seconds."""
+    call, keys, seconds, *more = (*arguments, None, None, None)[:4]
+    return method == "touch" and (call, keys, *more) == (CALL, KEYS, "a") and isinstance(seconds, int | float)
 
 
 @pytest.mark.parametrize("asked", ASKED, ids=lambda asked: asked[1])

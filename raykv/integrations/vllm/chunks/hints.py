@@ -5,13 +5,14 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Mapping
+from math import inf
 from typing import Any, NamedTuple
 
 from raykv.integrations.vllm.chunks.tail import LOAD_LIMIT
 
 log = logging.getLogger("raykv")
 
-SESSION, DONE = "raykv_session", "raykv_done"  # keys in a request's kv_transfer_params
+SESSION, DONE, KEEP = "raykv_session", "raykv_done", "raykv_keep_s"  # keys in a request's kv_transfer_params
 ENVELOPE = "kv_hint"  # a key there for an envelope, which Dynamo's router writes for a vLLM before 0.31
 AGAIN = "again"
 ACTIONS: dict[str, bool | str] = {"kv.deref@1.0": True, "kv.demote@1.0": AGAIN}  # of envelopes, as values of `DONE`
@@ -22,12 +23,14 @@ NAME_CHARS = 256
 class Hint(NamedTuple):
     """session: its name. done: after this request nobody asks for its chunks soon. again: but somebody does later.
 
-    limited: the request does not load all that the pool has.
+    keep_s: seconds after the request for which its chunks are kept; 0: as other chunks. limited: the request does not
+    load all that the pool has.
     """
 
     session: str | None = None
     done: bool = False
     again: bool = False
+    keep_s: float = 0.0
     limited: bool = False
 
 
@@ -41,17 +44,18 @@ def hint_of(params: Mapping[str, Any] | None, session: Any = None, envelope: Any
     see vllm/v1/kv_hints/protocol.py, for a request without `DONE`.
     """
     params = params or {}
-    name, done = params.get(SESSION), params.get(DONE, False)
+    name, done, keep_s = params.get(SESSION), params.get(DONE, False), params.get(KEEP, 0)
     named = name is None or (isinstance(name, str) and len(name) <= NAME_CHARS)
-    if not named or not (isinstance(done, bool) or (isinstance(done, str) and done == AGAIN)):
-        _warn(f"{name!r:.80}", f"{done!r:.80}")
+    timed = isinstance(keep_s, int | float) and 0 <= keep_s < inf
+    if not named or not timed or not (isinstance(done, bool) or (isinstance(done, str) and done == AGAIN)):
+        _warn(*(f"{given!r:.80}" for given in (name, done, keep_s)))
         return NO_HINT
     if DONE not in params:
         names = {given for given in (name, session) if isinstance(given, str)}
         done = _done_by(params.get(ENVELOPE) if envelope is None else envelope, names)
     if name is None and isinstance(session, str) and len(session) <= NAME_CHARS:
         name = session
-    return Hint(name, bool(done), done == AGAIN, LOAD_LIMIT in params)
+    return Hint(name, bool(done), done == AGAIN, float(keep_s), LOAD_LIMIT in params)
 
 
 def _done_by(envelope: Any, names: set[str]) -> bool | str:
@@ -76,10 +80,10 @@ def _part(of: Any, name: str) -> Any:
 
 
 @functools.lru_cache(SESSIONS)  # warns once of each bad hint
-def _warn(session: str, done: str) -> None:
+def _warn(session: str, done: str, keep_s: str) -> None:
     log.warning(
-        *("%s=%s, %s=%s: give a string of at most %d characters, and true, false or %r", SESSION, session),
-        *(DONE, done, NAME_CHARS, AGAIN),
+        "%s=%s, %s=%s, %s=%s: give a string of at most %d characters; true, false or %r; a number of seconds from 0 on",
+        *(SESSION, session, DONE, done, KEEP, keep_s, NAME_CHARS, AGAIN),
     )
 
 

@@ -37,7 +37,7 @@ from raykv.integrations.vllm.identity.weights import Weights
 from raykv.integrations.vllm.scheduler.answers import Answers
 from raykv.integrations.vllm.scheduler.ask import Ask, Computing, Found, RankPart
 from raykv.integrations.vllm.scheduler.counters import ASKED, FAILED, HITS, LEFT_OUT, WAITED
-from raykv.integrations.vllm.scheduler.done import Done
+from raykv.integrations.vllm.scheduler.outbox import Outbox
 from raykv.integrations.vllm.scheduler.pool_keys import by_group, pool_keys
 from raykv.integrations.vllm.scheduler.queue import Queue, ahead_bytes
 from raykv.integrations.vllm.scheduler.threshold import Threshold
@@ -85,7 +85,7 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
         self._failed: set[str] = set()  # requests whose load failed: they are computed, not looked up again
         self._counts: Counter[str] = Counter()
         self._computing: dict[str, Computing] = {}
-        self._sessions, self._done = Sessions(), Done(pool.session.directory)
+        self._sessions, self._outbox = Sessions(), Outbox(pool.session.directory)
         self._rate = 0.0  # tokens per second that requests computed lately
         self._held_until = 0.0
         self.queue = Queue()
@@ -222,7 +222,7 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
                 cache.recompute_tokens_per_s = self._rate
 
     def on_request_finished(self, req_context: Any) -> None:
-        """Forget the request, and release what it holds. Tell the pool which chunks its session is done with."""
+        """Forget the request, and release what it holds. Send its hint to the pool."""
         self._failed.discard(req_context.req_id)
         self.release_unused(req_context.req_id)
         if computing := self._computing.get(req_context.req_id):
@@ -234,21 +234,23 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
         if self._answers is not None and self._groups:
             group, prompt = self._groups[0], req_context.get_state(Prompt).request.num_prompt_tokens
             self._answers.learn(chain.behind(0, group.group_idx, group.tokens), prompt // group.tokens)
-        if chain.hint.done and chain.is_named:
-            self._tell_done(chain)
+        if chain.is_named and self.caches:
+            self._send_hint(chain)
 
-    def _tell_done(self, chain: Chain) -> None:
-        """Tell the pool that a request's session is done with its own chunks."""
-        known = self._sessions.start(chain.hint, chain.origin.salt)
-        start = chain.start if known is None else known
-        if not chain.hint.again:
-            self._sessions.end(chain.hint, chain.origin.salt)
-        if start is None or not self.caches:
+    def _send_hint(self, chain: Chain) -> None:
+        """Have the pool keep a request's chunks, or tell it that the session is done with its own chunks."""
+        start: int | None = 0
+        if chain.hint.done:
+            start = self._sessions.start(chain.hint, chain.origin.salt)
+            start = chain.start if start is None else start
+            if not chain.hint.again:
+                self._sessions.end(chain.hint, chain.origin.salt)
+        if start is None or not (chain.hint.done or chain.hint.keep_s):
             return
         for group in self._groups:
             if own := chain.behind(start, group.group_idx, group.tokens):
                 for rows in pool_keys(self.caches[group.place], own, chain.origin).values():
-                    self._done.tell(rows, chain.hint.again)
+                    self._outbox.put(rows, chain.hint)
 
     def _end_if_done(self, request: str) -> None:
         """If a request has stored its chunks, or will store no more, end its intent: nobody need wait any more."""
@@ -350,7 +352,7 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
     def shutdown(self) -> None:
         if self.events is not None:
             self.events.close()
-        self._done.close()
+        self._outbox.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._pool.close()
 

@@ -111,7 +111,9 @@ class Oracle(Readers):
     def touch(self, call: Call, keys: bytes, seconds: float, tenant: str, now: float) -> Counted:
         self.on_call(call, now)
         until = math.ceil(now + seconds) if seconds else 0
-        return Counted(self.epoch, self.keep(split(keys), self.name_of(tenant), until))
+        count = self.keep(split(keys), self.name_of(tenant), until)
+        self.counters["kept"] += count if seconds else 0
+        return Counted(self.epoch, count)
 
     def done(self, call: Call, keys: bytes, now: float, again: bool = False, tenant: str = "") -> Counted:
         self.on_call(call, now)

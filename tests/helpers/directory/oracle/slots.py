@@ -14,7 +14,7 @@ STORED = (*PRESENT, "external")
 IN_TABLE = (*STORED, "writing", "staging", "demoting")
 COUNTERS = (
     *("lookups", "hits", "remote_hits", "external_hits", "stored", "refused", "corrupt"),
-    *("num_cumulative_preemption", "done"),
+    *("num_cumulative_preemption", "done", "kept"),
     *("gpu_hits", "promoted", "gpu_demoted"),
 )
 USES_MAX = 255
