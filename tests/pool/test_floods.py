@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 from helpers.client.quotas import MINIMUM, PROMPT, PROMPTS, cache_of, emptied, flood, stored
-from helpers.pools import BLOCK, MIB, eventually, keep, payload, read, tokens
+from helpers.pools import BLOCK, MIB, eventually, keep, read, tokens
 
 import raykv
 
@@ -60,15 +60,3 @@ def test_a_tenant_is_named_or_its_salt(pool: raykv.KVPool) -> None:
     again = salted.keys(tokens(1, 4))
     assert again.tobytes() == keys.tobytes() and read(salted, again).read == 4
     assert (pool.quotas()["b"]["used"], pool.quotas()[tenant]["used"]) == (0, 4 * BLOCK)
-
-
-def test_a_pin_ends_with_its_time(pool: raykv.KVPool) -> None:
-    cache = cache_of(pool, "")
-    keys = cache.keys(tokens(1, 4))
-    assert cache.store(keys, payload(keys, BLOCK), wait=True) == 4
-    assert cache.pin(keys[:2], ttl=1.0) == 2 and cache.pin(keys[2:]) == 2
-    assert pool.stats()["pinned"] == 4
-    eventually(lambda: pool.stats()["pinned"] == 2)
-    assert cache.pin(keys) == 4
-    with pytest.raises(ValueError, match="ttl"):
-        cache.pin(keys, ttl=0)

@@ -77,28 +77,9 @@ def test_a_block_that_is_only_in_the_tier_can_be_pinned_there() -> None:
     assert set(split(got.to_delete)) == {KEYS[0], KEYS[2], KEYS[3]} and len(split(got.keys)) == 3
 
 
-def test_a_pin_ends_with_its_time() -> None:
-    pool = Pool()
-    pool.store("a", KEYS[:3])
-    pinned = pool.directory.pin(pool.call("a"), b"".join(KEYS[:2]), pool.now, 5.0)
-    assert pinned.done == 2 and pool.directory.pin(pool.call("a"), KEYS[2], pool.now, 60.0).done == 1
-    pool.directory.pin(pool.call("a"), KEYS[1], pool.now)  # now for good: the last call counts
-    pool.tick(4.0)
-    assert list(pool.directory.pins) == KEYS[:3]
-    pool.tick(2.0)
-    assert list(pool.directory.pins) == KEYS[1:3]
-    pool.store("a", KEYS[10:20])
-    assert pool.has(KEYS[:3]) == [False, True, True]
-    for ttl in (0.0, -1.0, float("nan")):
-        with pytest.raises(ValueError, match="a pin of"):
-            pool.directory.pin(pool.call("a"), KEYS[2], pool.now, ttl)
-    pool.tick(60.0)
-    assert list(pool.directory.pins) == KEYS[1:2]
-
-
 def test_pins_take_half_of_memory() -> None:
     """Even a client that pins all its blocks leaves room for others."""
-    pool, long = Pool(slots=8), 1000.0
+    pool = Pool(slots=8)
     pool.store("a", KEYS[:7])
     assert pin(pool, KEYS[:3]) == 3 and pin(pool, KEYS[2:7]) == 2
     assert list(pool.directory.pins) == KEYS[:4]
@@ -108,7 +89,7 @@ def test_pins_take_half_of_memory() -> None:
     assert pool.has(KEYS[:4]) == [True] * 4 and not any(pool.has(KEYS[4:7]))
     assert sum(pool.has(KEYS[10:20])) == 3
     pool.directory.unpin(pool.call("a"), KEYS[0], pool.now)
-    assert pool.directory.pin(pool.call("a"), b"".join(KEYS[10:13]), pool.now, long).done == 1
+    assert pin(pool, KEYS[10:13]) == 1
 
 
 def test_a_pin_stays_where_a_writer_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

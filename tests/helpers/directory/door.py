@@ -162,8 +162,10 @@ class DirectoryDoor:
         getattr(self.directory, method)(self._call(m), m.maybe(m.bytes_of, self._keys(m)), self.now, *terms)
 
     def call_touch(self, m: Mutator) -> None:
-        keys, tenant = m.maybe(m.bytes_of, self._keys(m)), m.choice(["", "a", m.number()])
-        self.directory.touch(self._call(m), keys, m.choice([0.0, 1.0, m.number(), "1"]), tenant, self.now)
+        keys = m.maybe(m.bytes_of, self._keys(m))
+        seconds: Any = m.choice([0.0, 1.0, m.number(), "1"])
+        tenant: Any = m.choice(["", "a", m.number()])
+        self.directory.touch(self._call(m), keys, seconds, tenant, self.now)
 
     def call_client_heartbeat(self, m: Mutator) -> None:
         self.directory.client_heartbeat(self._call(m), self.now)

@@ -46,7 +46,7 @@ def hint_of(params: Mapping[str, Any] | None, session: Any = None, envelope: Any
     params = params or {}
     name, done, keep_s = params.get(SESSION), params.get(DONE, False), params.get(KEEP, 0)
     named = name is None or (isinstance(name, str) and len(name) <= NAME_CHARS)
-    timed = isinstance(keep_s, int | float) and 0 <= keep_s < inf
+    timed = isinstance(keep_s, int | float) and not isinstance(keep_s, bool) and 0 <= keep_s < inf
     if not named or not timed or not (isinstance(done, bool) or (isinstance(done, str) and done == AGAIN)):
         _warn(*(f"{given!r:.80}" for given in (name, done, keep_s)))
         return NO_HINT
