@@ -69,7 +69,7 @@ def one_at_a_time(method: Callable[..., T]) -> Callable[..., T]:
 
 
 def _bounded(method: Callable[..., T]) -> Callable[..., T]:
-    """The method, with a ValueError for too many keys, as all other callers wait meanwhile."""
+    """A method that raises ValueError for too many keys: all other callers wait while it runs."""
 
     def answer(self: "DirectoryServer", call: Call, request: Any, *rest: Any) -> T:
         size = len(request if isinstance(request, bytes) else request.keys)
@@ -235,7 +235,7 @@ class DirectoryServer:
 
     @one_at_a_time
     def nodes(self) -> dict[int, str]:
-        """Ray node ids by index in locations, of nodes and of their own tiers."""
+        """Ray node ids of nodes and of tiers that belong to a node, by the node's or tier's index in locations."""
         return self._directory.indices()
 
     @one_at_a_time

@@ -183,7 +183,7 @@ def _wait_for(url: str, folder: str) -> None:
 
 
 def _save_tokenizer(model: str) -> None:
-    """A word for each token of the vocabulary, so that nothing is downloaded."""
+    """Save a tokenizer with a word for each token of the vocabulary, so that nothing is downloaded."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

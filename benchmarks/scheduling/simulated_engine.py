@@ -56,7 +56,7 @@ class BlockPool:
         return _leading(name in self._held for name in names)
 
     def hold(self, names: list[bytes]) -> None:
-        """Hold blocks. The pool must have them."""
+        """Hold blocks. The pool must have these blocks."""
         for name in names:
             self.free -= name not in self._held
             self._held[name] += 1

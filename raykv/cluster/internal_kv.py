@@ -158,7 +158,10 @@ def shown(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def idle_nodes(pool: str) -> dict[str, bool]:
-    """Nodes that the supervisor leaves because nobody else uses them. By Ray node id: whether its store has ended."""
+    """Nodes from which the supervisor takes the store, because only the pool uses them.
+
+    By Ray node id: whether the store has ended.
+    """
     return {node_id: get(pool, Kept.IDLE, node_id) == LEFT for node_id in names(pool, Kept.IDLE)}
 
 

@@ -38,7 +38,7 @@ BACK_OFF_S = (0.5, 1.0, 2.0, 4.0, 8.0)  # between probes of a tier that is down
 CHECK_S = 10.0  # between probes of a tier that is up
 READERS = 4  # threads
 REFUSAL_CHARACTERS = 200
-WITNESSES = 16  # blocks to look for when the marker is missing: they show whether the blocks are lost too
+WITNESSES = 16  # blocks to look for when the marker is missing: if they are missing too, the content is lost
 TRIAL = b"raykv may write?"  # key of a record that is written and deleted before a pool starts
 KeyRows = NDArray[np.uint8]
 

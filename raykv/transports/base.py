@@ -59,7 +59,7 @@ class Transport:
     def connecting(self, peer: Peer, offer: Any) -> bool:
         """Begin to connect with a peer, and return at once. Returns True until the two are connected.
 
-        Other transports read meanwhile. peer: the owner of the memory. offer: the peer's. After a failure to connect,
+        While it is, other transports read. peer: the owner of the memory. offer: the peer's. After a failure to connect,
         this returns False, and `pull` raises the error.
         """
         return False

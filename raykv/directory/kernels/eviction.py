@@ -113,9 +113,8 @@ def near_victim(c, size_class, tenant):
 def coldest(c, heap, tenant):
     """A tenant's oldest primary of all size classes of one slot size, or -1.
 
-    heap: of that tenant and slot size. The tick of an entry is a lower bound of the last use of the tenant's oldest
-    primary in the entry's size class. Oldest primaries only get younger, so no tick is too high. Corrects the top entry
-    until its tick is exact.
+    heap: of that tenant and slot size. Each entry is for a size class. Its tick is at most that of the tenant's oldest
+    primary there: oldest primaries only get younger. Corrects the top entry until its tick is exact.
     """
     clock = c.state[CLOCK]
     while True:

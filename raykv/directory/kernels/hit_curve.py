@@ -50,7 +50,7 @@ class Sample(NamedTuple):
     counts: NDArray[np.float64]  # (DISTANCES + 1,) estimated uses of all keys by distance; last entry: of unknown keys
     waiting: NDArray[np.void]  # (n,) USE. Uses of several calls, if these have at most n / 4 keys
     # state[NEXT]: the next place. COUNT: number of keys in the sample. BYTES: bytes of these keys. SHIFT: the sample
-    # takes one of 2**SHIFT keys. USES: counted uses. WAITING: uses not counted yet. CALL: number of the last `use`
+    # samples one key of 2**SHIFT. USES: counted uses. WAITING: uses not counted yet. CALL: number of the last `use`
     state: NDArray[np.int64]
 
 

@@ -45,7 +45,7 @@ from raykv.system.jit import kernel
 
 @kernel
 def list_of(c, row, state):
-    """Number of the list for rows of a state, in the row's size class."""
+    """Index of the list that rows of this state are in, in the row's size class."""
     size_class = size_class_of(c, row)
     if state == FREE:
         return size_class * LISTS_PER_CLASS + FREE_LIST
@@ -57,7 +57,7 @@ def list_of(c, row, state):
 
 @kernel
 def ready_list(size_class, tenant):
-    """Number of the list of a tenant's READY (or EXTERNAL) rows."""
+    """Index of the list of a tenant's READY (or EXTERNAL) rows."""
     return size_class * LISTS_PER_CLASS + READY_LISTS + tenant
 
 

@@ -177,7 +177,7 @@ def set_aside(c, rows, gens):
 
 @kernel(C, ROWS, ROWS, FLAGS, KEYS, ROWS, INT)
 def sweep_result(c, rows, gens, verdicts, keys, found_gens, floor):
-    """Free QUARANTINED rows whose verdict is FREED. Take up blocks (keys[i], found_gens[i]) that are FINISHED.
+    """Free QUARANTINED rows whose verdict is FREED. Adopt blocks (keys[i], found_gens[i]) that are FINISHED.
 
     floor: generation up to which all blocks were cleared.
     """

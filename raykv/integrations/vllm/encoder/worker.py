@@ -16,7 +16,7 @@ WAITING = 32  # outputs that wait to be stored, at most: each takes host memory
 
 
 def load(cache: dict[str, torch.Tensor], files: dict[str, bytes], device: str) -> None:
-    """Put outputs into the engine's cache. cache, files: by identifier; files are of `Outputs.read`."""
+    """Put outputs into the engine's cache. cache: outputs by identifier. files: by identifier, from `Outputs.read`."""
     for identifier, file in files.items():
         if identifier not in cache:
             cache[identifier] = loaded(file, device)

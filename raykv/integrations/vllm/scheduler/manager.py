@@ -264,7 +264,7 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
         ask = self._asks.get(request)
         if ask is None or ask.loading:
             return
-        if not ask.counted:  # another request here computes the chunks, but this request's intent covers them
+        if not ask.counted:  # another request of the engine computes the chunks; this request's intent promises them
             missed = set(ask.keys[self._groups[0].group_idx])
             self._computing[request] = Computing(time.monotonic(), ask, missed, measured=True)
         self._forget(request)

@@ -15,7 +15,7 @@ from raykv.keys import Keys
 log = logging.getLogger("raykv")
 
 PAUSE_S = 0.5  # before each call: workers may still store a finished request's chunks, and hold these chunks meanwhile
-CALLS = 5  # most calls for the same keys: a call is repeated if it reached fewer copies than keys
+CALLS = 5  # at most, for the same keys: a call is repeated if it reached fewer blocks than there are keys
 
 
 class _Waiting(NamedTuple):
