@@ -1,8 +1,9 @@
 """Kernels that copy whole blocks, and compute their checksums, without the GIL.
 
 While blocks are copied, other threads of the engine hold the GIL. Taking the GIL again between two pieces of a block
-would cost as much as copying 100 KiB. `raykv.arena.block_copy` spreads blocks over threads. `raykv.arena.xxh3` copies and sums blocks
-whose parts are whole stripes of XXH3. For other blocks, kernels call memcpy and the xxhash library by their addresses.
+would cost as much as copying 100 KiB. `raykv.arena.block_copy` spreads blocks over threads. `raykv.arena.xxh3` copies
+and sums blocks whose parts are whole stripes of XXH3. For other blocks, kernels call memcpy and the xxhash library by
+their addresses.
 """
 
 import ctypes

@@ -141,7 +141,7 @@ class Session:
             self.refresh()
 
     def store_of(self, memory: str) -> StoreClient | None:
-        """The store of the node that has this memory; None if the node has no store. memory: its name in the directory."""
+        """The store of the node that has this memory, or None if there is none. memory: its name in the directory."""
         if memory == self.memory_name:
             return self.local
         if memory not in self._others:

@@ -96,7 +96,7 @@ def _memory(node: str, facts: Facts, neighbours: int) -> Finding:
 
 
 def _left(node: str, left: dict[str, int], alive: set[str]) -> Iterator[Finding]:
-    """Findings on memory of dead stores. These findings only warn, since a start of the pool only warns too; see `_memory`."""
+    """Findings on memory of dead stores. They only warn, as a start of the pool does; see `_memory`."""
     for pool, size in sorted(left.items()):
         text = f"{gib(size)} in /dev/shm of pool {pool}, "
         if pool in alive:

@@ -130,7 +130,10 @@ class SlotLocks:
             return self.fd >= 0 and held_elsewhere(self.fd, 0, length)
 
     def share(self) -> Callable[[], None]:
-        """Make `shared_elsewhere` true for all others that have the file open, until the returned function is called. Raises OSError."""
+        """Make `shared_elsewhere` true for others that opened the file, until the returned function is called.
+
+        Raises OSError.
+        """
         with self._mutex:
             if self.fd < 0:
                 return lambda: None

@@ -59,8 +59,8 @@ class Transport:
     def connecting(self, peer: Peer, offer: Any) -> bool:
         """Begin to connect with a peer, and return at once. Returns True until the two are connected.
 
-        While it is, other transports read. peer: the owner of the memory. offer: the peer's. After a failure to connect,
-        this returns False, and `pull` raises the error.
+        Until then, other transports read. After a failure to connect, this returns False, and `pull` raises the error.
+        peer: the owner of the memory. offer: the peer's offer.
         """
         return False
 
