@@ -1,4 +1,4 @@
-"""Keeps the Grafana dashboard in the folder from which Ray provisions Grafana. Ray wipes the folder at its start."""
+"""Keeps the Grafana dashboard in the folder from which Ray provisions Grafana. Ray empties it when Ray starts."""
 
 import logging
 import time
@@ -9,11 +9,11 @@ from raykv import cluster
 from raykv.metrics import dashboard_files
 
 log = logging.getLogger("raykv")
-LOOK_S = 60.0  # between looks whether the dashboard's files are there
+LOOK_S = 60.0  # time between two checks whether the dashboard's files exist
 
 
 class DashboardKeeper:
-    """Writes the dashboard's files at the first look, and again when files are missing. Only on Ray's head node."""
+    """On Ray's head node, writes the dashboard's files at the first look, and again when files are missing."""
 
     def __init__(self) -> None:
         self._due = 0.0  # time.monotonic() of the next look
@@ -21,7 +21,7 @@ class DashboardKeeper:
         self._written = False
 
     def look(self) -> None:
-        """Write missing files, once a minute at most. An error is logged, and the next look tries again."""
+        """Write missing files, at most once a minute. An error is logged, and the next look tries again."""
         if self._on_head is False or time.monotonic() < self._due:
             return
         self._due = time.monotonic() + LOOK_S
@@ -32,7 +32,7 @@ class DashboardKeeper:
             if self._on_head and there.is_dir() and (missing or not self._written):
                 dashboard_files.write(there)
                 self._written = True
-        except Exception as error:  # Ray failed, or the folder is another user's
+        except Exception as error:  # Ray failed, or the folder belongs to another user
             log.info("the Grafana dashboard could not be written: %r", error)
 
 

@@ -28,20 +28,20 @@ from raykv.tiers import open_tier, parse, register_tier
 from raykv.tiers.copier import TierCopier
 from raykv.tiers.guarded import GuardedTier
 
-POLL_S = 0.1  # between looks at the tier during a `flush`; the first pause without blocks is a quarter of this
-IDLE_POLL_S = 1.0  # the longest pause between two questions to the directory
-SERVED_HEARTBEAT_S = 5.0  # between heartbeats of a tier while the answers to `demote` show that the directory knows it
-TIER_RETURNS_S = 5.0  # `flush` gives up on a tier that is down for so long
+POLL_S = 0.1  # time between two looks at the tier in `flush`; the first pause without blocks is a quarter of this
+IDLE_POLL_S = 1.0  # longest pause between two questions to the directory
+SERVED_HEARTBEAT_S = 5.0  # time between a tier's heartbeats while answers to `demote` show that the directory knows it
+TIER_RETURNS_S = 5.0  # time for which `flush` waits for a tier that is down
 REFUSED_S = 1.0  # pause after the tier refused blocks of a batch
-EXISTING_PER_CALL = 4096  # blocks
+EXISTING_PER_CALL = 4096  # maximum number of blocks in a call of `report_existing`
 NOTHING_DONE = DemotionReport(locations=b"", keys=b"", stored=b"", seen=0, whole=False)
 
 
 def open_external(pool: str, fingerprint: bytes, url: str, maker: bytes | None) -> tuple[GuardedTier, int]:
-    """The tier of an `external=` URL, not yet opened, and its capacity in bytes.
+    """Return the tier of an `external=` URL, not yet opened, and its capacity in bytes.
 
-    maker: the function given to `register_tier`, pickled; None where the pool has no tier class of the user's own.
-    ValueError for a URL that names no tier.
+    maker: the pickled function given to `register_tier`; None if the pool has no tier class of the user's own.
+    Raises ValueError if the URL names no tier.
     """
     if maker is not None:  # before `parse`, as the registered scheme decides which parameters the URL may have
         register_tier(urlsplit(url).scheme, ray.cloudpickle.loads(maker))
@@ -50,7 +50,7 @@ def open_external(pool: str, fingerprint: bytes, url: str, maker: bytes | None) 
 
 
 def content_seed(pool: str) -> bytes:
-    """The seed from which a store names the content of an empty tier. All stores of a pool get the same seed."""
+    """Return the seed from which a store names an empty tier's content. All stores of a pool get the same seed."""
     internal_kv.put(pool, Kept.SEED, secrets.token_bytes(CONTENT_BYTES), overwrite=False)
     return internal_kv.get(pool, Kept.SEED) or bytes(CONTENT_BYTES)
 
@@ -59,27 +59,27 @@ class Demoter:
     """Asks the directory which blocks to demote, copies them to the tier, and reports which blocks arrived."""
 
     def __init__(self, pool: str, node_id: str, arena: Arena, external: GuardedTier, capacity: int) -> None:
-        """arena: of the node's memory. capacity: of the tier, in bytes."""
+        """arena: the arena in the node's memory. capacity: the tier's capacity in bytes."""
         self.external, self.copier = external, TierCopier(arena, external)
         self.index = -1  # the tier's index in locations; -1 until the directory has given the tier an index
-        # Held while blocks are copied to the tier, as no lease keeps their slots. The Resizer takes this lock before it
-        # frees memory. A copy that is past its deadline may still read without this lock: see GuardedTier.storing.
+        # Held while blocks are copied to the tier, since no lease protects their slots. The Resizer takes this lock
+        # before it frees memory. A copy past its deadline may still read without this lock: see GuardedTier.storing.
         self.read_guard = threading.Lock()
         self._node_id, self._capacity = node_id, capacity
-        self._report = NOTHING_DONE  # not yet sent to the directory
-        self._lost = False  # the tier's content is gone, and the directory does not know that yet
-        self._reported_up, self._reported_at = False, 0.0  # the tier's state in the last report, and when that was
-        self._served = False  # the directory knows all blocks of the tier, and every node reaches the tier
-        self._flushes: set[object] = set()  # callers that want everything demoted
-        self._idle = threading.Event()  # set when nothing was left to demote
+        self._report = NOTHING_DONE  # outcome of the last batch, which the directory does not know yet
+        self._lost = False  # whether the tier's content is gone and the directory does not know that yet
+        self._reported_up, self._reported_at = False, 0.0  # the tier's state in the last report; time of that report
+        self._served = False  # whether the directory knows all blocks of the tier, and every node reaches the tier
+        self._flushes: set[object] = set()  # callers that want all blocks demoted
+        self._idle = threading.Event()  # set when no block is left to demote
         self._pause = 0.0
         self._loop = DirectoryLoop(pool, "raykv-demoter", self._step, self._on_error)
         self._loop.start()
 
     def flush(self, seconds: float, lasting: bool = True) -> bool:
-        """Demote everything that is not in the tier yet. Returns whether that was done in time.
+        """Demote all blocks that are not in the tier yet. Returns whether all were demoted in time.
 
-        lasting: afterwards go on to demote blocks as soon as they are stored.
+        lasting: from then on, also demote new blocks as soon as they are stored.
         """
         self._idle.clear()
         caller = object()
@@ -95,7 +95,7 @@ class Demoter:
         return self._idle.is_set()
 
     def stop(self) -> None:
-        """Demote nothing more, and close the tier."""
+        """Stop demoting blocks, and close the tier."""
         self._loop.stop()
         self.external.close()
 
@@ -134,14 +134,14 @@ class Demoter:
         self._reported_up, self._reported_at, self._lost = up, now, False
         reply = TierReply(*answer)
         if reply.tier != self.index:
-            self.index, self._report = reply.tier, NOTHING_DONE  # a new directory learns what was stored from the list
+            self.index, self._report = reply.tier, NOTHING_DONE  # a new directory learns from the list what was stored
         if reply.list_it:
             self._report_existing(directory)
 
     def _report_existing(self, directory: DirectoryLine) -> None:
-        """List the tier's blocks to the directory. Delete blocks for which the tier's capacity has no room."""
-        listed = {key: size for batch in self.external.scan() for key, size in batch}  # redis may name a key twice
-        if not self.external.up:  # the tier will be listed again when it is back
+        """Send the list of the tier's blocks to the directory. Delete blocks that exceed the tier's capacity."""
+        listed = {key: size for batch in self.external.scan() for key, size in batch}  # redis may return a key twice
+        if not self.external.up:  # the tier will be listed when it is up again
             return
         fits = fitting(list(listed.values()), self._capacity)
         self.external.delete([key for key, fit in zip(listed, fits, strict=True) if not fit])
@@ -153,7 +153,7 @@ class Demoter:
             directory.call("report_existing", self._node_id, tuple(blocks), seconds=2 * HEARTBEAT_S)
 
     def _demote(self, directory: DirectoryLine) -> bool:
-        """Demote one batch. Returns whether there was a batch."""
+        """Demote one batch. Returns whether there were blocks to demote or delete."""
         whole = bool(self._flushes)
         report = tuple(self._report._replace(whole=whole))
         demotions = Demotions(*directory.call("demote", self._node_id, report, seconds=4 * METADATA_DEADLINE_S))
@@ -165,7 +165,7 @@ class Demoter:
             refused = self.external.faults["refused"]
             stored = self._copy(demotions)
             if self.external.faults["refused"] > refused:
-                if whole and not stored.any():  # the flush ends, as the tier takes nothing
+                if whole and not stored.any():  # end the flush, as the tier stores no blocks
                     self._idle.set()
                 self._loop.sleep(REFUSED_S)
             elif not stored.any():  # without a pause the directory would name the same blocks again at once
@@ -185,10 +185,10 @@ class Demoter:
 
 
 def fitting(sizes: list[int], capacity: int) -> list[bool]:
-    """Which blocks of a tier have room in `capacity` bytes, if the newest get slots first.
+    """Return for each block of a tier whether it fits into `capacity` bytes, if the newest blocks get slots first.
 
-    sizes: block_bytes, oldest first. Counts slots as the directory does. If more blocks were listed, the directory
-    would refuse the newest, which are listed last.
+    sizes: block_bytes of each block, oldest first. Slots are counted as in the directory. If more blocks were listed,
+    the directory would refuse the newest blocks, since these are listed last.
     """
     slab = slab_bytes(capacity)
     spare = max(1, capacity // slab)

@@ -37,11 +37,11 @@ class GpuDemoter:
         self._loop.start()
 
     def stop(self) -> None:
-        """Demote nothing more."""
+        """Stop demoting blocks."""
         self._loop.stop()
 
     def _demote(self, directory: DirectoryLine) -> float:
-        """Demote one batch. Returns the pause: 0 after a batch with blocks."""
+        """Demote one batch. Returns the pause until the next batch: 0 if a block was copied."""
         report = tuple(self._report)
         demotions = GpuDemotions(*directory.call("demote_gpu", self._gpu.name, report, seconds=4 * METADATA_DEADLINE_S))
         source, target = np.frombuffer(demotions.source, LOCATION), np.frombuffer(demotions.target, LOCATION)
@@ -55,7 +55,7 @@ class GpuDemoter:
 def _copy(
     gpu: NodeMemory, source: Locations, keys: NDArray[np.uint8], arena: Arena, target: Locations
 ) -> NDArray[np.bool_]:
-    """Copy blocks of a GPU (n LOCATIONs) into slots of an arena (n LOCATIONs).
+    """Copy blocks from a GPU (`source`: n LOCATIONs) into slots of an arena (`target`: n LOCATIONs).
 
     Returns (n,) bool: which blocks arrived.
     """

@@ -27,11 +27,11 @@ def open_gpus(
     cluster: bytes,
     again: bool = False,
 ) -> list[NodeMemory]:
-    """The memory of each GPU that this process can use.
+    """Open the memory of each GPU that this process can use.
 
-    gpu_memory, transport: see PoolConfig. cluster: see `raylets.cluster_id`. again: whether this is a later try. A
-    later try leaves no room for NCCL, as engines may have taken that room. CapacityError where a GPU has too little
-    memory, or the node's GPUs can't be used. DeviceError where a GPU fails.
+    gpu_memory, transport: see PoolConfig. cluster: see `raylets.cluster_id`. again: whether an earlier attempt failed.
+    Then no room is left for NCCL, as engines may have taken that room. Raises CapacityError if a GPU has too little
+    memory or the node's GPUs can't be used, and DeviceError if a GPU fails.
     """
     if not gpu_memory:
         return []
@@ -51,7 +51,7 @@ def open_gpus(
             transports = open_transports(arena, transport, ray.util.get_node_ip_address())
             memories.append(_fixed_size_memory(f"{node_id}/{gpu.uuid}", arena, transports))
     except BaseException:
-        for memory in memories:  # keep all arenas or none, as the next try opens all
+        for memory in memories:  # keep all arenas or none, as the next attempt opens all
             memory.transports.close()
             memory.arena.close(unlink=True)
         raise
@@ -59,7 +59,7 @@ def open_gpus(
 
 
 def _others(node_id: str) -> int:
-    """How many GPUs other nodes have. With each of them NCCL makes two pairs, one for each direction."""
+    """Return the number of GPUs of other nodes. NCCL makes two pairs with each of these GPUs, one per direction."""
     nodes = [node for node in ray.nodes() if node["Alive"] and node["NodeID"] != node_id]
     return int(sum(node["Resources"].get("GPU", 0) for node in nodes))
 
@@ -75,6 +75,6 @@ def _open_arena(
 
 
 def _fixed_size_memory(name: str, arena: GpuArena, transports: Any) -> NodeMemory:
-    """A GPU's memory is offered whole, and never resized."""
+    """Return a GPU's NodeMemory, which is offered as a whole and never resized."""
     report = SlabReport(offered=arena.slabs, limit=arena.slabs, given_back=b"")
     return NodeMemory(name, arena, transports, lambda: report, lambda *_: None)

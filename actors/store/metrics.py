@@ -1,4 +1,4 @@
-"""A node store's metrics for Ray's agent."""
+"""Exports a node store's metrics to Ray's agent."""
 
 import logging
 import time
@@ -16,12 +16,12 @@ from raykv.line.periodic import Periodic
 from raykv.metrics.exporter import EXPORT_S, Exporter
 from raykv.protocol.location import host_of
 
-LOOK_S = 60.0  # between two questions to Ray: which nodes live
+LOOK_S = 60.0  # time between two questions to Ray about which nodes are alive
 log = logging.getLogger("raykv")
 
 
 class StoreMetrics:
-    """Exports a store's figures once in EXPORT_S. The head's store also keeps the Grafana dashboard in place."""
+    """Exports a store's metrics every EXPORT_S. The head node's store also keeps the Grafana dashboard in place."""
 
     def __init__(self, pool: str, memories: Sequence[NodeMemory], demoter: Demoter | None) -> None:
         self._pool, self._memories, self._demoter = pool, memories, demoter
@@ -32,7 +32,7 @@ class StoreMetrics:
         self._loop.start()
 
     def stop(self) -> None:
-        """Export no more."""
+        """Stop exporting metrics."""
         self._loop.stop()
 
     def _step(self) -> float:
@@ -52,7 +52,7 @@ class StoreMetrics:
         return self._loop.rest_of(EXPORT_S)
 
     def _forget_gone(self) -> None:
-        """Stop exporting figures of nodes that have left, and close connections to them."""
+        """Stop exporting metrics of nodes that have left, and close connections to these nodes."""
         if time.monotonic() < self._look_at or not self._routes():
             return
         self._look_at = time.monotonic() + LOOK_S
@@ -62,7 +62,7 @@ class StoreMetrics:
                 self._exporter.forget("from", node_id)
 
     def _routes(self) -> dict[tuple[str, str], NDArray[np.float64]]:
-        """By peer and transport: bytes, seconds and failures, of all memories of this node."""
+        """Sum bytes, seconds and failures over all memories of this node, by peer and transport."""
         sums: dict[tuple[str, str], NDArray[np.float64]] = defaultdict(lambda: np.zeros(3))
         for memory in self._memories:
             for peer, transport, route in memory.transports.routes():

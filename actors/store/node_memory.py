@@ -1,7 +1,7 @@
-"""One memory of a node: the host's, or a GPU's. A node store owns the host's memory, and that of each GPU.
+"""One memory of a node: host memory, or a GPU's memory. A node store owns the host memory and each GPU's memory.
 
-To the directory each memory is a node of its own. The memory joins the directory, reports its slabs (the pieces that it
-offers) with every heartbeat, and follows the answers.
+The directory treats each memory as a separate node. A memory joins the directory, reports its slabs (the pieces that it
+offers) with every heartbeat, and does what the answers say.
 """
 
 import logging
@@ -19,8 +19,8 @@ from raykv.system import events
 from raykv.transports.selector import TransportSelector
 
 log = logging.getLogger("raykv")
-JOIN_DEADLINE_S = 30.0  # for the directory to take a node with all of its blocks
-PIECE_BLOCKS = 4096  # blocks in a piece of an inventory: the directory takes a piece in a millisecond or two
+JOIN_DEADLINE_S = 30.0  # maximum time for the directory to register a node with all of its blocks
+PIECE_BLOCKS = 4096  # blocks in a piece of an inventory: the directory processes a piece in 1 to 2 milliseconds
 
 
 class NodeMemory:
@@ -36,10 +36,10 @@ class NodeMemory:
     ) -> None:
         """name: see `protocol.location.host_of`.
 
-        report: makes a report. on_directory_reply: takes the answer to the report.
+        report: makes a report. on_directory_reply: called with a report and the directory's answer.
         """
         self.name, self.arena, self.transports = name, arena, transports
-        self.index = -1  # in locations; -1 until this memory has joined
+        self.index = -1  # the memory's index in locations; -1 until it has joined
         self.joined = threading.Event()
         self._report, self._on_directory_reply = report, on_directory_reply
         self._had_name = True  # whether the arena's file still had its name at the last look
@@ -47,11 +47,11 @@ class NodeMemory:
     def heartbeat(self, directory: DirectoryLine) -> bool:
         """Report to the directory. Returns True if the directory did not know this memory, and the memory joined again.
 
-        A memory that has never joined does so before its first report. Raises one of `directory_line.ERRORS` if the
-        directory does not answer, or is not in charge.
+        A memory that has never joined joins before its first report. Raises one of `directory_line.ERRORS` if the
+        directory does not answer or is not in charge.
         """
         self._look_at_file()
-        if not self.joined.is_set():  # a restarted store: the directory may know its node, but not this arena
+        if not self.joined.is_set():  # after a restart the directory may know the node, but not this arena
             self._join(directory)
         report = self._report()
         reply = directory.call("heartbeat", self.name, tuple(report), seconds=2 * HEARTBEAT_S)
@@ -96,9 +96,9 @@ class NodeMemory:
         )
 
     def _sweep(self, directory: DirectoryLine, locations: Locations) -> None:
-        """Report in which of these slots (n LOCATIONs) nobody holds the write lock any more.
+        """Report which of these slots (n LOCATIONs) are no longer locked by a writer.
 
-        The slots are quarantined: to the directory their writer is gone, but it may still write.
+        The slots are quarantined: the directory considers their writers gone, but a writer may still write.
         """
         verdicts = self.arena.sweep(locations)
         keys, generations = self.arena.identify(locations)
@@ -107,7 +107,7 @@ class NodeMemory:
 
 
 def pieces_of(whole: Inventory) -> Iterator[Inventory]:
-    """An inventory in pieces, the youngest blocks first. Other calls reach the directory between two pieces."""
+    """Yield an inventory in pieces, youngest blocks first. The directory can serve other calls between two pieces."""
     locations, keys = np.frombuffer(whole.locations, LOCATION), np.frombuffer(whole.keys, "V16")
     positions, stamps = (np.frombuffer(column, np.uint32) for column in (whole.positions, whole.stamps))
     order = np.lexsort((-positions.astype(np.int64), stamps))
@@ -120,7 +120,7 @@ def pieces_of(whole: Inventory) -> Iterator[Inventory]:
 
 
 def inventory_of(arena: Arena, index: int) -> Inventory:
-    """The blocks in an arena. index: the memory's index in locations."""
+    """Return the blocks in an arena. index: the memory's index in locations."""
     found = arena.inventory()
     found.ready["node"] = found.writing["node"] = index
     return Inventory(

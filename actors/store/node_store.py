@@ -1,7 +1,7 @@
 """The store of one node. It owns the node's arenas and external tier, and moves blocks between this node and others.
 
 A store is an actor with several groups of threads. The node's clients map the arena and copy blocks themselves. They
-call the store only for blocks that are elsewhere.
+call the store only for blocks that are not in the arena.
 """
 
 import logging
@@ -46,7 +46,7 @@ from raykv.transports.base import Peer
 from raykv.transports.selector import open_transports
 
 log = logging.getLogger("raykv")
-GPUS_S = 5.0  # until another try to open a GPU tier
+GPUS_S = 5.0  # pause before the next attempt to open a GPU tier
 # Threads of each concurrency group. A push waits for the peer's pull, and that pull waits for a read here. If pushes,
 # pulls and reads shared threads, two busy stores could wait for each other forever. Pulls from a tier ("promote") and
 # reads of a tier ("tier_read") are slow. They have their own threads, so that no pull or read of memory waits for them.
@@ -57,10 +57,10 @@ class NodeStore:
     """Owns a node's tiers: the node's memory, the memory of its GPUs, and the external tier."""
 
     def __init__(self, pool: str, node_id: str, question: Question | None = None) -> None:
-        """CapacityError where the node can't afford `cpu_memory`, or where a GPU can't afford `gpu_memory`.
+        """Open the tiers. Raises CapacityError if the node has too little memory, or a GPU has less than `gpu_memory`.
 
-        While the external tier is unusable, the store serves without it. While a GPU fails, the store serves without
-        GPUs. A restarted store also serves without GPUs while a GPU can't afford `gpu_memory`. question: what
+        While the external tier is unusable, the store works without it. While a GPU fails, the store works without
+        GPUs. A restarted store also works without GPUs while a GPU has too little memory. question: the question that
         `raykv.start` asks each node before the pool has settings. The store puts its answer into Ray's internal KV, and
         waits for the settings.
         """
@@ -69,7 +69,7 @@ class NodeStore:
         events.begin(again, role="store", pool=pool, node=node_id[:8], pid=os.getpid())
         if question is not None and internal_kv.settings(pool) is None:
             internal_kv.put(pool, Kept.ANSWER, pickle.dumps(answer(question)), node_id)
-        compile_all("raykv.arena")  # while `raykv.start` is still at work on the settings
+        compile_all("raykv.arena")  # while `raykv.start` still prepares the settings
         sha256.load()  # compiles the kernel, so that clients of this node need not compile it
         settings = internal_kv.await_settings(pool)
         pool_fingerprint = fingerprint(pool, bytes.fromhex(settings["secret"]))
@@ -92,7 +92,7 @@ class NodeStore:
         report, on_reply = self._resizer.report, self._resizer.on_directory_reply
         self._memory = NodeMemory(node_id, self._arena, transports, report, on_reply)
         self._memories, self._gpu_demoters = [self._memory], list[GpuDemoter]()
-        self._heartbeats = [self._heartbeat_of(self._memory)]  # a thread for each memory: none waits for another
+        self._heartbeats = [self._heartbeat_of(self._memory)]  # one thread per memory, so that none waits for another
         memory, transport = settings["gpu_memory"], settings["transport"]
         self._gpu_tier = partial(open_gpus, pool, node_id, pool_fingerprint, memory, transport, self._cluster)
         self._gpus = Periodic("raykv-gpus", self._open_gpus_again, self._without_gpus)
@@ -113,7 +113,7 @@ class NodeStore:
         self._metrics = StoreMetrics(pool, self._memories, self._demoter)
 
     def _open_gpus(self, again: bool) -> None:
-        """Open the GPU tier, and let it join. CapacityError or DeviceError where the tier can't be opened now.
+        """Open the GPU tier, which then joins. Raises CapacityError or DeviceError if the tier can't be opened now.
 
         again: see `open_gpus`.
         """
@@ -127,14 +127,14 @@ class NodeStore:
         self._lacks_gpus = False
 
     def _open_gpus_again(self) -> None:
-        """Open the GPU tier late. First tell the directory that the blocks on this node's GPUs are lost."""
+        """Try again to open the GPU tier. First tell the directory that the blocks on this node's GPUs are lost."""
         directory = named_actors.find_directory(self._pool)
         names = [f"{self._node_id}/{gpu}" for gpu in device.visible()]
         ray.get([directory.remove_node.remote(name) for name in names], timeout=HEARTBEAT_S)
         self._open_gpus(again=True)
 
     def _without_gpus(self, error: Exception) -> float:
-        """Returns the pause until the next try. A dead store's GPU memory stays taken as long as engines map it."""
+        """Return the pause before the next attempt. A dead store's GPU memory stays allocated while engines map it."""
         log.debug("%r: no GPU tier yet: %s", self, error)
         return GPUS_S
 
@@ -144,9 +144,9 @@ class NodeStore:
     # ------------------------------------------------------------------ for clients of this node
 
     def describe_arena(self, gpu: str | None = None) -> tuple[Any, ...]:
-        """The StoreDescription of the arena on the GPU with the UUID `gpu`; of the node's own arena if there is none.
+        """Return the StoreDescription of the arena on the GPU with UUID `gpu`, or else of the arena in host memory.
 
-        Waits until the arena has joined the directory. Raises TimeoutError past JOIN_DEADLINE_S.
+        Waits until the arena has joined the directory. Raises TimeoutError after JOIN_DEADLINE_S.
         """
         name = f"{self._node_id}/{gpu}"
         memory = next((memory for memory in self._memories if memory.name == name), self._memory)
@@ -158,9 +158,10 @@ class NodeStore:
 
     @ray.method(concurrency_group="pull")
     def pull(self, transfer: tuple[bytes, bytes, bytes]) -> bytes:
-        """Fetch the blocks of a Transfer into slots of this node. Returns a uint8 verdict for each.
+        """Fetch the blocks of a Transfer into slots of this node. Returns a uint8 verdict for each block.
 
-        If several pulls want the same slot at a time, only one copies. ValueError like Transfer.arrays.
+        If several pulls want the same slot at the same time, only one of them copies. Raises ValueError as
+        Transfer.arrays does.
         """
         source, keys, target = Transfer(*transfer).arrays()
         slots = [(int(slot["slab"]), int(slot["slot"]), int(slot["gen"])) for slot in target]
@@ -172,7 +173,7 @@ class NodeStore:
 
     @ray.method(concurrency_group="push")
     def push(self, transfer: tuple[bytes, bytes, bytes]) -> bytes:
-        """Ask other nodes to pull the blocks of a Transfer from slots of this node. Returns verdicts like `pull`."""
+        """Ask other nodes to pull the blocks of a Transfer from slots of this node. Returns verdicts as `pull` does."""
         source, keys, target = Transfer(*transfer).arrays()
         verdicts = np.full(len(target), FAILED, np.uint8)
         for index in np.unique(target["node"]).tolist():
@@ -212,7 +213,7 @@ class NodeStore:
         memory: NodeMemory,
         target: Locations,
     ) -> NDArray[np.uint8]:
-        """Like `_fetch`, for blocks in one memory or tier."""
+        """Like `_fetch`, but all blocks are in one memory or tier, which has this index in locations."""
         if self._demoter and index == self._demoter.index:
             return self._demoter.copier.load(keys, memory.arena, target)
         for own in self._memories:
@@ -221,15 +222,16 @@ class NodeStore:
         return memory.transports.pull(self._peers.get(index), source, keys, memory.arena, target)
 
     def _look_up(self, index: int) -> Peer:
-        """The store of the node with this index in locations. KeyError or ValueError where there is none."""
+        """Return the store of the node with this index in locations. Raises KeyError or ValueError if there is none."""
         nodes = ray.get(named_actors.find_directory(self._pool).nodes.remote(), timeout=1.0)
         store = named_actors.find_store(self._pool, nodes[index])
         return Peer(nodes[index], store, external=is_tier(index))
 
     def _memory_at(self, index: int) -> NodeMemory | None:
-        """The memory with this index in locations. An unknown index is of an earlier directory, and means host memory.
+        """Return the memory with this index in locations.
 
-        None for an unknown index while the GPUs are not open: the index may be a GPU's.
+        An unknown index comes from an earlier directory, and means host memory. But while the GPUs are not open, None
+        is returned for an unknown index, as it may be that of a GPU.
         """
         other = None if self._lacks_gpus else self._memory
         return next((memory for memory in self._memories if memory.index == index), other)
@@ -243,19 +245,19 @@ class NodeStore:
     # ------------------------------------------------------------------ for other nodes
 
     def offers(self, name: str) -> dict[str, Any]:
-        """What a peer must know to read from the memory of that name, by transport."""
+        """Return, by transport, what a peer must know to read from the memory with this name."""
         return self._memory_named(name).transports.offers()
 
     @ray.method(concurrency_group="read")
     def serve(self, name: str, transport: str, *args: Any) -> Any:
-        """Answer a peer's transport about the memory of that name; see Transport.serve."""
+        """Answer a question of a peer's transport about the memory with this name; see Transport.serve."""
         return self._memory_named(name).transports.serve(transport, *args)
 
     @ray.method(concurrency_group="read")
     def read(self, locations: bytes, keys: bytes) -> tuple[Any, ...]:
         """Read blocks of one memory of this node, or of its external tier.
 
-        Returns a BlocksRead, which the reader must verify. ValueError like Transfer.arrays.
+        Returns a BlocksRead, which the reader must verify. Raises ValueError as Transfer.arrays does.
         """
         source, rows, _ = Transfer(locations, keys, locations).arrays()
         if self._demoter and len(source) and source["node"][0] == self._demoter.index:
@@ -268,15 +270,15 @@ class NodeStore:
     # ------------------------------------------------------------------ for the pool
 
     def ping(self) -> int:
-        """This process's id. Any answer proves that the store serves."""
+        """Return this process's id. Any answer proves that the store works."""
         return os.getpid()
 
     def stats(self) -> dict[str, Any]:
-        """Counters since this process started.
+        """Return counters since this process started.
 
-        pulled: blocks copied here from other memories or a tier. corrupt: blocks found altered on arrival.
-        transports: routes from other nodes. tier_*: faults of the external tier. refusal: why the tier can't be written
-        now.
+        pulled: blocks copied here from other memories or a tier. corrupt: blocks that had been altered when they
+        arrived. transports: routes from other nodes. tier_*: faults of the external tier. refusal: why the tier can't
+        be written now.
         """
         faults = self._demoter.external.faults if self._demoter else {}
         return {
@@ -294,8 +296,8 @@ class NodeStore:
     def clear(self, generation: int, content: bytes) -> None:
         """Forget all blocks up to a generation, so that a restarted directory does not find them again.
 
-        content: a new name for the external tier's content (CONTENT_BYTES). ValueError for another length or a bad
-        generation; then nothing is forgotten.
+        content: a new name for the external tier's content (CONTENT_BYTES). Raises ValueError for another length or an
+        impossible generation; then nothing is forgotten.
         """
         if len(content) != CONTENT_BYTES:
             raise ValueError(f"a content is named by {CONTENT_BYTES} bytes, not {len(content)}")
@@ -306,30 +308,30 @@ class NodeStore:
 
     @ray.method(concurrency_group="resize")
     def resize(self, cpu_memory: float | int, seconds: float) -> int:
-        """Offer another size; see Resizer.resize."""
+        """Change how much memory is offered; see Resizer.resize."""
         return self._resizer.resize(cpu_memory, seconds)
 
     def sizes(self, locations: bytes) -> bytes:
-        """The lengths of blocks (int64), by their headers. locations: LOCATIONs, with the slots' sizes as `bytes`."""
+        """Return blocks' lengths (int64) from their headers. locations: LOCATIONs with the slots' sizes as `bytes`."""
         return self._arena.with_lengths(np.frombuffer(locations, LOCATION))["bytes"].astype(np.int64).tobytes()
 
     def flush(self, seconds: float) -> bool:
-        """Demote all blocks to the external tier. Returns whether that was done in time; True without a tier."""
+        """Demote all blocks to the external tier. Returns whether all were demoted in time; True without a tier."""
         return self._demoter is None or self._demoter.flush(seconds)
 
     def flush_to_shared(self, seconds: float) -> bool:
-        """Like `flush`, but only to a tier that outlives this node. False without such a tier."""
+        """Like `flush`, but only to a tier that outlives this node. Returns False if there is no such tier."""
         return self._demoter is not None and self._demoter.external.shared is True and self._demoter.flush(seconds)
 
     def stop(self) -> None:
-        """Release this store's memory, and the memory of dead stores of this machine.
+        """Release this store's memory, and the memory that dead stores of the pool left on this machine.
 
-        The actor is of no use afterwards.
+        The actor can't be used afterwards.
         """
         events.tell("stop")
         self._gpus.stop()
         if self._lacks_gpus:
-            self._gpus.join(GPUS_S)  # if this thread opens the GPU tier now, the tier is closed below
+            self._gpus.join(GPUS_S)  # if that thread is opening the GPU tier, the tier is closed below
         for loop in self._heartbeats:
             loop.stop()
         self._metrics.stop()
@@ -339,7 +341,7 @@ class NodeStore:
         for memory in self._memories:
             memory.transports.close()
             if isinstance(memory.arena, GpuArena):
-                memory.arena.disown()  # all GPUs first, as `close` waits until others let go of the memory
+                memory.arena.disown()  # all GPUs first, as `close` waits until others unmap the memory
         if self._demoter is not None:
             self._demoter.stop()
         for memory in self._memories:
@@ -349,7 +351,7 @@ class NodeStore:
     # ------------------------------------------------------------------ heartbeats
 
     def _heartbeat_of(self, memory: NodeMemory) -> DirectoryLoop:
-        """The thread that keeps the directory informed of a memory."""
+        """Return the loop that keeps the directory informed about a memory."""
 
         def step(directory: DirectoryLine) -> float:
             if memory.heartbeat(directory):
@@ -362,7 +364,7 @@ class NodeStore:
 
 
 def start_store(pool: str, node_id: str, question: Question | None = None) -> Any:
-    """Start the store of a node, or find it. Returns at once. question: see NodeStore."""
+    """Start the store of a node, or find the running one. Returns at once. question: see NodeStore."""
     options = named_actors.options(named_actors.node_store_name(pool, node_id), node_id, threads=4)
     return (
         ray.remote(concurrency_groups=GROUPS)(NodeStore)  # type: ignore[call-overload]

@@ -1,4 +1,4 @@
-"""A node's answer before a pool starts: whether it can take part."""
+"""Answers, before a pool starts, whether a node can take part in the pool."""
 
 import contextlib
 import importlib
@@ -25,7 +25,7 @@ from raykv.transports import nixl
 
 
 class Question(NamedTuple):
-    """The question to every node before a pool starts. maker: see `open_external`."""
+    """The question that every node is asked before a pool starts. maker: see `open_external`."""
 
     pool: str
     cpu_memory: Size
@@ -37,10 +37,10 @@ class Question(NamedTuple):
 
 
 def why_not_usable(node_id: str, seconds: float) -> str:
-    """Why Ray's workers on a node can't use raykv; "" if they can, or give no answer in `seconds`.
+    """Return why Ray's workers on a node can't use raykv, or "" if they can or don't answer in `seconds`.
 
-    This tries a task, because Ray says why a task's import fails. If an actor's import fails, Ray says nothing and
-    restarts the actor for ever, while the actor's calls wait.
+    This runs a task, because Ray reports why a task's import fails. If an actor's import fails, Ray reports nothing and
+    restarts the actor forever, while the actor's calls wait.
     """
     pinned = NodeAffinitySchedulingStrategy(node_id, soft=False)
     try:
@@ -57,19 +57,19 @@ def why_not_usable(node_id: str, seconds: float) -> str:
 
 
 def what_to_install() -> str:
-    """Advice for a node that lacks this raykv."""
+    """Return advice for a node that lacks this version of raykv."""
     there = "in the Python environment that Ray runs in there: from the same wheel or clone"
     return f"install this raykv, {version('raykv')}, {there}"
 
 
 @ray.remote(num_cpus=0, max_retries=0)
 def _import() -> None:
-    """Import a store's modules. Ray sends this function's code, so it begins even on a node without raykv."""
+    """Import a store's modules. Ray sends this function's code, so the function runs even on a node without raykv."""
     importlib.import_module("raykv.actors.store.node_store")
 
 
 def answer(question: Question) -> dict[str, Any]:
-    """This node's answer."""
+    """Return this node's answer to the question."""
     pool, maker = question.pool, question.maker
     found = free_memory.free_bytes()
     left = left_behind_by_pool()
@@ -90,13 +90,13 @@ def answer(question: Question) -> dict[str, Any]:
 
 
 def machine() -> str:
-    """A name of this node's shared memory, equal for nodes that share it."""
+    """Return a name of this node's shared memory. Nodes that share the memory return the same name."""
     with open("/proc/sys/kernel/random/boot_id") as boot_id:
         return f"{boot_id.read().strip()}-{os.stat(SHM).st_dev}"
 
 
 def left_behind_by_pool() -> dict[str, int]:
-    """Bytes of shared memory that dead stores left behind here, for each pool that has arenas of this user."""
+    """Return how many bytes of shared memory dead stores left behind here, for each pool with arenas of this user."""
     names = (re.fullmatch(rf"raykv-([A-Za-z0-9_-]+)-{os.getuid()}-(gpu-)?\d+", name) for name in os.listdir(SHM))
     ours = cluster.identity()
     return {name: _bytes(left_behind(name, ours)) for name in {found[1] for found in names if found}}
@@ -111,14 +111,14 @@ def _bytes(paths: list[str]) -> int:
 
 
 def _refusal(pool: str, external: str, fingerprint: bytes, maker: bytes | None) -> str:
-    """Why this node can't use the external tier; "" if it can."""
+    """Return why this node can't use the external tier, or "" if it can."""
     try:
         tier, _ = open_external(pool, fingerprint, external, maker)
         try:
             tier.check()
         finally:
             tier.close()
-    except Exception as error:  # also a library's own error
+    except Exception as error:  # including a library's own error
         text = str(error)
         return text if "external=" in text else f"external={parse(external).text}: {text}"
     return ""

@@ -1,8 +1,8 @@
-"""How many slabs (pieces of its arena) a node store offers to the directory, for `raykv resize` and after a restart.
+"""Changes how many slabs (pieces of its arena) a node store offers to the directory, after `raykv resize` or a restart.
 
-The Resizer offers slabs one by one until it reaches its limit. To offer fewer, it reports the new limit to the
+The Resizer offers slabs one by one until it reaches its limit. To offer fewer slabs, it reports the new limit to the
 directory. The answer names slabs that the directory no longer uses. Once nobody can still be reading these slabs, their
-memory goes back to the machine.
+memory is returned to the machine.
 """
 
 import json
@@ -28,20 +28,20 @@ from raykv.protocol.transfers import data_deadline
 from raykv.system import events, free_memory
 
 log = logging.getLogger("raykv")
-POLL_S = 0.05  # between two checks whether the size is reached
+POLL_S = 0.05  # time between two checks whether the size is reached
 
 
 class SavedSize(NamedTuple):
     """The size of a node after `resize`.
 
-    It is kept in Ray's internal KV, so that a restarted store has this size again.
+    It is kept in Ray's internal KV, so that a restarted store gets this size again.
     """
 
     pool: str
     node_id: str
 
     def load(self, default: float | int) -> float | int:
-        """The `cpu_memory` of the last resize; `default` if there was none."""
+        """Return the `cpu_memory` of the last resize, or `default` if there was none."""
         saved = self.get()
         size: float | int = json.loads(saved) if saved else default
         return size
@@ -50,11 +50,11 @@ class SavedSize(NamedTuple):
         self.restore(json.dumps(cpu_memory).encode())
 
     def get(self) -> bytes | None:
-        """The saved bytes, for `restore`."""
+        """Return the saved bytes, for `restore`."""
         return internal_kv.get(self.pool, Kept.MEMORY, self.node_id)
 
     def restore(self, saved: bytes | None) -> None:
-        """Undo a `save`. saved: the result of `get` before it."""
+        """Undo a `save`. saved: the result of `get` before the `save`."""
         if saved is None:
             internal_kv.drop(self.pool, Kept.MEMORY, self.node_id)
         else:
@@ -64,9 +64,9 @@ class SavedSize(NamedTuple):
 class Resizer:
     """Offers slabs of an arena, and gives back slabs that the directory no longer uses, in its own thread.
 
-    Three threads meet here. The Resizer's own thread changes the arena. The heartbeat's thread calls `report` and
-    `on_directory_reply`, and a thread of the actor calls `resize`. What they share needs no lock: single values, and
-    dictionaries that each change in one operation.
+    Three threads use this object. The Resizer's own thread changes the arena. The heartbeat's thread calls `report` and
+    `on_directory_reply`, and a thread of the actor calls `resize`. The data that they share needs no lock: it consists
+    of single values, and of dictionaries that are changed by single operations.
     """
 
     def __init__(
@@ -77,16 +77,16 @@ class Resizer:
         demoter: Demoter | None,
         withdraw: Callable[[int], None],
     ) -> None:
-        """limit: how many slabs to offer. withdraw: called with a slab before its memory goes."""
+        """limit: number of slabs to offer. withdraw: called with a slab's number before its memory is freed."""
         self.limit = limit
         self._saved_size, self._arena, self._demoter, self._withdraw = saved_size, arena, demoter, withdraw
         self._known_slabs = 0  # number of slabs that the directory knows
-        self._to_give_back: dict[int, int] = {}  # slab -> generation from which on the directory does not use it
+        self._to_give_back: dict[int, int] = {}  # slab -> generation since which the directory does not use it
         self._grace = data_deadline(arena.slab_bytes)  # seconds for reads that began before a slab was given back
-        # slab -> when its memory goes. The arena's earlier owner may have given these slabs back a moment ago.
+        # slab -> time to free its memory. The arena's earlier owner may have given these slabs back a moment ago.
         self._to_discard = dict.fromkeys(arena.given_back(), time.monotonic() + self._grace)
-        self._full = ""  # why there can't be more slabs; "" if there can
-        self._resizing = threading.Lock()  # one `resize` at a time: guards the saved size, and changes of the limit
+        self._full = ""  # why no more slabs can be offered; "" if more can
+        self._resizing = threading.Lock()  # one `resize` at a time; guards changes of the saved size and the limit
         self._loop = Periodic("raykv-resizer", self._step, self._on_error)
         self._loop.start()
 
@@ -97,17 +97,17 @@ class Resizer:
 
     @property
     def _done(self) -> bool:
-        """Whether the limit is reached, and the machine has the memory that was given back."""
+        """Whether the limit is reached, and the memory of slabs that were given back has been freed."""
         return self.at_limit and not self._to_give_back and not self._to_discard
 
     def report(self) -> SlabReport:
-        """The report on this memory's slabs, which goes with every `heartbeat` and `adopt`."""
+        """Return the report on this memory's slabs that is sent with every `heartbeat` and `adopt`."""
         promised = list(self._to_give_back)  # read first: a slab that is given back between these lines is in both
         given_back = {*promised, *self._arena.given_back()}
         return SlabReport(self._arena.offered, self.limit, np.array(sorted(given_back), np.int32).tobytes())
 
     def on_directory_reply(self, report: SlabReport, target: SlabTarget) -> None:
-        """The directory has answered a report. target: the slabs to give back."""
+        """Handle the directory's answer to a report. target: the slabs to give back."""
         self._known_slabs = report.offered - len(report.given_back) // 4
         if target.numbers:
             numbers = np.frombuffer(target.numbers, np.int32).tolist()
@@ -115,10 +115,10 @@ class Resizer:
             self._loop.wake()
 
     def resize(self, cpu_memory: float | int, seconds: float) -> int:
-        """Offer another size; see KVPool.resize.
+        """Change how much memory is offered; see KVPool.resize.
 
-        Returns the bytes offered after `seconds`, or as soon as the size is reached. CapacityError or ValueError where
-        the node can't have that size. Then the node keeps the old size.
+        Returns the bytes offered after `seconds`, or as soon as the size is reached. Raises CapacityError or ValueError
+        if the node can't have that size; then the node keeps the old size.
         """
         end = time.monotonic() + seconds
         with self._resizing:
@@ -139,11 +139,11 @@ class Resizer:
             return size
 
     def stop(self) -> None:
-        """Offer and give back nothing more."""
+        """Stop offering slabs and giving them back."""
         self._loop.stop()
 
     def _slabs_of(self, cpu_memory: float | int) -> int:
-        """The slabs of a size. CapacityError or ValueError where the node can't have it."""
+        """Return how many slabs a size has. Raises CapacityError or ValueError if the node can't have that size."""
         arena, asked = self._arena, capacity_bytes(cpu_memory, free_memory.total_bytes())
         limit = asked // arena.slab_bytes
         if not limit:
@@ -174,10 +174,10 @@ class Resizer:
         return self._grace
 
     def _offer(self) -> bool:
-        """Offer one more slab. Returns whether it did."""
+        """Offer one more slab. Returns whether a slab was offered."""
         try:
             return self._arena.available < self.limit and not self._full and self._arena.offer_next()
-        except (CapacityError, OSError) as error:  # others took the room meanwhile; offered slabs stay
+        except (CapacityError, OSError) as error:  # others took the memory meanwhile
             log.warning("%s: %s", self._arena.path, error)
             self._full = str(error)
             return False
@@ -185,7 +185,7 @@ class Resizer:
     def _give_back(self) -> bool:
         """Give back one slab.
 
-        Returns whether a slab was due. If the slab can't go now, the directory will name it again.
+        Returns whether a slab was due. If the slab can't be given back now, the directory will name it again.
         """
         for slab, generation in list(self._to_give_back.items()):
             if self._arena.available > self.limit:
@@ -198,13 +198,13 @@ class Resizer:
         return False
 
     def _discard(self) -> Pause:
-        """Free the memory of slabs that nobody can still be reading. Returns the pause until more memory may go.
+        """Free the memory of slabs that nobody can still be reading. Returns the pause until more may be freed.
 
-        A late reader or a client that maps the arena may make the slab take memory again. A later call frees that
-        memory too.
+        A late reader, or a client that maps the arena, may cause such a slab to be allocated again. A later call frees
+        that memory too.
         """
         given_back, now = self._arena.given_back(), time.monotonic()
-        for slab in self._to_discard.keys() - set(given_back):  # offered again
+        for slab in self._to_discard.keys() - set(given_back):  # these were offered again
             del self._to_discard[slab]
         due = [slab for slab, when in self._to_discard.items() if when <= now]
         with self._read_guard() if due else nullcontext():

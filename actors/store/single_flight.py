@@ -1,4 +1,4 @@
-"""Work that several callers want at the same time is done only once. This module needs no Ray."""
+"""Ensures that work which several callers request at the same time is done only once. This module needs no Ray."""
 
 import threading
 import time
@@ -16,7 +16,7 @@ class SingleFlight:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()  # guards _flights
-        self._flights: dict[Hashable, Future[int]] = {}  # by item: the verdict to come
+        self._flights: dict[Hashable, Future[int]] = {}  # by item: its future verdict
 
     def do(
         self, items: Sequence[Hashable], work: Callable[[list[int]], NDArray[np.uint8]], seconds: float
@@ -24,7 +24,7 @@ class SingleFlight:
         """Do `work` on the items that nobody else works on, and wait for the other items.
 
         work: takes indices of `items`, returns a verdict for each.
-        seconds: to wait for other callers after this caller's work; FAILED for items that take longer.
+        seconds: maximum wait for other callers after this caller's own work. Items that take longer get FAILED.
         Returns (n,) uint8 verdicts. Passes on errors of `work`; callers that wait for its items then get FAILED.
         """
         mine, flights = self._claim(items)
@@ -43,7 +43,7 @@ class SingleFlight:
         return verdicts
 
     def _claim(self, items: Sequence[Hashable]) -> tuple[list[int], list[Future[int]]]:
-        """Returns (indices of the items that nobody works on yet, the future of every item)."""
+        """Claim the items that nobody works on yet. Returns (their indices, the future of every item)."""
         mine = []
         with self._lock:
             for i, item in enumerate(items):

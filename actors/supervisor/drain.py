@@ -1,8 +1,8 @@
-"""Drains a node that is about to leave: saves its sole copies, the blocks that no other node has.
+"""Drains a node that is about to leave, so that its sole copies (blocks that no other node has) are not lost.
 
 The supervisor drains nodes that Ray says are leaving, and nodes that an administrator names. The directory stops
 placing blocks on such a node. If another node has a replica of a block, the replica becomes the main copy. Sole copies
-go to the external tier, if all nodes share it. Tasks on other nodes pull the rest.
+go to the external tier, if all nodes share it. Tasks on other nodes pull the remaining sole copies.
 """
 
 import time
@@ -24,20 +24,20 @@ from raykv.protocol.location import KEY_BYTES
 from raykv.protocol.stores import SoleCopies
 from raykv.system import events
 
-CALL_S = 10.0  # for a call without blocks
-ATTACH_S = 30.0  # for a task on another node to start and attach
-NO_ROOM_S = 0.2  # pause after a round that pulled nothing
+CALL_S = 10.0  # deadline of a call that transfers no blocks
+ATTACH_S = 30.0  # maximum time for a task on another node to start and attach
+NO_ROOM_S = 0.2  # pause after a round in which no block was pulled
 
 
 def drain(pool: str, node_id: str, seconds: float) -> int:
     """Drain a node of the pool, for at most `seconds`. Returns how many blocks only that node still has.
 
-    RayError or ValueError where the directory, or the node's store, is down.
+    Raises RayError or ValueError if the directory or the node's store is down.
     """
     begin = time.monotonic()
     end = begin + seconds
     events.tell("drain", node=node_id[:8], deadline=seconds)
-    internal_kv.put(pool, Kept.LEAVING, b"", node_id)  # for a directory that restarts meanwhile
+    internal_kv.put(pool, Kept.LEAVING, b"", node_id)  # kept for a directory that restarts meanwhile
     ray.get(named_actors.find_directory(pool).leave.remote(node_id), timeout=CALL_S)
     store = named_actors.find_store(pool, node_id)
     ray.get(store.flush_to_shared.remote(seconds), timeout=seconds + CALL_S)
@@ -62,7 +62,7 @@ def drain(pool: str, node_id: str, seconds: float) -> int:
 
 
 def check_others(pool: str, node_id: str) -> None:
-    """Raise ValueError if no other node takes blocks."""
+    """Raise ValueError if no other node accepts blocks."""
     others = cluster.living() - {node_id, *internal_kv.names(pool, Kept.LEAVING), *internal_kv.failures(pool)}
     if not others:
         raise ValueError(
@@ -72,9 +72,9 @@ def check_others(pool: str, node_id: str) -> None:
 
 
 def stay(pool: str, node_id: str) -> None:
-    """Take a drain back: blocks are stored on the node again, and a running drain ends.
+    """Cancel a drain: blocks are stored on the node again, and a running drain ends.
 
-    RayError or ValueError where the directory is down.
+    Raises RayError or ValueError if the directory is down.
     """
     events.tell("stay", node=node_id[:8])
     internal_kv.drop(pool, Kept.LEAVING, node_id)
@@ -82,17 +82,17 @@ def stay(pool: str, node_id: str) -> None:
 
 
 def _left(pool: str, node_id: str, before: int) -> int:
-    """How many blocks only the node has; `before` while the directory can't say."""
+    """Return how many blocks only that node has, or `before` if the directory can't answer now."""
     try:
         answer = ray.get(named_actors.find_directory(pool).sole_copies.remote(node_id), timeout=CALL_S)
-    except (RayError, ValueError):  # restarting
+    except (RayError, ValueError):  # the directory is restarting
         return before
     return before if answer is None else SoleCopies(*answer).total
 
 
 @ray.remote(num_cpus=0, max_retries=0)
 def _take_over(pool: str, leaving: str, here: str, share: slice, seconds: float) -> None:
-    """Pull a share of a leaving node's sole copies to this node, youngest first, until none is left or none arrives."""
+    """Pull a share of a leaving node's sole copies to this node, youngest first, until no more copies arrive."""
     session, end = Session(pool, here), time.monotonic() + seconds
     try:
         store = named_actors.find_store(pool, leaving)
@@ -113,8 +113,8 @@ def _take_over(pool: str, leaving: str, here: str, share: slice, seconds: float)
 
 
 def _fetch(session: Session, keys: NDArray[np.uint8], block_bytes: int, end: float) -> int:
-    """Pull blocks to this node until the time `end`. Returns how many arrived."""
-    # Match wants a cache. This one is made up, as only the size of its blocks is known.
+    """Pull blocks to this node until the time `end`. Returns how many blocks arrived."""
+    # Match needs a CacheId. This one is a placeholder, since only the size of the blocks is known.
     pulled, cache = 0, CacheId("", 1, block_bytes, b"")
     for first in range(0, len(keys), KEYS_PER_CALL):
         part = keys[first : first + KEYS_PER_CALL]
@@ -122,5 +122,5 @@ def _fetch(session: Session, keys: NDArray[np.uint8], block_bytes: int, end: flo
             with Match(session, Keys(part, cache), tokens_per_s=1.0).ask() as match:
                 pulled += match.fetch(whole=True)
                 part = part[match.num_blocks + 1 :]  # skip the block at which the match ended: that block is gone
-    session.directory.heartbeat()  # so that the directory counts what was pulled
+    session.directory.heartbeat()  # so that the directory counts the pulled blocks
     return pulled

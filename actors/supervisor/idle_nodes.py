@@ -1,7 +1,8 @@
-"""Ends the stores of nodes that only pools keep busy, so that Ray's autoscaler can remove these nodes.
+"""Ends the stores of nodes that nothing but pools uses, so that Ray's autoscaler can remove these nodes.
 
-To Ray a node with any actor is busy, even if the actor uses 0 CPUs. Before a store ends, its blocks go to other nodes,
-as in any drain. If something else runs on the node before Ray removes it, the supervisor starts the store again.
+Ray considers a node busy if any actor runs there, even if the actor uses 0 CPUs. Before a store ends, its blocks are
+moved to other nodes, as in any drain. If something else runs on the node before Ray removes it, the supervisor starts
+the store again.
 """
 
 import contextlib
@@ -21,22 +22,23 @@ from raykv.cluster.internal_kv import Kept
 from raykv.system import events
 
 log = logging.getLogger("raykv")
-DRAIN_S = 60.0  # for one drain; drains are repeated while they move blocks
-STOP_S = 10.0  # for a store on an idle node to stop
+DRAIN_S = 60.0  # deadline of one drain; drains are repeated while they move blocks
+STOP_S = 10.0  # maximum time for a store on an idle node to stop
 
 
 class IdleNodes:
-    """Finds nodes that have been idle for long, and leaves them: moves a node's blocks away, and ends its store.
+    """Finds nodes that have been idle for a long time, and leaves them: moves their blocks away, and ends their stores.
 
-    Notes on such nodes are in Ray's internal KV.
-    seconds: idle time after which a node is left; 0: never. Sets of Ray node ids: without_store: nodes that were left;
-    being_left: nodes that are being emptied; long: nodes that were idle for `seconds` at the last look.
+    Notes about these nodes are kept in Ray's internal KV.
+    seconds: idle time after which a node is left; 0: never. The other attributes are sets of Ray node ids:
+    without_store: nodes that were left; being_left: nodes that are being emptied; long: nodes that had been idle for
+    `seconds` at the last look.
     """
 
     def __init__(self, pool: str, seconds: float, telling: threading.Lock) -> None:
-        """telling: held while the directory is told which nodes leave or stay."""
+        """telling: lock that is held while the directory is told which nodes leave or stay."""
         self._pool, self.seconds, self._telling = pool, seconds, telling
-        self._since: dict[str, float] = {}  # by node: since when it is idle, as of the last look
+        self._since: dict[str, float] = {}  # by node: start of its idle time, as of the last look
         self.long, self.being_left = set[str](), set[str]()
         self.without_store = internal_kv.left_nodes(pool) if seconds else set()
         for node_id in self.without_store:
@@ -55,19 +57,19 @@ class IdleNodes:
             elif node_id in used or not notes[node_id]:
                 with self._telling:
                     self.take_back(node_id)
-        drained = set(internal_kv.names(self._pool, Kept.LEAVING))  # also nodes that somebody else drains
+        drained = set(internal_kv.names(self._pool, Kept.LEAVING))  # also nodes that are drained for another reason
         now, idle = time.monotonic(), (served & living) - used - drained - self.being_left - self.without_store
         self._since = {node_id: self._since.get(node_id, now) for node_id in idle}
         self.long = {node_id for node_id, since in self._since.items() if now >= since + self.seconds}
         return self.long
 
     def leave(self, node_id: str) -> None:
-        """In a thread, drain a node. Then end its store, unless something else runs on the node by then."""
+        """Start a thread that drains a node, and then ends its store unless something else runs there by then."""
         self.being_left.add(node_id)
         threading.Thread(target=self._leave, args=(node_id,), name="raykv-leave", daemon=True).start()
 
     def take_back(self, node_id: str) -> None:
-        """Let the node have a store and take blocks again. The caller holds `telling`."""
+        """Allow the node to have a store and to accept blocks again. The caller must hold `telling`."""
         stay(self._pool, node_id)
         internal_kv.drop(self._pool, Kept.IDLE, node_id)
         self.without_store.discard(node_id)
@@ -90,7 +92,7 @@ class IdleNodes:
         while left and (again := drain(self._pool, node_id, DRAIN_S)) < left:
             left = again
         with self._telling:
-            if internal_kv.get(self._pool, Kept.IDLE, node_id) != note:  # an administrator drained or kept the node
+            if internal_kv.get(self._pool, Kept.IDLE, node_id) != note:  # an administrator drained or kept it
                 return
             if node_id in used_nodes():
                 self.take_back(node_id)
@@ -109,9 +111,9 @@ class IdleNodes:
 
 
 def used_nodes() -> set[str]:
-    """Ray node ids of nodes that more than pools use: another actor runs there, or some resources are taken.
+    """Return the Ray ids of nodes that not only pools use: another actor runs there, or resources are taken.
 
-    Includes the head, which Ray never removes.
+    The result includes the head node, which Ray never removes.
     """
     free = state.available_resources_per_node()
     taken = {

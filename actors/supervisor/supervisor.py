@@ -1,8 +1,8 @@
 """The supervisor: keeps one node store on every living node, and one directory that answers.
 
-Ray restarts an actor whose process died. The supervisor does what Ray does not. It starts a store on a node that joins,
-and has the directory forget a dead node. It replaces a directory that does not answer. It drains nodes that are about
-to leave, and ends the stores of nodes that nobody else uses.
+Ray restarts an actor whose process died. The supervisor does the rest. It starts a store on each node that joins, and
+makes the directory forget dead nodes. It replaces a directory that does not answer. It drains nodes that are about to
+leave, and ends the stores of nodes that nobody else uses.
 """
 
 import contextlib
@@ -37,36 +37,36 @@ from raykv.protocol.location import host_of
 from raykv.system import events
 
 log = logging.getLogger("raykv")
-LATE_S = 2.0  # after REST_S and LATE_S together without an answer, a directory is exported as down
-REST_S = 4.0  # between close looks while nothing changes
-REPLACE_AFTER_S = 10.0  # a directory that answers nothing for this long is replaced
-SILENT_S = 10.0  # after so long without an answer, a new store's node is checked: it may lack raykv
-RETRY_S = 30.0  # until a store that could not start is started again
-DRAIN_AGAIN_S = 10.0  # until the next try after a drain that left blocks
-NOTICE_S = 30.0  # to drain a leaving node for which Ray names no deadline
-STOP_DEADLINE_S = 10.0  # for a look that is under way to end
+LATE_S = 2.0  # a directory is exported as down after REST_S + LATE_S without an answer
+REST_S = 4.0  # time between two close looks while nothing changes
+REPLACE_AFTER_S = 10.0  # time without an answer after which a directory is replaced
+SILENT_S = 10.0  # time without an answer after which a new store's node is checked: it may lack raykv
+RETRY_S = 30.0  # pause before a store that could not start is started again
+DRAIN_AGAIN_S = 10.0  # pause after a drain that left blocks
+NOTICE_S = 30.0  # time for draining a leaving node if Ray names no deadline
+STOP_DEADLINE_S = 10.0  # maximum time for a running look to end
 
 
 class Supervisor:
-    """Watches a pool's nodes once a second, and more closely after a change. A restart loses nothing."""
+    """Watches a pool's nodes once a second, and more closely after a change. A restart loses no state."""
 
     def __init__(self, pool: str) -> None:
         self._pool = pool
         events.begin(named_actors.restarted(), role="supervisor", pool=pool, pid=os.getpid())
         self._stores: dict[str, Any] = {}  # by Ray node id
-        self._pings: dict[str, Any] = {}  # by store: its pending answer
-        self._silent: dict[str, float] = {}  # by node: since when its store is silent, or when that was last checked
-        self._living: set[str] = set()  # nodes, at the last look
+        self._pings: dict[str, Any] = {}  # by Ray node id: the pending answer of its store
+        self._silent: dict[str, float] = {}  # by node: when its store was first seen silent, or last checked
+        self._living: set[str] = set()  # nodes that were alive at the last look
         self._served: set[str] = set()  # nodes whose store has answered
-        self._draining: set[str] = set()  # nodes that are being drained, or were
+        self._draining: set[str] = set()  # nodes that are being drained, or have been drained
         self._telling = threading.Lock()  # held while the directory is told which nodes leave or stay
-        now, failures = time.monotonic(), internal_kv.failures(pool)  # of an earlier supervisor
+        now, failures = time.monotonic(), internal_kv.failures(pool)  # noted by an earlier supervisor
         self._failed = {node_id: (now, why) for node_id, why in failures.items()}  # by node: time and cause of failure
-        self._answered, self._in_charge = now, ""  # when the directory last answered; the name that was last in charge
+        self._answered, self._in_charge = now, ""  # time of the last answer; name of the directory in charge
         self._successor = Successor(pool)
-        idle_node_s = (internal_kv.settings(pool) or {}).get("idle_node_s", 0.0)  # no settings: the pool stops
+        idle_node_s = (internal_kv.settings(pool) or {}).get("idle_node_s", 0.0)  # no settings: the pool is stopping
         self._idle = IdleNodes(pool, idle_node_s, self._telling)
-        self._rests_until = 0.0  # until then no close look is due: the last close look found all well
+        self._rests_until = 0.0  # until then no close look is due, as the last one found no problem
         self._exporter, self._exported, self._started = Exporter(pool), 0.0, time.time()
         self._loop = Periodic("raykv-supervisor", self._watch, self._on_error)
         self._loop.start()
@@ -80,7 +80,7 @@ class Supervisor:
     def drain(self, node_id: str, seconds: float, force: bool) -> int:
         """Empty a node that is about to leave (see `drain`). Returns how many blocks only that node still has.
 
-        force: drain even the last node that takes blocks. Without it, draining that node is a ValueError.
+        force: drain even the last node that accepts blocks. Otherwise ValueError is raised for that node.
         """
         if not force and node_id not in self._idle.without_store:
             check_others(self._pool, node_id)
@@ -95,11 +95,11 @@ class Supervisor:
             left = drain(self._pool, node_id, seconds)
             return left
         finally:
-            if left:  # if Ray says now or later that the node leaves, that starts another drain
+            if left:  # so that another drain starts if Ray says, now or later, that the node leaves
                 self._draining.discard(node_id)
 
     def cancel_drain(self, node_id: str) -> None:
-        """Keep a node that was drained, or is being drained. ValueError where Ray says that the node leaves."""
+        """Keep a node that was drained or is being drained. Raises ValueError if Ray says that the node leaves."""
         if node_id in _noticed():
             raise ValueError(
                 f"Ray says that node {node_id[:8]} is about to leave, which raykv can't take back: see `ray status`, "
@@ -110,7 +110,7 @@ class Supervisor:
             self._draining.discard(node_id)
 
     def stop(self) -> None:
-        """Watch no more. The actor is of no use afterwards."""
+        """Stop watching the nodes. The actor can't be used afterwards."""
         events.tell("stop")
         self._loop.stop()
         self._loop.join(STOP_DEADLINE_S)  # a running look may start a store
@@ -124,7 +124,7 @@ class Supervisor:
         return self._pause()
 
     def _export(self) -> None:
-        """Export how many nodes there are, and which have a store."""
+        """Export the number of nodes, which nodes have a store, and whether the directory is up."""
         self._exported = time.monotonic()
         self._exporter.set("start_time_seconds", self._started, role="supervisor")
         self._exporter.set("ray_nodes", len(self._living))
@@ -135,7 +135,7 @@ class Supervisor:
         self._exporter.flush()
 
     def _on_error(self, error: Exception) -> float:
-        # Ray may be in the middle of a change. The next look sees the change done.
+        # Ray may be in the middle of a change. The next look sees the completed change.
         log.error("%r: %r", self, error, exc_info=error)
         return self._pause()
 
@@ -143,14 +143,14 @@ class Supervisor:
         return max(0.1, self._loop.rest_of(HEARTBEAT_S))
 
     def _look(self) -> None:
-        """Ask Ray one question. If anything changed, or REST_S are over, look closely, which takes seven questions."""
+        """Ask Ray one question. Look closely (seven questions) if something changed or REST_S have passed."""
         self._living, some_leave = _nodes()
         if some_leave or self._living - self._idle.without_store != self._stores.keys() or not self._at_rest():
             self._rests_until = 0.0
             self._look_closely(self._living)
 
     def _at_rest(self) -> bool:
-        """Whether the last close look was recent and found all well, and Ray has reported no dead store since."""
+        """Whether the last close look was recent and found no problem, and Ray has reported no dead store since."""
         alive = all(is_alive(store) for store in self._stores.values())
         return alive and self._served >= self._stores.keys() and time.monotonic() < self._rests_until
 
@@ -163,7 +163,7 @@ class Supervisor:
             if time.monotonic() - self._failed.get(node_id, (-RETRY_S, ""))[0] >= RETRY_S:
                 events.tell("watch_node", node=node_id[:8])
                 self._stores[node_id] = start_store(self._pool, node_id)
-        directory = self._directory()  # after the stores' start: they start meanwhile, and wait for the directory
+        directory = self._directory()  # called last: new stores start meanwhile, and wait for the directory
         ending = living & self._idle.being_left
         for node_id in self._stores.keys() - wanted - ending:  # an actor pinned to a dead node never comes back
             ray.kill(self._stores.pop(node_id))
@@ -187,7 +187,7 @@ class Supervisor:
         with self._telling:
             for node_id in internal_kv.names(self._pool, Kept.LEAVING):
                 if node_id in living:
-                    ray.get(directory.leave.remote(node_id), timeout=HEARTBEAT_S)  # again, in case the directory is new
+                    ray.get(directory.leave.remote(node_id), timeout=HEARTBEAT_S)  # again: the directory may be new
                 else:
                     internal_kv.drop(self._pool, Kept.LEAVING, node_id)
         for node_id, seconds in _noticed().items():
@@ -196,7 +196,7 @@ class Supervisor:
                 threading.Thread(target=self._drain, args=(node_id, seconds), name="raykv-drain", daemon=True).start()
 
     def _leave_idle(self, directory: Any, living: set[str]) -> bool:
-        """Leave nodes that nobody else has used for long. Returns whether another directory is in charge now."""
+        """Leave nodes that nobody else has used for a long time. Returns whether another directory is in charge now."""
         long = self._idle.look(living, self._served)
         away = long | self._idle.without_store
         in_charge = ray.get(directory.node_id.remote(), timeout=HEARTBEAT_S) if away else ""
@@ -219,7 +219,7 @@ class Supervisor:
             self._draining.discard(node_id)  # the next look tries again
 
     def _drop_failed(self) -> None:
-        """Forget stores that are dead for good. New ones start at once; after RETRY_S if the old one never answered."""
+        """Forget permanently dead stores. New stores start at once, or after RETRY_S if the old one never answered."""
         done = ray_calls.finished(self._pings.values(), 0.0)
         for node_id, store in list(self._stores.items()):
             ping = self._pings.get(node_id)
@@ -243,7 +243,7 @@ class Supervisor:
                 self._look_at_silent(node_id)
 
     def _look_at_silent(self, node_id: str) -> None:
-        """Give up a silent store if its node can't import raykv. Ray would restart such a store for ever."""
+        """Kill a silent store if its node can't import raykv. Otherwise Ray would restart that store forever."""
         since = self._silent.setdefault(node_id, time.monotonic())
         if time.monotonic() < since + SILENT_S:
             return
@@ -254,13 +254,13 @@ class Supervisor:
             self._has_failed(node_id, why)
 
     def _has_failed(self, node_id: str, why: str) -> None:
-        """A node's store could not start. Save the reason, for the pool's status and for clients on that node."""
+        """Save why a node's store could not start, for the pool's status and for clients on that node."""
         self._failed[node_id] = (time.monotonic(), why)
         internal_kv.put(self._pool, Kept.FAILED, why.encode(), node_id)
         log.warning("%r: node %s has no store, and is asked again in %.0f s: %s", self, node_id[:16], RETRY_S, why)
 
     def _known(self, directory: Any) -> dict[int, str]:
-        """The directory's nodes by index. The answer also proves that the directory lives."""
+        """Return the directory's nodes by index. An answer also proves that the directory is alive."""
         try:
             known: dict[int, str] = ray.get(directory.nodes.remote(), timeout=HEARTBEAT_S)
             self._answered = time.monotonic()
@@ -291,7 +291,7 @@ class Supervisor:
         try:
             ray.get(directory.ping.remote(), timeout=REPLACE_AFTER_S if stood_by else START_DEADLINE_S)
         except GetTimeoutError:
-            if internal_kv.in_charge(self._pool).name == old:  # else it took over meanwhile
+            if internal_kv.in_charge(self._pool).name == old:  # otherwise it took over meanwhile
                 self._successor.give_up(directory, "it does not answer either")
             raise
         ray.get(directory.take_charge.remote(), timeout=START_DEADLINE_S)
@@ -303,7 +303,7 @@ class Supervisor:
         return named_actors.find_directory(self._pool)
 
     def _keep_successor(self, directory: Any, living: set[str]) -> None:
-        """Keep the other directory standing by, on another node if there is one."""
+        """Keep the other directory on standby, on another node if there is one."""
         if not self._successor.due():
             return
         node_id = ray.get(directory.node_id.remote(), timeout=HEARTBEAT_S)
@@ -320,7 +320,7 @@ def _other(name: str) -> int:
 
 
 def _nodes() -> tuple[set[str], bool]:
-    """Ray node ids of the nodes that are alive, and whether one of them is about to leave."""
+    """Return the Ray node ids of living nodes, and whether any of these nodes is about to leave."""
     nodes = _gcs(ray.get_runtime_context().gcs_address).get_all_node_info().values()
     alive = [node for node in nodes if node.state == GcsNodeInfo.ALIVE]
     leaving = any(node.state_snapshot.state == NodeSnapshot.DRAINING for node in alive)
@@ -328,7 +328,7 @@ def _nodes() -> tuple[set[str], bool]:
 
 
 def _noticed() -> dict[str, float]:
-    """Nodes that Ray says are about to leave, and in how many seconds."""
+    """Return the nodes that Ray says are about to leave, each with the seconds that are left for it."""
     client, now = _gcs(ray.get_runtime_context().gcs_address), time.time() * 1000
     return {
         node_id: (deadline - now) / 1000 if deadline > now else NOTICE_S
@@ -342,6 +342,6 @@ def _gcs(address: str) -> Any:
 
 
 def start_supervisor(pool: str) -> None:
-    """Start the supervisor on Ray's head, or find it. Returns at once. From here on Ray keeps it running."""
+    """Start the supervisor on Ray's head node, or find the running one. Returns at once. Ray then keeps it running."""
     options = named_actors.options(named_actors.supervisor_name(pool), None, threads=4)
     ray.remote(Supervisor).options(**options).remote(pool)

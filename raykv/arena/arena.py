@@ -1,9 +1,9 @@
-"""One node's arena: blocks in a file of shared memory, in slots whose headers describe them.
+"""One node's arena: a file of shared memory with slots for blocks, and with headers that describe the blocks.
 
 The directory grants slots. Clients, stores, transports and tiers of the node write and read the slots here. An arena
 trusts no location: a location is a miss if the arena does not offer the slot, or if the slot now holds another block.
-Slabs and pages are in `raykv.arena.mapping`, the file itself in `raykv.arena.files`, slots that were looked up in
-`raykv.arena.slots`, and the words of headers in `raykv.arena.header`.
+`raykv.arena.mapping` handles slabs and pages, `raykv.arena.files` the file itself, `raykv.arena.slots` slots that were
+looked up, and `raykv.arena.header` the words of headers.
 """
 
 import itertools
@@ -28,7 +28,7 @@ from raykv.protocol.stores import FREED, STILL_WRITTEN
 from raykv.system.file_locks import AGAIN_S
 from raykv.system.jit import compile_all
 
-FORMAT_S = 0.25  # to wait for a process that formats the slab: that process locks all slots for microseconds
+FORMAT_S = 0.25  # maximum wait for a process that formats the slab: it locks all slots for microseconds
 
 Fill = Callable[[Mask, Addresses], "list[int]"]  # see Arena.fill
 
@@ -37,7 +37,7 @@ class BlockHeaders(NamedTuple):
     """The headers of n blocks."""
 
     checksums: NDArray[np.uint64]  # (n,) xxh3_64 of each block when it was written
-    positions: NDArray[np.uint32]  # (n,) in their chains
+    positions: NDArray[np.uint32]  # (n,) the blocks' positions in their chains
     there: Mask  # (n,) whether the location holds that block
 
 
@@ -53,11 +53,11 @@ class PeerBlocks(NamedTuple):
 class Contents(NamedTuple):
     """The blocks in an arena. The `node` of the locations is 0: an arena does not know its node's index."""
 
-    ready: Locations  # (n,) of ready blocks
+    ready: Locations  # (n,) locations of ready blocks
     keys: Bytes  # (n, 16)
-    positions: NDArray[np.uint32]  # (n,) in their chains
-    stamps: NDArray[np.uint32]  # (n,) last read, seconds since the arena was created
-    writing: Locations  # (m,) of slots that are being written, or whose writer died
+    positions: NDArray[np.uint32]  # (n,) the blocks' positions in their chains
+    stamps: NDArray[np.uint32]  # (n,) times of the last reads, in seconds since the arena was created
+    writing: Locations  # (m,) locations of slots that are being written, or whose writer died
 
 
 class Arena(Mapping):
@@ -77,27 +77,27 @@ class Arena(Mapping):
 
     @classmethod
     def create(cls, path: str, fingerprint: bytes, slab_bytes: int, slabs: int, cluster: bytes = NO_CLUSTER) -> Self:
-        """A new arena, owned, that offers no slab yet. See `files.create`."""
+        """Create an arena that this process owns and that offers no slab yet. See `files.create`."""
         return cls(files.create(path, fingerprint, slab_bytes, slabs, cluster))
 
     @classmethod
     def adopt(
         cls, path: str, fingerprint: bytes, slab_bytes: int, slabs: int, cluster: bytes = NO_CLUSTER
     ) -> Self | None:
-        """The arena that a dead owner left behind, now owned, with a higher incarnation. None: see `files.adopt`."""
+        """Adopt a dead owner's arena, and increment its incarnation. Returns None if `files.adopt` does."""
         file = files.adopt(path, fingerprint, slab_bytes, slabs, cluster)
         if file is None:
             return None
         arena = cls(file)
         header.store(arena._memory[0], header.INCARNATION, arena.incarnation + 1)
-        if arena.offered < arena.slabs:  # the owner may have died after it allocated this slab, before it offered it
+        if arena.offered < arena.slabs:  # the owner may have died between allocating and offering this slab
             arena._discard(arena.offered)
-        arena._tell_discard()  # the owner may have died after it discarded a slab, before it told clients
+        arena._tell_discard()  # the owner may have died between discarding a slab and telling clients
         return arena
 
     @classmethod
     def attach(cls, path: str, nonce: bytes) -> Self:
-        """The arena that this node's store serves, for a client. ArenaMismatch if it is another arena's file."""
+        """Open for a client the arena that this node's store serves. Raises ArenaMismatch for another arena's file."""
         return cls(files.attach(path, nonce))
 
     # ------------------------------------------------------------------ blocks
@@ -110,13 +110,13 @@ class Arena(Mapping):
         verify: bool = False,
         used: bool = True,
     ) -> Mask:
-        """Copy blocks out.
+        """Copy blocks from slots to rows.
 
         locations: (n,) LOCATION. keys: (n, 16) uint8. rows: n destinations, or an (n, bytes) uint8 array of them.
         verify: a row that does not match the block's checksum is a miss, and is counted in `corrupt`.
-        used: stamp the blocks as read. A directory that starts anew orders the blocks by these stamps.
-        Returns (n,) bool: which rows hold their block now. The content of the other rows is undefined.
-        DeviceError where a GPU fails: that error says nothing about the blocks.
+        used: stamp the blocks as read. A restarted directory orders the blocks by these stamps.
+        Returns (n,) bool: which rows hold their block now. The content of all other rows is undefined.
+        Raises DeviceError if a GPU fails. This error says nothing about the blocks.
         """
         slots = self._find(locations, keys)
         rows = slots.checked(rows, writable=True)
@@ -143,11 +143,11 @@ class Arena(Mapping):
     ) -> Mask:
         """Copy blocks into the slots that were granted for them.
 
-        locations, keys: as in `read`. rows: n sources. positions: (n,) of the blocks in their chains; by default 0.
+        locations, keys: as in `read`. rows: n sources. positions: (n,) positions in the blocks' chains; 0 by default.
         expected: (n,) xxh3_64; a block with another checksum never becomes ready, and is counted in `corrupt`.
         Returns (n,) bool: which blocks are ready now. A block is not written if its grant is of a past epoch, slab
         format or generation, or if another process writes to its slot.
-        DeviceError where a GPU fails: then nothing is written, and the same grants can be tried again.
+        Raises DeviceError if a GPU fails; then nothing is written, and the same grants can be tried again.
         """
         slots = self._find(locations, keys)
         rows = slots.checked(rows, writable=False)
@@ -165,12 +165,12 @@ class Arena(Mapping):
         positions: NDArray[Any] | None = None,
         expected: NDArray[np.uint64] | None = None,
     ) -> Mask:
-        """Like `write`, with bytes that come by other means than a copy.
+        """Like `write`, but the function `fill` provides the bytes.
 
-        fill(which, addresses): put the blocks of an (n,) mask at these addresses, one address for each True, and return
-        their xxh3_64. The slots stay locked meanwhile, so `fill` may take long. It clears the mask where a block did
-        not arrive. The slot of such a block can be written again with the same grant. If `fill` raises, all slots can
-        be written again.
+        fill(which, addresses): must put the blocks that the (n,) mask `which` selects at these addresses, one for each
+        True, and return their xxh3_64. The slots stay locked meanwhile, so `fill` may take long. It must clear the mask
+        where a block did not arrive; the slot of that block can be written again with the same grant. If `fill` raises,
+        all slots can be written again.
         """
         return self._fill(self._find(locations, keys), fill, positions, expected)
 
@@ -211,7 +211,7 @@ class Arena(Mapping):
                 self.corrupt += int(wrong.sum())
 
     def read_headers(self, locations: Locations, keys: Bytes, used: bool = True) -> BlockHeaders:
-        """The headers of blocks, and which blocks are there.
+        """Return the headers of blocks, and which blocks are there.
 
         used: stamp the blocks as read: the caller is about to read them for another node.
         """
@@ -222,12 +222,12 @@ class Arena(Mapping):
         return BlockHeaders(claims[:, 0].astype(np.uint64), claims[:, 1].astype(np.uint32), ok)
 
     def read_for_peer(self, locations: Locations, keys: Bytes) -> PeerBlocks:
-        """Like `read_headers`, with the bytes of the blocks that are there. The reader must verify them."""
+        """Like `read_headers`, and also return the bytes of the blocks that are there. The reader must verify them."""
         headers = self.read_headers(locations, keys)
         return PeerBlocks(*headers, self.views(locations[headers.there]))
 
     def with_lengths(self, locations: Locations) -> Locations:
-        """The same locations, with the blocks' lengths as `bytes`. The given `bytes` are the slots' sizes."""
+        """Return the same locations, but with the blocks' lengths as `bytes` instead of the slots' sizes."""
         words, _, _, _, headers, _ = self._find(locations)
         lengths = words[np.maximum(headers, 0) + header.LENGTH]
         found = locations.copy()
@@ -236,9 +236,9 @@ class Arena(Mapping):
         return found
 
     def views(self, locations: Locations) -> list[Bytes]:
-        """The bytes of slots, in place and unchecked. Adjacent slots form one array.
+        """Return the bytes of slots, in place and unverified. Adjacent slots form one array.
 
-        ValueError if the arena does not offer a slot.
+        Raises ValueError if the arena does not offer a slot.
         """
         slots = self._find(locations)
         if (slots.headers < 0).any():
@@ -250,14 +250,14 @@ class Arena(Mapping):
         return [slots.data[starts[run[0]] : stops[run[-1]]] for run in runs if len(run)]
 
     def addresses(self, locations: Locations) -> Addresses:
-        """(n,) addresses of slots in this process's memory; 0 where the arena offers no such slot."""
+        """Return (n,) addresses of slots in this process's memory; 0 where the arena offers no such slot."""
         slots = self._find(locations)
         return np.where(slots.headers >= 0, slots.addresses, 0)
 
-    # ------------------------------------------------------------------ what lies there
+    # ------------------------------------------------------------------ the arena's contents
 
     def inventory(self) -> Contents:
-        """All ready blocks, and all slots to be swept: slots that are being written, or whose writer died."""
+        """Return all ready blocks, and all slots to sweep: slots that are being written, or whose writer died."""
         words, _ = self._memory
         found = [self._inventory_of(words, slab) for slab in range(self.offered)]
         columns = np.concatenate([part[1] for part in found]) if found else np.zeros((0, 7), np.int64)
@@ -269,7 +269,7 @@ class Arena(Mapping):
         return Contents(locations[ready], keys, positions, stamps, locations[writing])
 
     def _inventory_of(self, words: header.Words, slab: int) -> tuple[Locations, header.Words]:
-        """Locations of all slots of a slab, and the columns of `header.collect`."""
+        """Return the locations of all slots of a slab, and the columns of `header.collect`."""
         entry, first = header.TABLE + 2 * slab, slab * (self.slab_bytes // ALIGN)
         while True:
             # Look at the locks first: a writer that begins later is refused, as the epoch was raised before.
@@ -290,7 +290,7 @@ class Arena(Mapping):
         return locations, columns
 
     def sweep(self, locations: Locations) -> NDArray[np.uint8]:
-        """(n,) outcome of grants: STILL_WRITTEN, FREED (a late writer will be refused) or FINISHED.
+        """Return (n,) outcomes of grants: STILL_WRITTEN, FREED (a late writer will be refused) or FINISHED.
 
         `identify` names the block in a FINISHED slot.
         """
@@ -303,14 +303,13 @@ class Arena(Mapping):
         return states
 
     def identify(self, locations: Locations) -> tuple[Bytes, NDArray[np.uint64]]:
-        """(n, 16) keys and (n,) generations in the headers of slots."""
+        """Return (n, 16) keys and (n,) generations from the headers of slots."""
         return self._find(locations).identify()
 
     def holds_other_length(self, locations: Locations, keys: Bytes) -> Mask:
-        """(n,) which slots hold exactly that block, but with another length than the location's `bytes`.
+        """Return (n,) bool: which slots hold that block, but with a length other than the location's `bytes`.
 
-        Such a block was not altered: the reader has a wrong size for the block. locations: (n,) LOCATION. keys: (n, 16)
-        uint8.
+        Such a block was not altered: the reader assumes a wrong size. locations: (n,) LOCATION. keys: (n, 16) uint8.
         """
         smallest = locations.copy()
         smallest["bytes"] = ALIGN  # so that the slot is found, whatever the block's size
@@ -323,7 +322,7 @@ class Arena(Mapping):
     # ------------------------------------------------------------------ helpers
 
     def _find(self, locations: Locations, keys: Bytes | None = None) -> Slots:
-        """Look slots up. ValueError for arrays of another dtype or shape."""
+        """Look up slots. Raises ValueError for arrays with a wrong dtype or shape."""
         keys = np.zeros((len(locations), KEY_BYTES), np.uint8) if keys is None else keys
         if locations.dtype != LOCATION or locations.ndim != 1:
             raise ValueError(
@@ -331,7 +330,7 @@ class Arena(Mapping):
             )
         if keys.dtype != np.uint8 or keys.shape != (len(locations), KEY_BYTES):
             raise ValueError(f"keys: {keys.dtype} of shape {keys.shape}; give ({len(locations)}, {KEY_BYTES}) uint8")
-        # Copies, always aligned and writable: for other arrays numba would compile the kernels again.
+        # These copies are always aligned and writable; for other arrays numba would compile the kernels again.
         records = np.array(locations, order="C").view(np.int64).reshape(-1, 4)
         words, data = self._memory
         headers, payload = np.zeros((2, len(records)), np.int64)
@@ -341,7 +340,7 @@ class Arena(Mapping):
         return Slots(words, data, records, np.array(keys, order="C").view(np.int64), headers, addresses)
 
     def _base_address(self, data: Bytes) -> int:
-        """Address of the file's first byte, from which slots are addressed. data: the mapping."""
+        """Return the address of the file's first byte, to which slots' offsets are added. data: the mapping."""
         return address_of(data)
 
     def _altered(self, sums: NDArray[np.uint64], claimed: NDArray[np.uint64]) -> Mask:
@@ -373,7 +372,7 @@ class Arena(Mapping):
             return block_copy.sums_behind(fetch, slots, rows.bytes)
 
     def _lock_numbers(self, headers: header.Words) -> list[int]:
-        """Numbers of the slots' locks; negative where there is no such slot."""
+        """Return the numbers of the slots' locks; negative where there is no such slot."""
         return ((headers - self._shape[1]) // header.HEADER_WORDS).tolist()  # type: ignore[no-any-return]
 
     def _stamp(self, slots: Slots, ok: Mask) -> None:
@@ -383,10 +382,10 @@ class Arena(Mapping):
         return max(0, int(time.time()) - self._clock_base) & 0xFFFFFFFF  # 32 bits, as in `inventory`
 
     def _format(self, words: header.Words, records: header.Words, headers: header.Words) -> None:
-        """Give slabs the format of their grants, unless another process has done so."""
+        """Format slabs as their grants say, unless another process has done so."""
         if header.formatted(words, headers, records):
             return
-        sound = records[(headers >= 0) & (records[:, 2] <= records[:, 3])]  # no slot's generation is below its slab's
+        sound = records[(headers >= 0) & (records[:, 2] <= records[:, 3])]  # no grant is older than its slab's format
         for slab, slab_gen, size, epoch in {(r[0] >> 32, r[2], r[1] >> 32, epoch_of(r[3])) for r in sound.tolist()}:
             if header.load(words, header.TABLE + 2 * slab) < slab_gen:
                 self._reformat(words, slab, slab_gen, slot_bytes(size), epoch)
@@ -415,10 +414,10 @@ def open_own(
     limit: int | None = None,
     cluster: bytes = NO_CLUSTER,
 ) -> Arena:
-    """The arena of a node store: an arena that a dead store of this user and pool left behind, else a new arena.
+    """Open a node store's arena: an arena that a dead store of this user and pool left behind, else a new arena.
 
-    room_check: called with the bytes of a new arena that offers `limit` slabs (default: all); raises where the node
-    can't afford them (`raykv.system.free_memory.check`). cluster: see `raylets.cluster_id`.
+    room_check: called with the size of a new arena that offers `limit` slabs (default: all); raises if the node has too
+    little memory (`raykv.system.free_memory.check`). cluster: see `raylets.cluster_id`.
     """
     for index in itertools.count():
         path = f"{SHM}/raykv-{pool}-{os.getuid()}-{index}"

@@ -20,7 +20,7 @@ Copies = NDArray[np.int64]  # (blocks, parts, 3): target address, source address
 T = TypeVar("T")
 
 SEGMENT = 2 << 20  # bytes of a plain copy that a thread takes at a time
-SPLIT = 8 << 20  # size from which on copies are shared between threads
+SPLIT = 8 << 20  # minimum total bytes of copies that are shared between threads
 SHARE = 16 << 20  # bytes that a GPU copies before they are hashed
 THREADS = min(4, len(os.sched_getaffinity(0)))
 
@@ -29,7 +29,7 @@ _mutex = threading.Lock()  # guards `_executor`; no other lock is taken meanwhil
 
 
 def copies(rows: Rows, slots: NDArray[np.int64], out: bool) -> Copies:
-    """The table of copies between rows and the addresses of their slots. out: from the slots to the rows."""
+    """Return the table of copies between rows and their slots' addresses. out: copy from the slots to the rows."""
     ends = np.cumsum(rows.lengths)
     table = np.empty((*rows.addresses.shape, 3), np.int64)
     table[..., 0 if out else 1] = rows.addresses
@@ -55,13 +55,13 @@ def copy_summed(table: Copies) -> list[int]:
 
 
 def sums(addresses: NDArray[np.int64], size: int) -> list[int]:
-    """xxh3_64 of `size` bytes at each address."""
+    """Return the xxh3_64 of `size` bytes at each address."""
     table = np.stack([addresses, addresses, np.full_like(addresses, size)], axis=1)
     return copy_summed(table[:, None])
 
 
 def sums_behind(fetch: Callable[[slice], None], addresses: NDArray[np.int64], size: int) -> list[int]:
-    """Like `sums`, but `fetch` brings the bytes, in shares. A share is hashed while `fetch` brings the next shares."""
+    """Like `sums`, but `fetch` brings the bytes in shares. A share is hashed while `fetch` brings the next shares."""
     step = max(1, SHARE // size)
     table = np.stack([addresses, addresses, np.full_like(addresses, size)], axis=1)[:, None]
     shares = [table[first : first + step] for first in range(0, len(table), step)]
@@ -75,12 +75,12 @@ def sums_behind(fetch: Callable[[slice], None], addresses: NDArray[np.int64], si
             for share, future in zip(reversed(shares), reversed(hashing), strict=True)
         ]
     finally:
-        wait([future for future in hashing if not future.cancel()])  # the caller then drops its locks
+        wait([future for future in hashing if not future.cancel()])  # the caller then releases its locks
     return [total for part in reversed(last_first) for total in part]
 
 
 def sums_of(rows: Rows) -> list[int]:
-    """xxh3_64 of each row."""
+    """Return the xxh3_64 of each row."""
     lengths = np.broadcast_to(rows.lengths, rows.addresses.shape)
     return copy_summed(np.stack([rows.addresses, rows.addresses, lengths], axis=2))
 
@@ -91,7 +91,7 @@ def _is_small(table: Copies) -> bool:
 
 
 def _segments(table: Copies) -> list[NDArray[np.int64]]:
-    """The same copies in shares for threads: whole blocks, or pieces of SEGMENT bytes where a part is longer."""
+    """Return the same copies in shares for threads: whole blocks, or pieces of SEGMENT bytes if a part is longer."""
     if not table.size or table[0, :, 2].max() <= SEGMENT:
         return list(table)
     return [
@@ -102,7 +102,7 @@ def _segments(table: Copies) -> list[NDArray[np.int64]]:
 
 
 def _run(function: Callable[..., T], items: list[NDArray[np.int64]]) -> list[T]:
-    """The results of `function` for every item, over several threads."""
+    """Call `function` for every item in several threads. Returns the results."""
     threads = min(THREADS, len(items))
     if threads <= 1:
         return [function(item) for item in items]
@@ -121,7 +121,7 @@ def _run(function: Callable[..., T], items: list[NDArray[np.int64]]) -> list[T]:
         for _ in numbers:  # after an exception no thread starts another item
             pass
         helpers = [helper for helper in helpers if not helper.cancel()]
-        wait(helpers)  # until no thread copies: the caller then drops its locks
+        wait(helpers)  # until no thread copies, as the caller then releases its locks
     for helper in helpers:
         helper.result()
     return results  # type: ignore[return-value]

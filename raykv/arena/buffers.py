@@ -1,4 +1,4 @@
-"""Rows: callers' memory that blocks are copied from or to. It is checked before a byte moves."""
+"""Rows: callers' memory that blocks are copied from or to. The memory is checked before any byte is copied."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -33,29 +33,32 @@ class Rows:
 
     def __getitem__(self, which: slice | NDArray[Any]) -> "Rows":
         rest = self.lengths, self.memory, self.writable, self.device, self.after, self.registered
-        return Rows(self.addresses[which], *rest)  # a third of the time of `dataclasses.replace`
+        return Rows(self.addresses[which], *rest)  # takes a third of the time of `dataclasses.replace`
 
     @property
     def bytes(self) -> int:
-        """Bytes of one row."""
+        """The number of bytes of one row."""
         return int(self.lengths.sum())
 
 
 def address_of(array: NDArray[Any]) -> int:
-    """Address of an array's first byte. `array.ctypes.data` takes five times as long."""
+    """Return the address of an array's first byte. `array.ctypes.data` takes five times as long."""
     address: int = array.__array_interface__["data"][0]
     return address
 
 
 def count(of: NDArray[np.uint8], start: int) -> int:
-    """How many keys there are from `start` on. ValueError for a bad `start`."""
+    """Return the number of keys from `start` to the end. Raises ValueError if `start` is out of range."""
     if not 0 <= start <= len(of):
         raise ValueError(f"start={start}, but there are {len(of)} keys")
     return len(of) - start
 
 
 def dense(name: str, given: Any, rows: int, block_bytes: int, exact: bool = False) -> Rows:
-    """The first rows of a contiguous (n, block_bytes) uint8 array. ValueError unless n >= rows (`exact`: n == rows)."""
+    """Return the first `rows` rows of a contiguous (n, block_bytes) uint8 array.
+
+    Raises ValueError unless n >= rows, or n == rows if `exact`.
+    """
     array = _view(name, given)
     fits = array.dtype == np.uint8 and array.ndim == 2 and array.shape[1] == block_bytes
     if not fits or len(array) < rows or (exact and len(array) > rows):
@@ -72,7 +75,10 @@ def dense(name: str, given: Any, rows: int, block_bytes: int, exact: bool = Fals
 
 
 def paged(given: Any, block_ids: Sequence[int], rows: int, block_bytes: int, writable: bool = False) -> Rows:
-    """Rows from paged memory: the parts of row i are row block_ids[i] of each array. ValueError if they don't fit."""
+    """Return rows of paged memory: the parts of row i are row block_ids[i] of each array.
+
+    Raises ValueError if the arrays or `block_ids` don't fit.
+    """
     if len(block_ids) != rows:
         raise ValueError(f"{len(block_ids)} block_ids for {rows} blocks")
     pages = rows_of(given if isinstance(given, (list, tuple)) else [given], "paged")
@@ -91,17 +97,17 @@ def paged(given: Any, block_ids: Sequence[int], rows: int, block_bytes: int, wri
 
 
 def _check_distinct(ids: NDArray[np.int64]) -> None:
-    """ValueError where several blocks would be written to one page."""
+    """Raise ValueError if several blocks would be written to the same page."""
     times = np.bincount(ids)
     if times.max() > 1:
         raise ValueError(f"block_ids name page {times.argmax()} {times.max()} times: give each block a page of its own")
 
 
 def rows_of(arrays: Sequence[Any], name: str = "memory") -> Rows:
-    """Rows whose parts are the rows of each array: numpy, torch, or anything with `__cuda_array_interface__`.
+    """Return Rows whose parts are the rows of each array: numpy, torch, or anything with `__cuda_array_interface__`.
 
-    ValueError unless they are (n, bytes) uint8 with contiguous rows, all on one GPU or all in host memory. ImportError
-    where they are on a GPU and CuPy is not installed.
+    Raises ValueError unless the arrays are (n, bytes) uint8 with contiguous rows, all on one GPU or all in host memory.
+    Raises ImportError if they are on a GPU and CuPy is not installed.
     """
     views = [_view(name, array) for array in arrays]
     for view in views:
@@ -118,7 +124,7 @@ def rows_of(arrays: Sequence[Any], name: str = "memory") -> Rows:
 
 
 def _origin(name: str, arrays: Sequence[Any], views: list[NDArray[Any]]) -> tuple[str | None, tuple[Any, ...]]:
-    """Device and events of Rows. ValueError if the arrays are on several devices."""
+    """Return the device and events for Rows. Raises ValueError if the arrays are on several devices."""
     filled = [(array, view) for array, view in zip(arrays, views, strict=True) if view.size]
     ordinals = {
         cuda.ordinal_at(view.ctypes.data) if isinstance(view.base, _Description) else None for _, view in filled
@@ -135,7 +141,8 @@ def _origin(name: str, arrays: Sequence[Any], views: list[NDArray[Any]]) -> tupl
 def rows_within(arrays: Sequence[NDArray[np.uint8]], row_bytes: int) -> Rows:
     """Cut each array into rows of `row_bytes` bytes. Returns the rows of all arrays, in order.
 
-    ValueError unless the arrays are contiguous uint8, and whole rows long. Another process may have sent the arrays.
+    Raises ValueError unless the arrays are contiguous uint8 and consist of whole rows: another process may have sent
+    the arrays.
     """
     for array in arrays:
         if array.dtype != np.uint8 or not array.flags.c_contiguous or array.size % row_bytes:
@@ -146,7 +153,7 @@ def rows_within(arrays: Sequence[NDArray[np.uint8]], row_bytes: int) -> Rows:
 
 
 class _Description:
-    """Memory of a GPU. numpy takes the memory's shape and address from this object. Nobody may read the elements."""
+    """Memory of a GPU. numpy takes the memory's shape and address from this object. Its elements must not be read."""
 
     def __init__(self, interface: dict[str, Any]) -> None:
         names = ("shape", "typestr", "data", "strides")
@@ -154,7 +161,7 @@ class _Description:
 
 
 def _view(name: str, given: Any) -> NDArray[Any]:
-    """Like `_numpy`; for GPU memory, an array that only describes the memory."""
+    """Like `_numpy`, but for GPU memory, return an array that only describes the memory."""
     is_cuda = getattr(given, "is_cuda", True)  # torch is slow to say that a CPU tensor has no interface
     if is_cuda and hasattr(given, "__cuda_array_interface__"):
         return np.asarray(_Description(given.__cuda_array_interface__))
@@ -162,7 +169,7 @@ def _view(name: str, given: Any) -> NDArray[Any]:
 
 
 def _numpy(name: str, given: Any) -> NDArray[Any]:
-    """The array itself, never a copy: bytes must move from and to the caller's memory."""
+    """Return the array itself, never a copy, as bytes must be copied from and to the caller's memory."""
     if isinstance(given, np.ndarray):
         return given
     if hasattr(given, "numpy") and getattr(given, "device", None) is not None:

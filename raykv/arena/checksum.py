@@ -29,14 +29,14 @@ FUNCTIONS = types.Array(types.int64, 1, "C")
 
 
 def _address(library: ctypes.CDLL, *names: str) -> int:
-    """Address of the first of these functions that the library has. ImportError if it has none."""
+    """Return the address of the first of these functions that the library has. Raises ImportError if it has none."""
     if found := address(library, *names):
         return found
     raise ImportError(f"{library._name} has no {names[0]}: install the wheel of xxhash from PyPI (pip install xxhash)")
 
 
 def _functions() -> NDArray[np.int64]:
-    """Addresses of memcpy, and of the streaming functions of XXH3 in python-xxhash's library."""
+    """Return the addresses of memcpy, and of the streaming functions of XXH3 in python-xxhash's library."""
     xxhash = ctypes.CDLL(importlib.import_module("xxhash._xxhash").__file__)
     names = [
         ["XXH3_createState"],
@@ -64,7 +64,7 @@ def _memcpy(target: int, source: int, length: int, function: int) -> None:
 
 @kernel
 def _stream(target: int, source: int, length: int, function: int) -> None:
-    """Like `_memcpy`, but past the caches. The bytes before the first and after the last whole row go by memcpy."""
+    """Like `_memcpy`, but bypasses the caches. memcpy copies the bytes before the first and after the last full row."""
     head = min(-target % xxh3.STRIPE, length)
     done = head + (length - head) // xxh3.ROW * xxh3.ROW
     call(function, target, source, head)
@@ -109,15 +109,15 @@ def _copy_tiles(table: Copies, tile: int, functions: NDArray[np.int64], sums: ND
 
 
 def copy(table: Copies, stream: bool = False) -> None:
-    """Do the copies. Their memory must not change before this returns. stream: copy past the caches."""
+    """Do the copies. Their memory must not change before this returns. stream: bypass the caches."""
     _copy(table, stream, _FUNCTIONS)
 
 
 def copy_summed(table: Copies, stream: bool = False) -> list[int]:
-    """Like `copy`. Returns xxh3_64 of each block's bytes in order.
+    """Like `copy`. Returns the xxh3_64 of each block's bytes in order.
 
-    table: (blocks, parts, 3); part i has the same length in all blocks. Where source and target are equal, only
-    computes the checksum. stream: copy past the caches.
+    table: (blocks, parts, 3); part i has the same length in all blocks. Where source and target are equal, only the
+    checksum is computed. stream: bypass the caches.
     """
     sums = np.empty(len(table), np.int64)
     if _in_stripes(table):
@@ -135,10 +135,10 @@ def _in_stripes(table: Copies) -> bool:
 def judge(
     written: NDArray[np.bool_], payloads: Iterable[NDArray[np.uint8]], sums: NDArray[np.uint64]
 ) -> NDArray[np.uint8]:
-    """Verdicts of n blocks that arrived.
+    """Return the verdicts of n blocks that have arrived.
 
     written: (n,) result of Arena.write. payloads: bytes of the blocks. sums: (n,) expected xxh3_64. A block that was
-    not written is ALTERED if its bytes have another checksum, else FAILED.
+    not written is ALTERED if its bytes have a different checksum, else FAILED.
     """
     return np.array(
         [

@@ -1,8 +1,8 @@
-"""The files of arenas in shared memory: made, adopted from a dead owner, opened by clients, found and removed.
+"""Creates the files of arenas in shared memory, adopts them from dead owners, opens them for clients, and removes them.
 
-A node store owns its file by a lock on the first page. The kernel drops the lock when the process ends. So a file whose
-lock is free was left behind. But while the last owner's Ray cluster still runs, other Ray clusters leave the file
-alone: the store may be restarting. `raykv.arena.mapping` maps the files that are opened here.
+A node store owns its file by a lock on the first page. The kernel releases the lock when the process ends. So a file
+without a lock was left behind. But while the last owner's Ray cluster is running, other Ray clusters don't touch the
+file, as the store may be restarting. `raykv.arena.mapping` maps the files that are opened here.
 """
 
 import os
@@ -32,9 +32,10 @@ class ArenaFile(NamedTuple):
 
 
 def create(path: str, fingerprint: bytes, slab_bytes: int, slabs: int, cluster: bytes = NO_CLUSTER) -> ArenaFile:
-    """A new file, owned: `slabs` times `slab_bytes` (a multiple of 256 KiB). It offers no slab yet.
+    """Create a file that this process owns, for `slabs` slabs of `slab_bytes` (a multiple of 256 KiB).
 
-    It appears under its name whole and locked, or not at all. FileExistsError if the name is taken.
+    It offers no slab yet. The file appears under its name complete and locked, or not at all. Raises FileExistsError if
+    the name is taken.
     """
     words = superblock.new_page(fingerprint, slab_bytes, slabs, cluster)
     fd = os.open(os.path.dirname(path), os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
@@ -52,10 +53,10 @@ def create(path: str, fingerprint: bytes, slab_bytes: int, slabs: int, cluster: 
 
 
 def adopt(path: str, fingerprint: bytes, slab_bytes: int, slabs: int, cluster: bytes = NO_CLUSTER) -> ArenaFile | None:
-    """The file that a dead owner left behind, now owned. None without such a file.
+    """Take over the file that a dead owner left behind. Returns None if there is no such file.
 
-    Leaves a file alone if its owner lives, is another user, or is of another running Ray cluster. Unlinks a file with
-    another fingerprint or geometry; clients that have mapped that file keep their mapping.
+    Doesn't touch a file whose owner is alive, is another user, or belongs to another running Ray cluster. Unlinks a
+    file with a different fingerprint or geometry; clients that have mapped that file keep their mapping.
     """
     try:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -85,9 +86,9 @@ def has_name(path: str, fd: int) -> bool:
 
 
 def attach(path: str, nonce: bytes) -> ArenaFile:
-    """The file with the nonce of the arena that this node's store serves. ArenaMismatch for another file.
+    """Open the arena's file that this node's store serves. path: see `Mapping.door`.
 
-    path: see `Mapping.door`.
+    Raises ArenaMismatch if the file has another nonce, or can't be opened.
     """
     follow = 0 if path.startswith("/proc/") else os.O_NOFOLLOW  # /proc names a descriptor by a symbolic link
     try:
@@ -102,26 +103,26 @@ def attach(path: str, nonce: bytes) -> ArenaFile:
 
 
 def arenas_of(pool: str, cluster: bytes = NO_CLUSTER) -> list[str]:
-    """Paths of this user's arenas of a pool on this machine, except arenas of other running Ray clusters."""
+    """Return the paths of this user's arenas of a pool on this machine, without those of other running Ray clusters."""
     ours, others = re.compile(rf"raykv-{pool}-{os.getuid()}-(gpu-)?\d+"), _others(cluster)
     found = [entry.path for entry in os.scandir(SHM) if ours.fullmatch(entry.name)]
     return [path for path in found if _cluster_of(path) not in others]
 
 
 def left_behind(pool: str, cluster: bytes = NO_CLUSTER) -> list[str]:
-    """The paths in `arenas_of` that no living store owns."""
+    """Return the paths in `arenas_of` that no living store owns."""
     return [path for path in arenas_of(pool, cluster) if not _owned(path)]
 
 
 def remove_left_behind(pool: str, cluster: bytes = NO_CLUSTER) -> int:
-    """Remove the files in `arenas_of` that no living store owns. Returns how many."""
+    """Remove the files in `arenas_of` that no living store owns. Returns how many files were removed."""
     return sum(remove(path, cluster) for path in left_behind(pool, cluster))
 
 
 def remove(path: str, cluster: bytes = NO_CLUSTER) -> bool:
     """Remove an arena, unless a living store or another Ray cluster owns it. Returns whether it was removed.
 
-    Takes the owner's lock first: by now another store may have adopted the file, or made a new file of that name.
+    Takes the owner's lock first, as another store may meanwhile have adopted the file, or created a new one.
     """
     try:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -139,12 +140,12 @@ def remove(path: str, cluster: bytes = NO_CLUSTER) -> bool:
 
 
 def _take(path: str, fd: int, cluster: bytes) -> bool:
-    """Own a file that was left behind. False if somebody unlinked it before this process had the lock."""
+    """Lock a file that was left behind. Returns False if it has an owner, was unlinked, or is another Ray cluster's."""
     return lock(fd, 0, ALIGN) and has_name(path, fd) and superblock.cluster_of(fd) not in _others(cluster)
 
 
 def _others(cluster: bytes) -> set[bytes]:
-    """Other Ray clusters with nodes on this machine."""
+    """Return the other Ray clusters that have nodes on this machine."""
     return raylets.clusters() - {cluster}
 
 
@@ -166,7 +167,7 @@ def _owned(path: str) -> bool:
     except OSError:
         return True
     try:
-        return held_elsewhere(fd, 0, ALIGN)  # only looks: a restarting store must find the lock free
+        return held_elsewhere(fd, 0, ALIGN)  # doesn't lock: a restarting store must find the lock free
     finally:
         os.close(fd)
 

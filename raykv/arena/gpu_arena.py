@@ -27,16 +27,16 @@ from raykv.protocol.location import ALIGN, Locations
 from raykv.protocol.transfers import ALTERED, FAILED, PULLED
 
 UNKNOWN = 0  # stands for a checksum that nobody has computed
-LET_GO_S = 5.0  # for other processes to unmap the memory of a store that stops; clients look every 2.5 s
-LET_GO_LOOK_S = 0.02  # between two looks whether that memory is unmapped
+LET_GO_S = 5.0  # maximum time for other processes to unmap a stopping store's memory; clients look every 2.5 s
+LET_GO_LOOK_S = 0.02  # time between two checks whether that memory is unmapped
 
 
 class GpuArena(Arena):
     """An arena whose slots are on a GPU. Get one from `open_new` or `map`.
 
     No checksums are computed on a GPU. A block that a GPU wrote has no checksum (UNKNOWN) until it is copied to host
-    memory. A block from host memory keeps its checksum. GPU memory goes with the process that allocated it, so no
-    GpuArena is ever adopted.
+    memory. A block from host memory keeps its checksum. GPU memory is freed when the process that allocated it ends, so
+    a GpuArena is never adopted.
     """
 
     gpu: str  # UUID
@@ -49,9 +49,9 @@ class GpuArena(Arena):
     def open_new(
         cls, pool: str, fingerprint: bytes, gpu: Device, slab_bytes: int, slabs: int, cluster: bytes = NO_CLUSTER
     ) -> Self:
-        """A new arena, owned, that offers all of its slabs. CapacityError where the GPU or /dev/shm has no room.
+        """Create an arena that this process owns and that offers all of its slabs.
 
-        cluster: see `raylets.cluster_id`.
+        cluster: see `raylets.cluster_id`. Raises CapacityError if the GPU or /dev/shm has no room.
         """
         region = gpu.allocate(slab_bytes * slabs)
         try:
@@ -66,10 +66,10 @@ class GpuArena(Arena):
 
     @classmethod
     def _create_next(cls, pool: str, fingerprint: bytes, slab_bytes: int, slabs: int, cluster: bytes) -> Self:
-        """A new file with all of its headers allocated. It offers no slab yet."""
+        """Create an arena whose file has all headers allocated. It offers no slab yet."""
         for index in itertools.count():
             path = f"{files.SHM}/raykv-{pool}-{os.getuid()}-gpu-{index}"
-            files.remove(path, cluster)  # a dead store's file; the GPU memory went with the store
+            files.remove(path, cluster)  # a dead store's file; the GPU memory was freed with the store
             try:
                 arena = cls.create(path, fingerprint, slab_bytes, slabs, cluster)
             except FileExistsError:
@@ -88,7 +88,7 @@ class GpuArena(Arena):
 
     @classmethod
     def map(cls, path: str, nonce: bytes, gpu: str, handle: bytes) -> Self:
-        """The arena of this node's store, for a client. Maps GPU memory at the first copy: some clients never copy."""
+        """Open for a client the arena of this node's store. GPU memory is mapped only at the first copy."""
         arena = cls.attach(path, nonce)
         size = arena.slab_bytes * arena.slabs
         arena._set_region(gpu, lambda: device(gpu).open(handle, size), ours=False)
@@ -105,7 +105,7 @@ class GpuArena(Arena):
 
     @property
     def handle(self) -> bytes:
-        """CUDA IPC handle, by which a client maps the memory."""
+        """The CUDA IPC handle with which a client maps the memory."""
         return self._open().handle
 
     def _base_address(self, data: Bytes) -> int:
@@ -118,7 +118,7 @@ class GpuArena(Arena):
             return self._region.address - self._shape[2]
 
     def _open_region(self, data: Bytes) -> Region:
-        """Open the memory. It is closed when `data` goes, after the last copy."""
+        """Open the memory. It is closed when `data` is garbage-collected, after the last copy."""
         try:
             # the owner frees the memory when no other process holds a share
             let_go: Callable[[], None] = (lambda: None) if self._ours else self._locks.share()
@@ -136,16 +136,16 @@ class GpuArena(Arena):
     def disown(self) -> None:
         """Owner: show other processes that the memory is lost.
 
-        From the first call on, they have LET_GO_S to unmap it.
+        After the first call, these processes have LET_GO_S to unmap the memory.
         """
         if self._ours and not self._let_go_by:
             self._let_go_by = time.monotonic() + LET_GO_S
             self._locks.disown(ALIGN)
 
     def close(self, unlink: bool = False) -> None:
-        """Like Arena.close. Memory of this process is freed once other processes have unmapped it: see `disown`.
+        """Like Arena.close. This process's memory is freed once other processes have unmapped it: see `disown`.
 
-        CUDA leaves undefined what an earlier free does to those processes: see cudaIpcOpenMemHandle.
+        If it were freed earlier, the effect on those processes would be undefined: see cudaIpcOpenMemHandle.
         """
         self.disown()
         while self._locks.shared_elsewhere() and time.monotonic() < self._let_go_by:
@@ -190,7 +190,7 @@ class GpuArena(Arena):
             raise ValueError(f"memory of {rows.device}, but the pool was attached with device={self.gpu!r}")
 
     def read_for_peer(self, locations: Locations, keys: Bytes) -> PeerBlocks:
-        """Copies the blocks to host memory, and computes the checksums that are UNKNOWN."""
+        """Like Arena.read_for_peer. Copies the blocks to host memory, and computes checksums that are UNKNOWN."""
         checksums, positions, there = self.read_headers(locations, keys)
         size = int(locations["bytes"][there].max(initial=0))  # a location without its block may have any `bytes`
         blocks = np.empty((int(there.sum()), size), np.uint8)
@@ -218,8 +218,8 @@ def copy_between(
 ) -> NDArray[np.uint8]:
     """Copy blocks of one size between two arenas of a node store. Usually one of the two arenas is a GPU's.
 
-    used: as in Arena.read. Returns (n,) verdicts FAILED, PULLED or ALTERED. DeviceError where a GPU fails. ValueError
-    unless each source has one target, in a slot of the same size.
+    used: as in Arena.read. Returns (n,) verdicts FAILED, PULLED or ALTERED. Raises DeviceError if a GPU fails, and
+    ValueError unless each source block has one target slot of the same size.
     """
     verdicts = np.full(len(source_locations), ALTERED, np.uint8)
     size = int(source_locations["bytes"].max(initial=0))
@@ -227,7 +227,7 @@ def copy_between(
         (side["bytes"] != size).any() for side in (source_locations, target_locations)
     ):
         raise ValueError(f"{len(verdicts)} blocks of {size} bytes for {len(target_locations)} slots: sizes differ")
-    if isinstance(source, GpuArena) and isinstance(target, GpuArena):  # by host memory: GPUs may not reach each other
+    if isinstance(source, GpuArena) and isinstance(target, GpuArena):  # via host memory: GPUs may lack peer access
         checksums, positions, there, runs = source.read_for_peer(source_locations, keys)
         blocks, checksums = runs[0].reshape(-1, size), checksums[there]
         written = target.write(target_locations[there], keys[there], blocks, positions[there], checksums)
@@ -253,11 +253,11 @@ def copy_between(
 
 
 def _slots_as_rows(arena: Arena, addresses: Addresses, size: int, other: Arena) -> Rows:
-    """Slots of one arena as rows that `other` reads into."""
+    """Return slots of `arena` as rows into which blocks of `other` are read."""
     rows = Rows(addresses[:, None], np.array([size]), arena, writable=True)
     if isinstance(arena, GpuArena):
         return replace(rows, device=arena.gpu)
     if isinstance(other, GpuArena):
         # these slots are write-locked, so their slab is not given back meanwhile
         return replace(rows, registered=arena.register(other.gpu, addresses))
-    return rows  # both arenas are in host memory; no correct caller asks for that
+    return rows  # both arenas are in host memory, which no correct caller requests

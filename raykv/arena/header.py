@@ -8,7 +8,7 @@ Arguments of the kernels:
 - words: the file as a flat int64 array;
 - shape: (slab_bytes, first header, first payload byte, slabs); the first header is an index into `words`;
 - locations (n, 4), keys (n, 2): int64 views of LOCATION and key arrays;
-- header (n,): index of the first word of each slot's header; -1: there is no such slot;
+- header (n,): index of the first word of each slot's header; -1 if there is no such slot;
 - ok: (n,) mask.
 """
 
@@ -36,14 +36,14 @@ Mask = NDArray[np.bool_]
 Shape = tuple[int, int, int, int]
 
 FREE, WRITING, READY = 0, 1, 2
-MAGIC, VERSION, NONCE, FINGERPRINT = 0, 1, 2, 4  # of the superblock; nonce and fingerprint have two words each
+MAGIC, VERSION, NONCE, FINGERPRINT = 0, 1, 2, 4  # words of the superblock; nonce, fingerprint: two each
 SLAB_BYTES, SLABS, OFFERED, EPOCH, INCARNATION, CLOCK_BASE, FLOOR, DISCARDS, CLUSTER = range(6, 15)
 TABLE = 512  # first word of the slab table: (slab generation, stride) of every slab
-GIVEN_BACK = -1  # as a stride: the slab's memory was discarded, or is to be
+GIVEN_BACK = -1  # stride of a slab whose memory was discarded, or will be
 HEADER_WORDS = 8
 KEY, LENGTH, POSITION, STAMP, CHECKSUM = 1, 3, 4, 5, 6
 
-# Types of arguments of kernels. A `readonly` type takes arrays that can't be written, and all others.
+# Types of the kernels' arguments. A `readonly` type accepts both read-only and writable arrays.
 INT, SHAPE = types.int64, types.UniTuple(types.int64, 4)
 WORDS = types.Array(types.int64, 1, "C")
 COLUMN = types.Array(types.int64, 1, "C", readonly=True)
@@ -78,7 +78,7 @@ def _store(typing_context: Any, words: Any, at: Any, value: Any) -> Any:
 
 @kernel(WORDS, INT)
 def load(words: Words, at: int) -> int:
-    """One word, acquired."""
+    """Load one word (acquire)."""
     return _load(words, at)  # type: ignore[no-any-return]
 
 
@@ -126,7 +126,7 @@ def check(words: Words, header: Words, locations: Words, keys: Words, claims: Wo
 
 @kernel(WORDS, WORDS, ROWS, ROWS, MASK)
 def recheck(words: Words, header: Words, locations: Words, keys: Words, ok: Mask) -> None:
-    """After a copy: clear `ok` where the header has changed since `check`: the copy may be of another block."""
+    """After a copy: clear `ok` where the header has changed since `check`, as the copy may be of another block."""
     fence()
     for i in range(len(locations)):
         h = header[i]
@@ -175,7 +175,7 @@ def begin(words: Words, header: Words, locations: Words, ok: Mask) -> None:
 
 @kernel(WORDS, WORDS, ROWS, MASK)
 def undo(words: Words, header: Words, locations: Words, ok: Mask) -> None:
-    """Under the slots' locks, after `begin`: free the slot. Its old block is gone. The same grant may begin again."""
+    """Under the slots' locks, after `begin`: free the slot, whose old block is lost. The grant may be used again."""
     for i in range(len(locations)):
         if ok[i]:
             _store(words, header[i], (locations[i, 3] - 1) << 2 | FREE)
@@ -188,7 +188,7 @@ def finish(
 ) -> None:
     """Fill in the headers of copied blocks, `ready` last.
 
-    Where `ok` has been cleared the header stays `writing`, to be swept.
+    Where `ok` has been cleared, the header stays `writing` until it is swept.
     """
     fence()
     for i in range(len(locations)):
@@ -205,9 +205,9 @@ def finish(
 
 @kernel(WORDS, WORDS, ROWS, MASK, FLAGS)
 def reclaim(words: Words, header: Words, locations: Words, ok: Mask, states: NDArray[np.uint8]) -> None:
-    """Under the slots' locks: fill FINISHED where the slot was written since the grant and not cleared.
+    """Under the slots' locks: set `states` to FINISHED where the slot was written since the grant and not cleared.
 
-    Elsewhere fill FREED: a late writer will be refused.
+    Set `states` to FREED elsewhere; there a late writer will be refused.
     """
     floor = _load(words, FLOOR)
     for i in range(len(locations)):
@@ -253,7 +253,7 @@ def reformat(words: Words, shape: Shape, slab: int, generation: int, stride: int
 
 @kernel(WORDS, INT, INT, MASK, ROWS_OUT)
 def collect(words: Words, first: int, stride: int, locked: Mask, out: Words) -> None:
-    """Fill (state, generation, key, key, length, position, stamp) of every slot of a slab. A locked slot is WRITING."""
+    """Fill (state, generation, key, key, length, position, stamp) of a slab's slots. Locked slots count as WRITING."""
     for slot in range(len(out)):
         h = first + slot * HEADER_WORDS
         word = _load(words, h)

@@ -36,11 +36,11 @@ _madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 class Mapping:
     """The slabs of an arena. Thread-safe. Methods marked "Owner" are only for the process that owns the file.
 
-    path: the file's. nonce: 16 bytes that no other arena has. slab_bytes, slabs: its geometry.
+    path: the file's path. nonce: 16 bytes that no other arena has. slab_bytes, slabs: the arena's geometry.
     """
 
     def __init__(self, file: ArenaFile) -> None:
-        """Takes over the file's descriptor."""
+        """Take ownership of the file's descriptor."""
         words = file.first_page
         self.path = file.path
         self.nonce = superblock.nonce_of(words)
@@ -48,9 +48,9 @@ class Mapping:
         layout = superblock.layout(self.slab_bytes, self.slabs)
         self._shape = (self.slab_bytes, layout.headers // 8, layout.payload, self.slabs)
         self._size = layout.size
-        # Guards replacing `_memory`, and the owner's changes of epoch and floor. Taken inside `_slab_lock`.
+        # Guards changes of `_memory`, and the owner's changes of epoch and floor. May be taken under `_slab_lock`.
         self._mutex = threading.Lock()
-        # Guards which slabs are offered, given back, discarded and registered. Held while the owner faults a slab in.
+        # Guards which slabs are offered, given back, discarded and registered. Held while the owner faults in a slab.
         self._slab_lock = threading.Lock()
         self._map(file.fd)
         self._locks = SlotLocks(file.fd, layout.headers, 8 * header.HEADER_WORDS)
@@ -66,7 +66,7 @@ class Mapping:
 
     @property
     def door(self) -> str:
-        """Owner: the path by which other processes open the file: its name, or a descriptor if it has no name now."""
+        """Owner: the path by which other processes open the file: its name, or a path in /proc if it has none now."""
         return self.path if self.has_name else f"/proc/{os.getpid()}/fd/{self._locks.fd}"
 
     @property
@@ -86,7 +86,7 @@ class Mapping:
 
     @property
     def offered(self) -> int:
-        """How many slabs were offered. Some of them may have been given back since: see `available`."""
+        """How many slabs have been offered. Some of them may have been given back since then: see `available`."""
         return max(0, min(header.load(self._memory[0], header.OFFERED), self.slabs))
 
     @property
@@ -95,7 +95,7 @@ class Mapping:
         return self.offered - len(self.given_back())
 
     def given_back(self) -> list[int]:
-        """Numbers of slabs that were offered once, and whose memory was discarded, or is to be."""
+        """Return the numbers of slabs that were given back: their memory was discarded, or will be."""
         words, _ = self._memory
         strides = words[header.TABLE + 1 :][: 2 * self.offered : 2]
         found: list[int] = np.flatnonzero(strides == header.GIVEN_BACK).tolist()
@@ -107,9 +107,9 @@ class Mapping:
         return header.load(self._memory[0], header.EPOCH)
 
     def raise_epoch(self, epoch: int) -> bool:
-        """Owner: refuse grants older than `epoch` from now on. False if the arena knows a newer epoch.
+        """Owner: refuse grants older than `epoch` from now on. Returns False if the arena knows a newer epoch.
 
-        ValueError for an impossible epoch.
+        Raises ValueError for an impossible epoch.
         """
         if not 0 <= epoch < EPOCHS:
             raise ValueError(f"epoch {epoch}: there are less than {EPOCHS}")
@@ -120,9 +120,9 @@ class Mapping:
             return True
 
     def raise_floor(self, generation: int) -> None:
-        """Owner: leave blocks of this generation and older ones out of `Arena.inventory`: they were cleared.
+        """Owner: leave blocks of this and older generations out of `Arena.inventory`, because they were cleared.
 
-        ValueError for an impossible generation.
+        Raises ValueError for an impossible generation.
         """
         if not 0 <= generation < GENERATIONS:
             raise ValueError(f"generation {generation}: there are less than {GENERATIONS}")
@@ -131,7 +131,7 @@ class Mapping:
             header.store(words, header.FLOOR, max(generation, header.load(words, header.FLOOR)))
 
     def region(self, slab: int) -> tuple[int, int]:
-        """A slab's address in this process's memory, and its bytes. ValueError if there is no such slab."""
+        """Return a slab's address in this process's memory, and its size. Raises ValueError for an unknown slab."""
         if not 0 <= slab < self.slabs:
             raise ValueError(f"{self.path} has no slab {slab}, but {self.slabs}")
         start, length = self._payload(slab)
@@ -140,9 +140,9 @@ class Mapping:
     # ------------------------------------------------------------------ the owner changes the size
 
     def offer_next(self) -> bool:
-        """Owner: allocate, fault in and offer one more slab. Slabs that were given back come first.
+        """Owner: allocate, fault in and offer one more slab. Slabs that were given back are offered first.
 
-        Returns False if all slabs are offered. CapacityError if there is no room.
+        Returns False if all slabs are offered. Raises CapacityError if there is no room.
         """
         with self._slab_lock:
             words, data = self._memory
@@ -170,10 +170,10 @@ class Mapping:
             return True
 
     def give_back(self, slab: int, generation: int) -> bool:
-        """Owner: forget a slab's blocks, so that its memory can go. Refuse grants of this generation and older ones.
+        """Owner: forget a slab's blocks, so that its memory can be freed. Refuse grants of this and older generations.
 
         Returns False if somebody writes to the slab, or if the generation is of a past epoch or not newer than the
-        slab's. The memory stays until `discard`: a reader that checked its headers before may still be copying.
+        slab's. The memory stays until `discard`, as a reader that has checked the headers may still be copying.
         """
         with self._slab_lock:
             words, _ = self._memory
@@ -194,7 +194,7 @@ class Mapping:
                 self._discard(slab)
 
     def refilled(self) -> list[int]:
-        """Slabs that were given back and still have pages: not discarded yet, or a late reader touched them again."""
+        """Return the given-back slabs with pages that were not discarded yet, or that a late reader touched again."""
         return [
             slab
             for slab in self.given_back()
@@ -215,16 +215,16 @@ class Mapping:
         self._tell_discard()
 
     def _tell_discard(self) -> None:
-        """Owner: after pages went, tell processes that have page-locked them."""
+        """Owner: after pages were discarded, tell processes that may have page-locked these pages."""
         self._discards += 1
         header.store(self._memory[0], header.DISCARDS, self._discards)
 
     def _payload(self, slab: int) -> tuple[int, int]:
-        """Offset of a slab's slots in the file, and their bytes."""
+        """Return the offset of a slab's slots in the file, and their size in bytes."""
         return self._shape[2] + slab * self.slab_bytes, self.slab_bytes
 
     def _headers(self, slab: int) -> tuple[int, int]:
-        """Offset of a slab's headers in the file, and their bytes."""
+        """Return the offset of a slab's headers in the file, and their size in bytes."""
         size = self.slab_bytes // ALIGN * 8 * header.HEADER_WORDS
         return 8 * self._shape[1] + slab * size, size
 
@@ -233,22 +233,22 @@ class Mapping:
     def populate(self, gpu: str | None = None) -> None:
         """Fill this process's page tables for all slabs that may be used, so that the first copies find them filled.
 
-        gpu: UUID of a GPU that must reach the slabs too.
+        gpu: UUID of a GPU that must also reach the slabs.
         """
         slabs = set(range(self.offered)).difference(self.given_back())
         self._populate(self._memory[1], slabs)
         if gpu:
-            for slab in slabs.difference(self.given_back()):  # one at a time: other copies wait for one at most
+            for slab in slabs.difference(self.given_back()):  # one by one: copies wait for at most one slab
                 self.register(gpu, np.array([self.region(slab)[0]]))
 
     def _populate(self, data: Bytes, slabs: set[int]) -> None:
-        """Fill the page tables, once per slab. Otherwise copies fault page by page, which takes longer than to copy."""
+        """Fill the page tables once per slab. Otherwise copies fault page by page, which takes longer than the copy."""
         for slab in slabs - self._populated:
             _advise(data, *self._payload(slab), _MADV_POPULATE_WRITE)
             self._populated.add(slab)
 
     def register(self, gpu: str, addresses: Addresses) -> bool:
-        """Page-lock the slabs of these slots, so that GPUs reach them. Returns whether GPUs reach them all now."""
+        """Page-lock the slabs of these slots, so that GPUs can reach them. Returns whether all can be reached now."""
         with self.reachable(gpu, addresses) as reached:
             return reached
 
@@ -256,16 +256,16 @@ class Mapping:
     def reachable(self, gpu: str, addresses: Addresses) -> Iterator[bool]:
         """Page-lock the slabs of these slots, at least while the `with` block runs.
 
-        Gives whether GPUs reach all these slabs. Gives False at once for a slab that another thread is page-locking,
-        and for a slab that CUDA refused. If CUDA refused because a CUDA graph was being captured, the slab is tried
-        again.
+        Yields whether GPUs can reach all these slabs. Yields False at once for a slab that another thread is
+        page-locking, and for a slab that CUDA refused to page-lock. If CUDA refused because a CUDA graph was being
+        captured, the next call tries again.
         """
         with self._slab_lock:
             (words, data), locks = self._memory, self._page_locks  # `close` may replace them meanwhile
             slabs = self._slabs_at(addresses, words, data)
             missing = locks.begin(slabs or set())
         try:
-            for slab in missing:  # no lock is held meanwhile: CUDA takes tens of milliseconds a GiB
+            for slab in missing:  # no lock is held here: CUDA takes tens of milliseconds per GiB
                 locks.lock(gpu, slab, _version(words, slab))
         finally:
             with self._slab_lock:
@@ -281,7 +281,7 @@ class Mapping:
                 locks.leave(used or set())
 
     def _slabs_at(self, addresses: Addresses, words: header.Words, data: Bytes) -> set[int] | None:
-        """The slabs of these slots; None if they are not in this mapping, or if the mapping was replaced just now.
+        """Return the slabs of these slots, or None if the slots are not in this mapping or it was just replaced.
 
         First unlocks slabs whose pages the owner has discarded.
         """
@@ -300,17 +300,17 @@ class Mapping:
         return set(np.unique(offsets // self.slab_bytes).tolist())
 
     def close(self, unlink: bool = False) -> None:
-        """Let the file go. Copies under way finish, and every later call finds nothing. unlink: remove its name too."""
+        """Close the file. Running copies finish, and later calls find no slots. unlink: also remove the file's name."""
         if unlink and self._locks.fd >= 0 and self.has_name:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self.path)
         with self._mutex:
-            self._memory = np.zeros(header.TABLE, np.int64), np.zeros(0, np.uint8)  # the last view unmaps it
+            self._memory = np.zeros(header.TABLE, np.int64), np.zeros(0, np.uint8)  # the last view unmaps the file
         self._locks.close()
 
 
 def _version(words: header.Words, slab: int) -> int:
-    """A slab's version, which changes when its pages are discarded; -1 while they are still to be discarded."""
+    """Return a slab's version, which changes when its pages are discarded, or -1 while the slab is given back."""
     generation = header.load(words, header.TABLE + 2 * slab)  # read first, as the owner writes it last
     return -1 if header.load(words, header.TABLE + 2 * slab + 1) == header.GIVEN_BACK else generation
 
@@ -328,6 +328,6 @@ def _mmap(fd: int, size: int) -> mmap.mmap:
 
 
 def _advise(data: Bytes, start: int, length: int, advice: int) -> None:
-    """Call madvise. An older kernel, or one without huge pages, may refuse: then copies are slower, nothing else."""
+    """Call madvise. An older kernel, or a kernel without huge pages, may refuse, which only makes copies slower."""
     if start + length <= len(data):
         _madvise(data.ctypes.data + start, length, advice)

@@ -1,4 +1,4 @@
-"""Notes which slabs of a mapping are page-locked: GPUs reach these slabs."""
+"""Records which slabs of a mapping are page-locked, so that GPUs can reach them."""
 
 import logging
 from collections import Counter
@@ -14,21 +14,21 @@ log = logging.getLogger("raykv")
 class PageLocks:
     """Page-locks of one mapping of an arena's file.
 
-    The arena's lock guards all methods but `lock`, which takes 0.04 s a GiB.
+    The arena's lock guards all methods except `lock`, which takes 0.04 s per GiB.
     """
 
     def __init__(self, first: int, slab_bytes: int) -> None:
         """first: address of slab 0."""
         self._first, self._slab_bytes = first, slab_bytes
-        self.gpus: dict[int, str | None] = {}  # by slab: the GPU that asked first. None: CUDA refused
-        self._versions: dict[int, int] = {}  # of the slabs when they were page-locked
+        self.gpus: dict[int, str | None] = {}  # by slab: the first GPU that needed it; None if CUDA refused
+        self._versions: dict[int, int] = {}  # by slab: its version when it was page-locked
         self._locking: set[int] = set()  # slabs that a thread is locking now
-        self._users = Counter[int]()  # by slab, copies of GPUs that are under way
+        self._users = Counter[int]()  # by slab: number of running copies of GPUs
 
     def begin(self, slabs: set[int]) -> set[int]:
-        """The slabs that the caller is to lock.
+        """Return the slabs that the caller must lock.
 
-        Returns no slabs if another thread is locking one of them: the caller must not wait for that thread.
+        No slabs are returned if another thread is locking one of them, as the caller must not wait for that thread.
         """
         missing = slabs - self.gpus.keys()
         if missing & self._locking:
@@ -37,7 +37,7 @@ class PageLocks:
         return missing
 
     def lock(self, gpu: str, slab: int, version: int) -> None:
-        """Page-lock a slab. version: of the slab now. A refusal is remembered, unless a later call may succeed."""
+        """Page-lock a slab. version: the slab's current version. Notes a refusal, unless a later call may succeed."""
         try:
             device(gpu).register(self._first + slab * self._slab_bytes, self._slab_bytes)
         except DeviceError as error:
@@ -54,7 +54,7 @@ class PageLocks:
             self.gpus[slab] = gpu
 
     def end(self, missing: set[int]) -> None:
-        """The caller of `begin` has locked the slabs, as far as it could."""
+        """Call this after `begin` and `lock`, even if some of the slabs could not be locked."""
         self._locking -= missing
 
     def is_busy(self, slab: int) -> bool:
@@ -62,22 +62,22 @@ class PageLocks:
         return slab in self._locking or self._users[slab] > 0
 
     def reach(self, slabs: set[int]) -> bool:
-        """Whether GPUs reach all these slabs."""
+        """Whether GPUs can reach all these slabs."""
         return all(self.gpus.get(slab) for slab in slabs)
 
     def use(self, slabs: set[int]) -> None:
-        """A GPU's copy from or to these slabs begins."""
+        """Note that a GPU's copy from or to these slabs begins."""
         self._users.update(slabs)
 
     def leave(self, slabs: set[int]) -> None:
-        """The copy has ended."""
+        """Note that a GPU's copy from or to these slabs has ended."""
         self._users.subtract(slabs)
 
     def unlock_changed(self, version: Callable[[int], int]) -> bool:
         """Unlock the slabs whose pages may have been discarded.
 
         Does nothing and returns False while a slab is being locked, or a GPU copies from or to one of those slabs.
-        version: a slab's version now; -1 if its pages are to be discarded.
+        version: returns a slab's current version, or -1 if the slab was given back.
         """
         if self._locking:  # `lock` changes `gpus` and `_versions` without a lock
             return False
@@ -89,7 +89,7 @@ class PageLocks:
         return True
 
     def unlock(self, slab: int) -> None:
-        """Call this before the slab's pages go. Does nothing for a slab that is not page-locked."""
+        """Unlock a slab before its pages are freed. Does nothing if the slab is not page-locked."""
         if slab in self.gpus:
             host_copy.unregister(self._first, self._slab_bytes, {slab: self.gpus.pop(slab)})
             self._versions.pop(slab, None)

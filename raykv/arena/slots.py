@@ -1,4 +1,4 @@
-"""Slots of an arena, found by their locations. Checks of their headers, and of the rows copied from or to the slots."""
+"""Slots that were looked up by their locations. Checks their headers, and the rows that are copied from or to them."""
 
 from typing import NamedTuple
 
@@ -19,10 +19,10 @@ class Slots(NamedTuple):
     records: header.Words  # (n, 4) the locations
     keys: header.Words  # (n, 2)
     headers: header.Words  # (n,) index of the first word of each slot's header; -1: the arena offers no such slot
-    addresses: Addresses  # (n,) of the slots
+    addresses: Addresses  # (n,) addresses of the slots
 
     def check(self) -> tuple[Mask, header.Words]:
-        """Before a copy: (n,) which blocks are there, and (n, 2) the checksum and position in their headers."""
+        """Before a copy: return (n,) which blocks are there, and (n, 2) checksums and positions from their headers."""
         ok, claims = np.zeros(len(self.records), np.bool_), np.zeros((len(self.records), 2), np.int64)
         header.check(self.words, self.headers, self.records, self.keys, claims, ok)
         return ok, claims
@@ -32,13 +32,13 @@ class Slots(NamedTuple):
         header.recheck(self.words, self.headers, self.records, self.keys, ok)
 
     def identify(self) -> tuple[Bytes, NDArray[np.uint64]]:
-        """(n, 16) keys and (n,) generations in the headers; zeros where there is no such slot."""
+        """Return (n, 16) keys and (n,) generations from the headers; zeros where there is no such slot."""
         out = np.zeros((len(self.records), 3), np.int64)
         header.identify(self.words, self.headers, out)
         return np.ascontiguousarray(out[:, 1:]).view(np.uint8), out[:, 0].astype(np.uint64)
 
     def checked(self, given: Rows | Bytes, writable: bool) -> Rows:
-        """The caller's rows as Rows. ValueError unless each location has a row of the right size."""
+        """Return the caller's rows as Rows. Raises ValueError unless each location has a row of the right size."""
         rows = rows_of([given]) if isinstance(given, np.ndarray) else given
         if len(rows) != len(self.records):
             raise ValueError(f"{len(rows)} rows for {len(self.records)} locations")

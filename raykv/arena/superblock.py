@@ -1,6 +1,6 @@
-"""An arena file's first page, and where the file's regions lie: superblock and slab table, headers, payload.
+"""The first page of an arena's file, and the file's layout: superblock and slab table, headers, payload.
 
-`raykv.arena.header` names the words of the page. Kernels there read the words that change.
+`raykv.arena.header` names the words of the page. Its kernels read the words that change.
 """
 
 import os
@@ -18,7 +18,7 @@ from raykv.system import raylets
 MAGIC = int.from_bytes(b"raykv\0ar", "little")
 VERSION = 1
 NO_CLUSTER = bytes(raylets.CLUSTER_BYTES)
-SLAB_UNIT = ALIGN * ALIGN // (8 * header.HEADER_WORDS)  # a slab of so many bytes has a page of headers
+SLAB_UNIT = ALIGN * ALIGN // (8 * header.HEADER_WORDS)  # bytes of a slab whose headers fill a page
 HUGE_PAGE = 2 << 20
 
 
@@ -27,18 +27,18 @@ class Layout(NamedTuple):
 
     headers: int  # offset of the first slot header
     payload: int  # offset of the first slot
-    size: int  # of the file
+    size: int  # size of the file
 
 
 def layout(slab_bytes: int, slabs: int) -> Layout:
-    """Regions of a file of `slabs` slabs."""
+    """Return the regions of a file with `slabs` slabs."""
     headers = ALIGN + -(-slabs * 16 // ALIGN) * ALIGN
     payload = -(-(headers + slabs * (slab_bytes // ALIGN) * 8 * header.HEADER_WORDS) // HUGE_PAGE) * HUGE_PAGE
     return Layout(headers, payload, payload + slabs * slab_bytes)
 
 
 def new_page(fingerprint: bytes, slab_bytes: int, slabs: int, cluster: bytes) -> NDArray[np.int64]:
-    """The first page of a new arena. ValueError for an impossible geometry."""
+    """Return the first page of a new arena. Raises ValueError for an impossible geometry."""
     if not _is_possible(slab_bytes, slabs):
         raise ValueError(
             f"{slabs} slabs of {slab_bytes} bytes: give 1 to {SLABS_MAX}, of a multiple of {SLAB_UNIT} bytes up to "
@@ -55,7 +55,7 @@ def new_page(fingerprint: bytes, slab_bytes: int, slabs: int, cluster: bytes) ->
 
 
 def read(fd: int) -> NDArray[np.int64] | None:
-    """The file's first page. None if the file is not a whole arena, or if the page has impossible numbers."""
+    """Return the file's first page, or None if the file is no complete arena or the page has impossible numbers."""
     page = os.pread(fd, ALIGN, 0)
     if len(page) < ALIGN:
         return None
@@ -75,12 +75,12 @@ def _is_possible(slab_bytes: int, slabs: int) -> bool:
 
 
 def nonce_of(words: NDArray[np.int64]) -> bytes:
-    """16 random bytes that no other arena has."""
+    """Return the arena's nonce: 16 random bytes that no other arena has."""
     return words[header.NONCE : header.NONCE + 2].tobytes()
 
 
 def cluster_of(fd: int) -> bytes:
-    """The Ray cluster of the file's last owner; NO_CLUSTER where the file names none."""
+    """Return the Ray cluster of the file's last owner, or NO_CLUSTER if the file names none."""
     try:
         return os.pread(fd, len(NO_CLUSTER), 8 * header.CLUSTER) or NO_CLUSTER
     except OSError:  # the path is no file

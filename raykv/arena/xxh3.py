@@ -1,7 +1,7 @@
-"""XXH3_64bits of a block in whole stripes, computed from the registers through which the block is copied.
+"""Computes XXH3_64bits of blocks of whole stripes, from the registers through which the blocks are copied.
 
-A library would read the copy again. After a copy past the caches, that costs as much as the copy. The kernels here
-store past the caches, as memcpy does in a long copy, and sum the registers that they have loaded.
+A library would read the copy again. After a copy that bypasses the caches, this costs as much as the copy. The kernels
+here bypass the caches when they store, as memcpy does in a long copy, and sum the registers that they have loaded.
 
 Source of the algorithm: https://github.com/Cyan4973/xxHash/blob/dev/doc/xxhash_spec.md, with its names.
 """
@@ -22,7 +22,7 @@ STRIPE = 64  # bytes that the accumulators take at a time
 ROW = 1024  # bytes between two scrambles; the specification calls it a block
 SHORTEST = 241  # bytes of the shortest input of this algorithm; for shorter input XXH3 has other algorithms
 AHEAD = 4096  # bytes to prefetch ahead: the processor's prefetch stops at a page's end
-SUM, COPY, STREAM = range(3)  # only sum the bytes; also copy them; also copy them past the caches
+SUM, COPY, STREAM = range(3)  # only sum the bytes; also copy them; copy them and bypass the caches
 
 PRIME32_1, PRIME32_2, PRIME32_3 = 0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D
 PRIME64_1, PRIME64_2, PRIME64_3 = 0x9E3779B185EBCA87, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9
@@ -38,7 +38,7 @@ SECRET = np.frombuffer(
     ),
     np.uint8,
 )
-LAST, MERGE, SCRAMBLE = 121, 11, 128  # where the secret begins for the last stripe, the digest, the end of a row
+LAST, MERGE, SCRAMBLE = 121, 11, 128  # offsets in the secret for the last stripe, the digest, and the end of a row
 
 _WORD, _HALF, _BYTE, _DOUBLE = (ir.IntType(bits) for bits in (64, 32, 8, 128))
 _LANES = ir.VectorType(_WORD, 8)
@@ -76,7 +76,7 @@ def _accumulated(builder: Any, lanes: Any, data: Any, secret: Any) -> Any:
 
 
 def _stripes(number: int, mode: int, summed: bool = True) -> Any:
-    """A function that kernels call for `number` stripes. It takes addresses: (accumulators, target, source, secret).
+    """Return a function for `number` stripes. Kernels call it with addresses (accumulators, target, source, secret).
 
     mode: SUM, COPY or STREAM. summed: whether the stripes are summed. If not, the function uses neither accumulators
     nor secret.
@@ -110,7 +110,7 @@ _stream_plain_row = _stripes(ROW // STRIPE, STREAM, summed=False)
 
 @intrinsic  # type: ignore[untyped-decorator]
 def _begin(typing_context: Any) -> Any:
-    """In a kernel: the address of new accumulators. All calls in one function give the same address."""
+    """In a kernel, return the address of new accumulators. All calls in one function return the same address."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         lanes = cgutils.alloca_once_value(builder, ir.Constant(_LANES, list(INITIAL)))
@@ -173,14 +173,14 @@ def _row(mode: int, accumulators: int, target: int, source: int, secret: int) ->
 
 @kernel
 def stream_rows(target: int, source: int, rows: int) -> None:
-    """Copy `rows` rows past the caches, without a checksum. target: a multiple of STRIPE. See `intrinsics.fence`."""
+    """Copy rows without a checksum, and bypass the caches. target: a multiple of STRIPE. See `intrinsics.fence`."""
     for done in range(0, rows * ROW, ROW):
         _stream_plain_row(0, target + done, source + done, 0)
 
 
 @kernel
 def mode_of(target: int, source: int, stream: bool) -> int:
-    """The mode for a part: SUM for equal addresses, STREAM if `stream` and the target is aligned, else COPY."""
+    """Return the mode for a part: SUM for equal addresses, STREAM if `stream` and the target is aligned, else COPY."""
     if target == source:
         return SUM
     return STREAM if stream and target % STRIPE == 0 else COPY
@@ -190,9 +190,9 @@ def mode_of(target: int, source: int, stream: bool) -> int:
 def copy_block(parts: NDArray[np.int64], stream: bool, secret: int) -> int:
     """Copy a block's parts. Returns the XXH3_64bits of its bytes in order.
 
-    parts: (n, 3) int64: target address, source address, bytes. Bytes are multiples of STRIPE, together at least
-    SHORTEST. Equal addresses: nothing is copied. stream: past the caches; call `intrinsics.fence` after the last block.
-    secret: address of SECRET.
+    parts: (n, 3) int64: target address, source address, length. The lengths are multiples of STRIPE, and their sum is
+    at least SHORTEST. If both addresses are equal, nothing is copied. stream: bypass the caches; then call
+    `intrinsics.fence` after the last block. secret: address of SECRET.
     """
     accumulators: int = _begin()
     length, done = parts[:, 2].sum(), 0

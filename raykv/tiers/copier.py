@@ -15,14 +15,15 @@ class TierCopier:
     """The copies that a node store makes to and from its external tier. Thread-safe."""
 
     def __init__(self, arena: Arena, external: GuardedTier) -> None:
-        """arena: of the node's memory, from which blocks are demoted."""
+        """arena: the arena in the node's memory, from which blocks are demoted."""
         self._arena, self.external = arena, external
 
     def demote(self, source: Locations, keys: NDArray[np.uint8]) -> NDArray[np.bool_]:
         """Copy blocks of the arena to the tier.
 
-        source: (n,) LOCATION, with the slots' sizes as `bytes`; headers have the blocks' sizes. keys: (n, 16). Returns
-        (n,) bool: which blocks are in the tier now. A block that lost its slot during the copy counts as not stored.
+        source: (n,) LOCATION, with the slots' sizes as `bytes`; the blocks' sizes are read from the headers. keys:
+        (n, 16). Returns (n,) bool: which blocks are in the tier now. A block that lost its slot during the copy counts
+        as not stored.
         """
         source = self._arena.with_lengths(source)
         sums, positions, there = self._arena.read_headers(source, keys, used=False)
@@ -36,10 +37,10 @@ class TierCopier:
         return stored
 
     def load(self, keys: NDArray[np.uint8], arena: Arena, target: Locations) -> NDArray[np.uint8]:
-        """Copy blocks of the tier into granted slots of any arena of this node.
+        """Copy blocks from the tier into granted slots of any arena of this node.
 
-        keys: (n, 16). target: (n,) LOCATION, all of one size. Returns (n,) verdicts: FAILED, PULLED, or ALTERED. A
-        block is ALTERED if the tier lacks the block or has other bytes.
+        keys: (n, 16). target: (n,) LOCATION, all of the same size. Returns (n,) verdicts: FAILED, PULLED, or ALTERED. A
+        block is ALTERED if the tier lacks the block or has different bytes.
         """
         verdicts = np.full(len(target), FAILED, np.uint8)
         size = int(target["bytes"][0])

@@ -1,8 +1,8 @@
-"""Blocks as files. Direct I/O bypasses the page cache, where the file system and the block's address allow that.
+"""Stores blocks as files. Direct I/O bypasses the page cache, if the file system and the block's address allow that.
 
-A block is one file: a page with its head, then its body. A file is written under a temporary name and then renamed. So
-a file with a block's name is whole. Only after a loss of power, the file's length or checksum may be wrong. The tier
-keeps some deleted files, to write over them: in a full tier each new block takes the place of a deleted block.
+A block is one file: a page with its head, then its body. A file is written under a temporary name and then renamed, so
+a file with a block's name is complete. Only after a loss of power may the file's length or checksum be wrong. The tier
+keeps some deleted files and overwrites them: in a full tier, each new block takes the place of a deleted block.
 """
 
 import contextlib
@@ -26,9 +26,9 @@ from raykv.system.owners import is_private
 from raykv.tiers.base import FOLDERS, HEAD_BYTES, MARKER, Block, TierUrl, batches, key_of, path_of
 from raykv.tiers.strangers import Strangers
 
-PAGE = 4096  # direct I/O wants addresses, lengths and offsets in multiples of a page
-IN_FLIGHT = 4
-SPARE_BYTES = 128 << 20  # of deleted files to keep: for a file system, writing over a file is cheaper than a new file
+PAGE = 4096  # direct I/O requires addresses, lengths and offsets that are multiples of a page
+IN_FLIGHT = 4  # number of files that are read or written at the same time
+SPARE_BYTES = 128 << 20  # maximum bytes of deleted files to keep: overwriting a file is cheaper than creating one
 # Errors of `open` for a link, a socket, a pipe with direct I/O, a file where a folder should be, another user's file.
 NO_FILE = (errno.ELOOP, errno.ENXIO, errno.EINVAL, errno.ENOTDIR, errno.EACCES)
 Row = TypeVar("Row")
@@ -37,7 +37,7 @@ _TEMPORARY = re.compile(r"[0-9a-f]{2}/[0-9a-f]{32}\.[0-9a-f]{16}-\d+")
 
 
 class _Pages(threading.local):
-    """Two pages for each thread. A head is written from `out` and read into `into`. The rest of `out` stays zero."""
+    """Two pages per thread. A head is written from `out` and read into `into`. The remainder of `out` stays zero."""
 
     def __init__(self) -> None:
         self.out, self.into = (memoryview(mmap.mmap(-1, PAGE)) for _ in range(2))
@@ -46,14 +46,14 @@ class _Pages(threading.local):
 class FileTier:
     """A folder of files.
 
-    A folder that is not shared has a subfolder for each store. A restarted store takes the subfolder it had before.
+    A folder that is not shared has a subfolder for each store. A restarted store uses its earlier subfolder again.
     """
 
     def __init__(self, url: TierUrl) -> None:
-        """ValueError or OSError if the folder can't be written, or the disk is too small. The error gives advice."""
+        """Raise ValueError or OSError, with advice, if the folder can't be written or the disk is too small."""
         self.shared = bool(url.shared)
         self._pages, self._numbers = _Pages(), count()
-        self._spare: list[tuple[str, int]] = []  # deleted files that may be written over: paths and sizes
+        self._spare: list[tuple[str, int]] = []  # deleted files that may be overwritten: paths and sizes
         self._spare_bytes = 0
         self._spare_lock = threading.Lock()  # guards `_spare` and `_spare_bytes`
         self._threads = ThreadPoolExecutor(IN_FLIGHT, "raykv-file")
@@ -94,7 +94,7 @@ class FileTier:
             )
 
     def _clean_up(self) -> int:
-        """Remove files that a store was writing when the store died. Returns the bytes of all blocks."""
+        """Remove files that a store was writing when it died. Returns the number of bytes that all blocks take."""
         taken = 0
         for path, found in self._files(Strangers()):
             if key_of(path):
@@ -140,7 +140,7 @@ class FileTier:
         if len(rows) == 1:
             return [work(rows[0])]
         tasks = [self._threads.submit(work, row) for row in rows]
-        wait(tasks)  # even if one task failed, other tasks still use the caller's memory
+        wait(tasks)  # even if a task failed, as others still use the caller's memory
         return [task.result() for task in tasks]
 
     def _put(self, block: Block) -> bool:
@@ -172,7 +172,7 @@ class FileTier:
             raise
 
     def _new_file(self, path: str, flags: int) -> tuple[str, int]:
-        """Path and file descriptor of a file to write, and then to rename to `path`."""
+        """Return path and descriptor of a file that is to be written, and then renamed to `path`."""
         spare = self._pop_spare()
         if spare is not None:
             with contextlib.suppress(FileNotFoundError):
@@ -181,7 +181,7 @@ class FileTier:
         return temporary, os.open(temporary, flags | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=self._folder)
 
     def _remove(self, path: str) -> None:
-        """Delete a file, or keep it as a spare to write over. A late reader may get other bytes: its caller notices."""
+        """Delete a file, or keep it to overwrite it. A late reader may get wrong bytes, which its caller detects."""
         found = os.stat(path, dir_fd=self._folder, follow_symlinks=False)
         if not stat.S_ISREG(found.st_mode):  # a stranger
             return
@@ -227,9 +227,9 @@ class FileTier:
         return None if length is None else bytes(page[: min(length, HEAD_BYTES)])
 
     def _read(self, key: bytes, flag: int, size: int | None, *views: memoryview) -> int | None:
-        """Read a block's file from its start. Returns how many bytes were read; None if there is no such file.
+        """Read a block's file from its start. Returns how many bytes were read, or None if there is no such file.
 
-        0 if this is not a regular file, has another size than `size`, or can't be read.
+        Returns 0 if the file is not a regular file, has a size other than `size`, or can't be read.
         """
         try:
             flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | flag
@@ -247,19 +247,19 @@ class FileTier:
         except OSError as error:
             if error.errno != errno.EIO:
                 raise
-            return 0  # one bad sector is not a bad disk
+            return 0  # one bad sector does not mean that the disk has failed
         finally:
             os.close(fd)
 
     def _flag(self, body: memoryview) -> int:
-        """O_DIRECT where the body's address and length allow it, else 0."""
+        """Return O_DIRECT if the body's address and length allow it, else 0."""
         if not body.nbytes:
             return self._direct
         address = np.frombuffer(body, np.uint8).__array_interface__["data"][0]
         return 0 if address % PAGE or body.nbytes % PAGE else self._direct
 
     def _files(self, strangers: Strangers) -> Iterator[tuple[str, os.stat_result]]:
-        """Files that have a block's name or a temporary name. All other files and folders go into `strangers`."""
+        """Yield files that have a block's name or a temporary name. All other things are added to `strangers`."""
         for name in sorted(set(os.listdir(self._folder)) - {*FOLDERS, "lock"}):
             if not name.startswith("probe-"):  # another store that opens a shared folder writes a probe
                 strangers.add(name)
@@ -290,7 +290,7 @@ def _path(url: TierUrl) -> str:
 
 
 def _own_folder(path: str, url: TierUrl) -> tuple[int, int]:
-    """File descriptors of the first subfolder that no other store uses, and of its lock file, locked."""
+    """Return descriptors of the first subfolder that no other store uses, and of its lock file, which is locked."""
     for number in count():
         folder = _folder(path, str(number), url)
         fd = os.open("lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600, dir_fd=folder)
@@ -302,7 +302,7 @@ def _own_folder(path: str, url: TierUrl) -> tuple[int, int]:
 
 
 def _folder(path: str, name: str, url: TierUrl) -> int:
-    """File descriptor of a subfolder. ValueError if other users could put links into a folder that is not shared."""
+    """Return a subfolder's descriptor. Raises ValueError if other users could put links into an unshared folder."""
     there = os.path.join(path, name)
     os.makedirs(there, 0o700, exist_ok=True)
     folder = os.open(there, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
@@ -317,7 +317,7 @@ def _folder(path: str, name: str, url: TierUrl) -> int:
 
 
 def _direct_flag(folder: int) -> int:
-    """O_DIRECT, or 0 if the file system refuses O_DIRECT. OSError if nothing can be written there."""
+    """Return O_DIRECT, or 0 if the file system refuses it. Raises OSError if the folder can't be written."""
     try:
         _probe(folder, os.O_DIRECT)
     except OSError as error:
@@ -342,7 +342,7 @@ def _probe(folder: int, flag: int) -> None:
 
 
 def _move(call: Callable[[int, list[memoryview], int], int], fd: int, *views: memoryview) -> int:
-    """Read or write all of the views. Returns how many bytes were moved; fewer where the file ends early."""
+    """Read or write all of the views. Returns how many bytes were moved, which are fewer if the file ends early."""
     done, rest = 0, [view for view in views if view.nbytes]
     while rest and (moved := call(fd, rest, done)):
         done += moved

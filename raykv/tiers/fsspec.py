@@ -1,4 +1,4 @@
-"""Blocks as objects in any file system that fsspec opens, such as s3, gs and abfs. An object is a head and a body."""
+"""Stores blocks as objects (head and body) in any file system that fsspec opens, such as s3, gs and abfs."""
 
 import contextlib
 import errno
@@ -12,18 +12,18 @@ import fsspec
 from raykv.tiers.base import HEAD_BYTES, MARKER, Block, TierUrl, batches, key_of, path_of, pieces, unpacked
 from raykv.tiers.strangers import Strangers
 
-PIECE_BYTES = 64 << 20  # moved at a time: each object is a request, and many requests are in flight
-AGES = ("mtime", "LastModified", "last_modified", "updated", "created")  # names that file systems give an object's time
+PIECE_BYTES = 64 << 20  # bytes moved at a time: each object is a request, and many requests are in flight
+AGES = ("mtime", "LastModified", "last_modified", "updated", "created")  # file systems' names for an object's time
 
 
 class FsspecTier:
     """Objects at `<prefix>/ab/abcd...`. fsspec's configuration and the environment say how to reach the store.
 
-    If the objects are plain files (sftp), a block that is stored again is a miss meanwhile.
+    If the objects are plain files (sftp), a block is a miss while it is being stored again.
     """
 
     def __init__(self, url: TierUrl) -> None:
-        """ValueError or OSError if nothing can be written there. The error's text says what to change."""
+        """Open the tier. Raises ValueError or OSError, whose text says what to change, if it can't be written."""
         if url.parts.password is not None:
             raise ValueError(f"external={url.text}: give the password in fsspec's configuration, not in the URL")
         self.shared = url.scheme != "memory" if url.shared is None else url.shared
@@ -47,7 +47,7 @@ class FsspecTier:
         try:
             try:
                 self._store.pipe(objects)
-            except FileNotFoundError:  # this file system has folders, and one is not there yet
+            except FileNotFoundError:  # this file system has folders, and one of them is missing
                 for folder in {path.rpartition("/")[0] for path in objects}:
                     with contextlib.suppress(FileExistsError):
                         self._store.mkdir(folder, create_parents=False)
@@ -62,14 +62,14 @@ class FsspecTier:
     def get_many(self, keys: Sequence[bytes], out: Sequence[memoryview]) -> list[bytes | None]:
         heads: list[bytes | None] = []
         for part in pieces(out, PIECE_BYTES):
-            # ask for one byte more than the record has, to notice a longer object
+            # request one byte more than the record has, to notice a longer object
             found = self._read(keys[part], [HEAD_BYTES + body.nbytes + 1 for body in out[part]])
             heads += [unpacked(data, body) for data, body in zip(found, out[part], strict=True)]
         return heads
 
     def _read(self, keys: Sequence[bytes], lengths: list[int]) -> list[bytes | None]:
-        """The first bytes of each object, at most `lengths`. None: the object is absent."""
-        # ask for a range even to read all bytes: without a range s3fs first asks for the size
+        """Return the first bytes of each object, at most `lengths`, or None if the object is absent."""
+        # request a range even to read all bytes: without a range, s3fs first requests the size
         found: list[Any] = self._store.cat_ranges([self._path(key) for key in keys], 0, lengths)
         for data in found:
             if isinstance(data, Exception) and not isinstance(data, FileNotFoundError):
@@ -102,15 +102,15 @@ class FsspecTier:
         yield from batches([(key, size) for _, key, size in sorted(ages)])
 
     def close(self) -> None:
-        """fsspec closes its connections when the file system is collected."""
+        """Do nothing: fsspec closes its connections when the file system is garbage-collected."""
 
     def _path(self, key: bytes) -> str:
         return f"{self._root}/{path_of(key)}"
 
 
 def _open(where: str) -> tuple[Any, str]:
-    """The file system, and the path in it, after writing and removing a probe there."""
-    # a cached listing is soon wrong, as other nodes write too
+    """Write and remove a probe. Returns the file system, and the path in it."""
+    # a cached listing soon becomes wrong, as other nodes write too
     store, path = fsspec.url_to_fs(where, use_listings_cache=False, skip_instance_cache=True)
     root = path.rstrip("/")
     if glob.has_magic(root):
@@ -122,5 +122,5 @@ def _open(where: str) -> tuple[Any, str]:
 
 
 def _age(info: dict[str, Any]) -> str:
-    """Seconds or a date as text, by which the objects of one file system can be sorted by age."""
+    """Return a time as text, by which the objects of one file system can be sorted from old to new."""
     return next((str(info[name]) for name in AGES if name in info), "")

@@ -1,7 +1,7 @@
 """A node store's view of an external tier: records that verify themselves, deadlines, and back-off after failures.
 
 A record is a block's Head and its body. All blocks stored since the last clear are the tier's content, and the content
-has a name. Each head has this name. A marker record has the present name, and identifies the tier's pool and secret.
+has a name, which is in each head. A marker record has the current name, and identifies the tier's pool and secret.
 Records with another name are void.
 """
 
@@ -32,13 +32,13 @@ from raykv.tiers.strangers import Strangers
 log = logging.getLogger("raykv")
 T = TypeVar("T")
 
-CALL_S = 2.0  # for a call without blocks
-PIECE_BYTES = 16 << 20  # read at a time: while the caller uses a piece, the next piece is read
-BACK_OFF_S = (0.5, 1.0, 2.0, 4.0, 8.0)  # between probes of a tier that is down
-CHECK_S = 10.0  # between probes of a tier that is up
-READERS = 4  # threads
+CALL_S = 2.0  # deadline of a call that transfers no blocks
+PIECE_BYTES = 16 << 20  # bytes read at a time: while the caller uses a piece, the next piece is read
+BACK_OFF_S = (0.5, 1.0, 2.0, 4.0, 8.0)  # times between probes of a tier that is down
+CHECK_S = 10.0  # time between probes of a tier that is up
+READERS = 4  # number of threads that read
 REFUSAL_CHARACTERS = 200
-WITNESSES = 16  # blocks to look for when the marker is missing: if they are missing too, the content is lost
+WITNESSES = 16  # blocks to look for if the marker is missing: if they are missing too, the content is lost
 TRIAL = b"raykv may write?"  # key of a record that is written and deleted before a pool starts
 KeyRows = NDArray[np.uint8]
 
@@ -46,10 +46,10 @@ KeyRows = NDArray[np.uint8]
 class LoadedPiece(NamedTuple):
     """A piece of the blocks that `load` was asked for."""
 
-    which: slice  # of the keys
-    blocks: NDArray[np.uint8]  # (n, block_bytes): valid until the next piece is taken; unverified
+    which: slice  # slice of the keys
+    blocks: NDArray[np.uint8]  # (n, block_bytes): unverified, and valid until the next piece is requested
     checksums: NDArray[np.uint64]  # (n,) xxh3_64 of each block when it was stored
-    positions: NDArray[np.uint32]  # (n,) in their chains
+    positions: NDArray[np.uint32]  # (n,) the blocks' positions in their chains
     there: NDArray[np.bool_]  # (n,) whether the tier has the block
 
 
@@ -57,15 +57,15 @@ class GuardedTier:
     """A tier behind deadlines. Except `check` and `scan`, no method raises or waits past a deadline. Thread-safe.
 
     After a failure or a late answer the tier is down: no call reaches the tier until a `probe` succeeds. If the tier is
-    down from the beginning, a `probe` opens it. If a write fails with an error, the tier is still read, but for a while
-    no block is stored or deleted there.
+    down from the beginning, a `probe` opens it. If a write fails with an error, blocks are still read from the tier,
+    but for a while none are stored or deleted there.
 
     up: whether calls reach the tier. content: name of the stored content, CONTENT_BYTES long. faults: number of faults
     by kind. refusal: why the last write failed; "" after a success.
     """
 
     def __init__(self, make: Callable[[], Tier], fingerprint: bytes) -> None:
-        """make: opens the tier. fingerprint: of pool and secret (16 bytes)."""
+        """make: opens the tier. fingerprint: fingerprint of pool and secret (16 bytes)."""
         self.faults = Counts()
         self._make, self._fingerprint = make, fingerprint
         self._opened: Tier | None = None
@@ -75,9 +75,9 @@ class GuardedTier:
         self.up, self._failures, self._retry_at = False, 0, 0.0
         self.refusal = ""
         self._refusals, self._write_at = 0, 0.0
-        self._lock = threading.Lock()  # guards `up`, failures and times in `_fail`; taken last
+        self._lock = threading.Lock()  # guards `up`, failures and times in `_fail`; taken after other locks
         self._buffers = ReadBuffers(READERS)
-        self._began: WeakKeyDictionary[Future[Any], list[float]] = WeakKeyDictionary()  # by call: [start]; []: it waits
+        self._began: WeakKeyDictionary[Future[Any], list[float]] = WeakKeyDictionary()  # by call: [start time] or []
         self._stores: set[Future[Sequence[bool]]] = set()  # running calls
         self._reads = ThreadPoolExecutor(READERS, thread_name_prefix="raykv-tier-read")
         self._writes = ThreadPoolExecutor(1, thread_name_prefix="raykv-tier-write")
@@ -85,17 +85,17 @@ class GuardedTier:
 
     @property
     def writable(self) -> bool:
-        """Whether calls that write reach the tier. After a refusal no such call reaches it for a while."""
+        """Whether writes reach the tier. After a failed write, no writes are sent to the tier for a while."""
         return self.up and time.monotonic() >= self._write_at
 
     @property
     def storing(self) -> bool:
-        """Whether the tier still reads the memory of blocks for a `store`, which may have returned at its deadline."""
+        """Whether the tier still reads blocks' memory for a `store`, even one that has returned at its deadline."""
         return bool(self._stores)
 
     @property
     def shared(self) -> bool | None:
-        """Whether all nodes see the same blocks. None: the tier could not be opened yet."""
+        """Whether all nodes see the same blocks; None while the tier has not been opened."""
         return self._opened.shared if self._opened else None
 
     @property
@@ -105,7 +105,7 @@ class GuardedTier:
         return self._opened
 
     def check(self) -> None:
-        """Raise if the tier can't be opened or written. ValueError if another pool, secret or version wrote there."""
+        """Raise if the tier can't be opened or written; ValueError if another pool, secret or version wrote there."""
         self._read_marker()
         try:
             head = Head(self.content, TRIAL, checksum=0, length=1, position=0)
@@ -115,9 +115,9 @@ class GuardedTier:
             raise OSError(f"it can't be written: {error}") from error
 
     def open(self, seed: bytes) -> bool:
-        """Mark the tier as this pool's. Returns whether the tier is up; if not, a later `probe` opens it.
+        """Mark the tier as this pool's tier. Returns whether the tier is up; if not, a later `probe` opens it.
 
-        seed: names the content of an empty tier; all stores of a shared tier give the same seed.
+        seed: names the content of an empty tier; all stores of a shared tier must give the same seed.
         """
         self.content = self._marked = seed
         self.probe()
@@ -128,10 +128,10 @@ class GuardedTier:
     def store(
         self, keys: KeyRows, sums: NDArray[np.uint64], positions: NDArray[np.uint32], bodies: Sequence[memoryview]
     ) -> NDArray[np.bool_]:
-        """Store n blocks. Returns (n,) bool: which are stored now.
+        """Store n blocks. Returns (n,) bool: which blocks are stored now.
 
-        keys: (n, 16). sums: (n,) xxh3_64. positions: (n,) in their chains. bodies: if this returns at its deadline, the
-        tier may still read them; see `storing`.
+        keys: (n, 16). sums: (n,) xxh3_64. positions: (n,) positions in the blocks' chains. bodies: the blocks' bytes;
+        if this method returns at its deadline, the tier may still read them: see `storing`.
         """
         blocks = [
             Block(key, Head(self.content, key, int(checksum), len(body), int(position)).packed(), body)
@@ -150,7 +150,7 @@ class GuardedTier:
         return stored
 
     def load(self, keys: KeyRows, block_bytes: int) -> Iterator[LoadedPiece]:
-        """Read blocks of one size, a piece at a time. Ends early if the tier fails."""
+        """Yield blocks of one size, a piece at a time. Ends early if the tier fails."""
         step = max(1, PIECE_BYTES // block_bytes)
         parts = [slice(start, min(start + step, len(keys))) for start in range(0, len(keys), step)]
         reading = deque(self._begin_load(keys[part], block_bytes) for part in parts[:1])
@@ -175,20 +175,20 @@ class GuardedTier:
             self._buffers.give_back(buffer)
 
     def _miss(self, blocks: int) -> None:
-        """Blocks were missing, so perhaps all blocks are lost. Make the next probe due, which looks for the marker."""
+        """Count missing blocks. As all blocks may be lost, make the next probe due, which looks for the marker."""
         self.faults.add("missing", blocks)
         with self._lock:
             if blocks and self.up:
                 self._retry_at = 0.0
 
     def _begin_load(self, keys: KeyRows, block_bytes: int) -> tuple[Future[Sequence[bytes | None]] | None, mmap.mmap]:
-        """Ask for a piece. Returns the call, and the buffer that it reads into."""
+        """Begin to read a piece. Returns the call, and the buffer that it reads into."""
         buffer, block_keys = self._buffers.take(len(keys) * block_bytes), _split(keys)
         out = [row.data for row in _rows(buffer, len(keys), block_bytes)]
         return self._ask(self._reads, lambda: _each(self._tier.get_many, block_keys, out)), buffer
 
     def delete(self, keys: Sequence[bytes]) -> bool:
-        """Delete blocks. Returns whether that succeeded: then the tier has none of the keys."""
+        """Delete blocks. Returns whether this succeeded; if so, the tier has none of the keys."""
         if not keys:
             return True
 
@@ -199,10 +199,10 @@ class GuardedTier:
         return bool(self._write(delete, CALL_S + len(keys) / 1e3, "delete"))
 
     def scan(self) -> Iterator[list[tuple[bytes, int]]]:
-        """Batches of (key, block_bytes) of all blocks there, oldest first. Ends early if the tier fails; see `up`.
+        """Yield all blocks in batches of (key, block_bytes), oldest first. Ends early if the tier fails; see `up`.
 
         Leaves out strangers, that is, records that raykv did not write, as far as the tier can tell. Strangers are
-        counted, and named in a warning. Has no deadline.
+        counted, and named in a warning. A scan has no deadline.
         """
         strangers = Strangers()
         try:
@@ -214,7 +214,7 @@ class GuardedTier:
         self.faults["strangers"] = strangers.count
 
     def _ours(self, batch: Sequence[tuple[bytes, int]], strangers: Strangers) -> list[tuple[bytes, int]]:
-        """The records of raykv in a batch of a scan. All other records go into `strangers`."""
+        """Return raykv's records in a batch of a scan. All other records are added to `strangers`."""
         sound = []
         for key, size in batch:
             if len(key) == KEY_BYTES and 0 < size <= SLAB_BYTES_MAX:
@@ -235,7 +235,7 @@ class GuardedTier:
     def clear(self, content: bytes) -> None:
         """Forget all blocks of the tier, now and after any restart.
 
-        content: a new name for the tier's content, CONTENT_BYTES long. All stores of a shared tier give the same name.
+        content: new name of the tier's content (CONTENT_BYTES). All stores of a shared tier must give the same name.
         """
         self.content = content
         self._write(self._mark_cleared, CALL_S, "clear")  # if the write fails, the next probe writes the marker
@@ -250,9 +250,10 @@ class GuardedTier:
     # ------------------------------------------------------------------ health
 
     def probe(self) -> bool | None:
-        """When due, check whether a tier that was down is back, or whether a tier that is up still has its content.
+        """If due, check whether a tier that was down is up again, or whether a tier that is up still has its content.
 
-        None: nothing new. True: the tier is up again, with its content. False: the tier is up, but its content is gone.
+        Returns None if nothing has changed, True if the tier is up again with its content, and False if the tier is up
+        but its content is lost.
         """
         if time.monotonic() < self._retry_at:
             return None
@@ -280,7 +281,7 @@ class GuardedTier:
         return same
 
     def _write(self, call: Callable[[], T], deadline: float, what: str) -> T | None:
-        """The answer of a call that writes. None if the tier is down, refuses or is late."""
+        """Return the answer of a call that writes, or None if the tier is down, refuses or is late."""
         return self._answer(self._ask_to_write(call), deadline, what, writes=True)
 
     def _ask_to_write(self, call: Callable[[], T]) -> Future[T] | None:
@@ -315,12 +316,12 @@ class GuardedTier:
         try:
             return asked.result(deadline)
         except Exception as error:
-            asked.cancel()  # a call that still waits for a thread must not begin: nobody wants its answer
+            asked.cancel()  # a call that still waits for a thread must not begin: its answer is not needed
             began = self._began[asked]
             late = time.monotonic() - deadline / 2
             if writes and began and asked.done() and not asked.cancelled():
                 self._refuse(what, error)
-            elif began and (asked.done() or began[0] <= late):  # else late calls held it up, which are counted
+            elif began and (asked.done() or began[0] <= late):  # else it waited for late calls, which are counted
                 self._fail(what, error)
         return None
 
@@ -335,7 +336,7 @@ class GuardedTier:
             self._failures += 1
 
     def _refuse(self, what: str, error: BaseException) -> None:
-        """A write failed. The tier is still read, unless the next probe finds it down."""
+        """Handle a failed write. The tier is still read, unless the next probe finds it down."""
         self.faults.add(what)
         with self._lock:
             if not self.refusal:
@@ -357,7 +358,7 @@ class GuardedTier:
         elif found is None and self._holds_content():  # the server evicted the marker alone
             self._mark()
             same = True
-        elif found is None:  # whichever store is first: all stores of a shared tier derive the same name
+        elif found is None:  # any store may do this first: all stores of a shared tier derive the same name
             self.content = hashlib.sha256(b"raykv content\0" + self.content).digest()[:CONTENT_BYTES]
             self._mark()
         else:
@@ -366,9 +367,9 @@ class GuardedTier:
         return same
 
     def _holds_content(self) -> bool:
-        """Whether blocks of the content are still there. Looks for blocks stored before the marker was last seen.
+        """Whether the tier still has blocks of the content. Looks for blocks stored before the marker was last seen.
 
-        If this store had stored no blocks by then, it looks at the first blocks of a scan.
+        If this store had stored no blocks by then, looks at the first blocks of a scan.
         """
         if not isinstance(self._tier, ReadsHeads):
             return False
@@ -379,7 +380,7 @@ class GuardedTier:
         return any(head_of(answer).content == self.content for answer in _each(self._tier.get_heads, keys))
 
     def _write_late(self) -> None:
-        """Write the marker that a clear could not write. Records from before the clear are void in any case."""
+        """Write the marker that `clear` could not write. Records from before the clear are void in any case."""
         if self.up and not self.writable:
             return
         try:
@@ -396,7 +397,7 @@ class GuardedTier:
         self._marked = content
 
     def _mark_cleared(self) -> None:
-        """Write a marker for a new content. If there is no room, first delete some blocks, as all are void now."""
+        """Write a marker for a new content. If there is no room, first delete some blocks: all blocks are void now."""
         try:
             self._mark()
         except OSError:
@@ -405,7 +406,10 @@ class GuardedTier:
             self._mark()
 
     def _read_marker(self) -> bytes | None:
-        """The content's name in the tier's marker; None without a marker. ValueError if it is another pool's."""
+        """Return the content's name in the tier's marker, or None if there is no marker.
+
+        Raises ValueError if the marker belongs to another pool.
+        """
         (answer,) = _each(self._tier.get_many, [MARKER], [memoryview(bytearray(0))])
         head = head_of(answer)
         if answer is not None and head.key != self._fingerprint:
@@ -417,7 +421,7 @@ class GuardedTier:
 
 
 def _each(call: Callable[..., Sequence[T]], blocks: Sequence[object], *args: object) -> Sequence[T]:
-    """Call a tier, which may be of a user's class. TypeError if there is not one answer for each block."""
+    """Call a tier, whose class may be a user's. Raises TypeError unless there is one answer for each block."""
     answers = call(blocks, *args)
     if len(answers) != len(blocks):
         raise TypeError(f"the tier gave {len(answers)} answers for {len(blocks)} blocks")

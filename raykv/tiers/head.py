@@ -16,13 +16,13 @@ class Head(NamedTuple):
     """The head of a block, or of a tier's marker."""
 
     content: bytes  # name of the tier's content, CONTENT_BYTES
-    key: bytes  # KEY_BYTES; of a marker: fingerprint of pool and secret
+    key: bytes  # KEY_BYTES; in a marker, the fingerprint of pool and secret
     checksum: int  # xxh3_64 of the body
     length: int  # bytes of the body
-    position: int  # of the block in its chain
+    position: int  # the block's position in its chain
 
     def packed(self) -> bytes:
-        """HEAD_BYTES for the tier."""
+        """Return the head as HEAD_BYTES bytes for the tier."""
         return FORMAT.pack(MAGIC, *self).ljust(HEAD_BYTES, b"\0")
 
 
@@ -30,7 +30,7 @@ NO_HEAD = Head(b"", b"", 0, 0, 0)  # equals no head that raykv writes
 
 
 def head_of(answer: bytes | None) -> Head:
-    """The head in a tier's answer. NO_HEAD if there is no head, or if another program or version wrote it."""
+    """Return the head in a tier's answer, or NO_HEAD if there is none or another program or version wrote it."""
     if not isinstance(answer, bytes) or len(answer) < FORMAT.size or not answer.startswith(MAGIC):
         return NO_HEAD
     return Head(*FORMAT.unpack_from(answer)[1:])

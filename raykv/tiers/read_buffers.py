@@ -1,4 +1,4 @@
-"""Memory into which an external tier's blocks are read. It is kept for the next reads."""
+"""Buffers into which an external tier's blocks are read. Free buffers are kept for later reads."""
 
 import mmap
 import threading
@@ -7,15 +7,15 @@ from raykv.protocol.location import ALIGN
 
 
 class ReadBuffers:
-    """Buffers aligned to pages, as direct I/O needs. Thread-safe."""
+    """Buffers aligned to pages, as direct I/O requires. Thread-safe."""
 
     def __init__(self, most: int) -> None:
-        """most: how many free buffers are kept."""
+        """most: maximum number of free buffers to keep."""
         self._most, self._free = most, list[mmap.mmap]()
-        self._lock = threading.Lock()  # guards `_free`; taken last
+        self._lock = threading.Lock()  # guards `_free`; no other lock is taken while it is held
 
     def take(self, size: int) -> mmap.mmap:
-        """A buffer of at least `size` bytes. Prefers a used buffer, whose memory the kernel has already allocated."""
+        """Return a buffer of at least `size` bytes, if possible a used one, whose memory is already allocated."""
         with self._lock:
             for i, buffer in enumerate(self._free):
                 if len(buffer) >= size:
@@ -23,7 +23,7 @@ class ReadBuffers:
         return mmap.mmap(-1, -(-size // ALIGN) * ALIGN)
 
     def give_back(self, buffer: mmap.mmap) -> None:
-        """Keep a buffer that nobody writes to any more."""
+        """Keep a buffer that nobody writes to any longer."""
         with self._lock:
             if len(self._free) < self._most:
                 self._free.append(buffer)

@@ -1,4 +1,4 @@
-"""Blocks in a redis or valkey server, each as a string of head and body. With a hash, the server would copy more."""
+"""Stores each block in a redis or valkey server as a string of head and body. With hashes, the server copies more."""
 
 import os
 import re
@@ -14,19 +14,19 @@ from redis.retry import Retry
 from raykv.tiers.base import HEAD_BYTES, MARKER, Block, TierUrl, pieces, unpacked
 from raykv.tiers.strangers import Strangers
 
-TIMEOUT_S = 2.0  # to connect, and for each answer
+TIMEOUT_S = 2.0  # maximum time for connecting, and for each answer
 READ_BYTES = 1 << 20
-PIECE_BYTES = 8 << 20  # of a pipeline: the longer the answer, the more slowly redis-py reads
-BATCH = 1000  # keys of a scan
-_DIGITS = re.compile(rb"[0-9a-f]{32}")  # of a block's key, in its name
+PIECE_BYTES = 8 << 20  # bytes of a pipeline: redis-py reads long answers more slowly
+BATCH = 1000  # keys in each step of a scan
+_DIGITS = re.compile(rb"[0-9a-f]{32}")  # hex digits of a block's key
 
 
 class RedisTier:
-    """A server that all nodes reach. The server may evict blocks by itself: a block that it evicted is a miss."""
+    """A server that all nodes can reach. The server may evict blocks by itself; an evicted block is a miss."""
 
     def __init__(self, url: TierUrl) -> None:
-        """ValueError or OSError if the server refuses or doesn't answer. The error's text says what to change."""
-        self.shared = url.shared is not False  # shared=0: every node has a server of its own on localhost
+        """Connect. Raises ValueError or OSError, whose text says what to change, if the server refuses or is silent."""
+        self.shared = url.shared is not False  # shared=0: each node has its own server on localhost
         self._prefix = f"raykv:{url.pool}:".encode()
         self._client = _client(url)
         try:
@@ -48,7 +48,7 @@ class RedisTier:
         try:
             found: Any = self._client.info("cluster")
             return bool(found.get("cluster_enabled"))
-        except RedisError:  # this user may not ask, or a proxy can't answer
+        except RedisError:  # this user has no permission, or a proxy can't answer
             return False
 
     def put_many(self, blocks: Sequence[Block]) -> list[bool]:
@@ -59,13 +59,13 @@ class RedisTier:
         return stored
 
     def _send(self, chunks: list[bytes | memoryview], count: int) -> list[Any]:
-        """The answers to `count` packed commands; None where the server had no room."""
+        """Send `count` packed commands. Returns their answers, with None where the server had no room."""
         connection: Any = self._client.connection_pool.get_connection()
         try:
             connection.send_packed_command(chunks)
             return [_answer(connection) for _ in range(count)]
         except BaseException:
-            connection.disconnect()  # or later calls would take the remaining answers for their own
+            connection.disconnect()  # otherwise later calls would read the remaining answers
             raise
         finally:
             self._client.connection_pool.release(connection)
@@ -75,7 +75,7 @@ class RedisTier:
         for part in pieces(out, PIECE_BYTES):
             with self._client.pipeline(transaction=False) as pipe:
                 for key, body in zip(keys[part], out[part], strict=True):
-                    # one byte more than the record, to notice a longer value without reading all of it
+                    # request one byte more than the record has, to notice a longer value without reading all of it
                     pipe.getrange(self._name(key), 0, HEAD_BYTES + body.nbytes)
                 answers = _of_strings(pipe.execute(raise_on_error=False))
             heads += [unpacked(answer, body) for answer, body in zip(answers, out[part], strict=True)]
@@ -94,7 +94,7 @@ class RedisTier:
             pipe.execute()
 
     def scan(self) -> Iterator[list[tuple[bytes, int]]]:
-        """Batches in no order. A block may come twice."""
+        """Yield batches in no particular order. A block may be returned twice."""
         cursor, strangers = None, Strangers()
         while cursor != 0:
             page: Any = self._client.scan(cursor or 0, self._prefix + b"*", BATCH)
@@ -112,7 +112,7 @@ class RedisTier:
         strangers.warn("keys in its key space are no blocks of raykv")
 
     def _sizes(self, names: Sequence[bytes]) -> list[int | None]:
-        """Bytes of each value; None if the value is no string, 0 if it is empty or absent."""
+        """Return the length of each value: None if the value is not a string, 0 if it is empty or absent."""
         with self._client.pipeline(transaction=False) as pipe:
             for name in names:
                 pipe.strlen(name)
@@ -139,7 +139,7 @@ def _client(url: TierUrl) -> redis.Redis:
         username=username or None,
         password=password or None,
         ssl=url.scheme in ("rediss", "valkeys"),
-        protocol=2,  # every server knows this command, and it is enough here
+        protocol=2,  # every server supports this protocol, and it is sufficient here
         socket_timeout=TIMEOUT_S,
         socket_connect_timeout=TIMEOUT_S,
         socket_read_size=READ_BYTES,
@@ -148,7 +148,7 @@ def _client(url: TierUrl) -> redis.Redis:
 
 
 def _commands(name: bytes, block: Block) -> tuple[bytes, memoryview, bytes]:
-    """A SET command in the form that is sent. redis-py would first join head and body, which copies both."""
+    """Return a SET command in the form in which it is sent. redis-py would join head and body, which copies both."""
     key = b"$%d\r\n%s\r\n" % (len(name), name)
     value = b"$%d\r\n%s" % (HEAD_BYTES + block.body.nbytes, block.head)
     return b"*3\r\n$3\r\nSET\r\n%s%s" % (key, value), block.body, b"\r\n"
@@ -162,7 +162,7 @@ def _answer(connection: Any) -> Any:
 
 
 def _of_strings(answers: list[Any]) -> list[Any]:
-    """Answers about keys; None if the value is no string, and so no block. Raises any other error."""
+    """Return the answers, with None where the value is not a string and thus not a block. Raises any other error."""
     for error in answers:
         if isinstance(error, Exception) and not str(error).startswith("WRONGTYPE"):
             raise error

@@ -1,4 +1,4 @@
-"""Finds the maker of a tier by its URL's scheme. Imports a tier's library only when the tier is asked for."""
+"""Finds the maker of a tier by its URL's scheme. A tier's library is imported only when the tier is needed."""
 
 from collections.abc import Callable
 from importlib.metadata import entry_points
@@ -15,20 +15,26 @@ _registered: dict[str, Maker] = {}  # by scheme
 def register_tier(scheme: str, make: Maker) -> None:
     """Let `make` open `external=` URLs of this scheme, in this process.
 
-    scheme: of the URL, in any case. make: takes a TierUrl and returns an open Tier. If `make` fails, it raises
-    ValueError or OSError with a text that says what to change. Other processes find a maker by an entry point in the
-    group "raykv.tiers" that has the scheme's name.
+    scheme: the URLs' scheme, in upper or lower case. make: takes a TierUrl and returns an open Tier. If `make` fails,
+    it must raise ValueError or OSError with a text that says what to change. Other processes find a maker by an entry
+    point in the group "raykv.tiers" that has the scheme's name.
     """
     _registered[scheme.lower()] = make
 
 
 def open_tier(url: TierUrl) -> Tier:
-    """Open a URL's tier. Raises like `tier_for`. If the tier is unusable, ValueError or OSError says what to change."""
+    """Open a URL's tier. Raises as `tier_for` does.
+
+    If the tier is unusable, raises ValueError or OSError, whose text says what to change.
+    """
     return tier_for(url)(url)
 
 
 def tier_for(url: TierUrl) -> Maker:
-    """The maker of a URL's tier. ValueError for `local` and unknown schemes; ImportError if its library is missing."""
+    """Return the maker of a URL's tier.
+
+    Raises ValueError for `local` and unknown schemes, and ImportError if the tier's library is missing.
+    """
     make = registered(url.scheme)
     if make:
         return make
@@ -48,7 +54,7 @@ def tier_for(url: TierUrl) -> Maker:
 
 
 def registered(scheme: str) -> Maker | None:
-    """The maker that `register_tier` or another package's entry point gives for a scheme; None if there is none."""
+    """Return the maker that `register_tier` or a package's entry point registered for a scheme, or None."""
     if scheme not in _registered:
         for entry_point in entry_points(group=ENTRY_POINTS, name=scheme):
             _registered[scheme] = entry_point.load()

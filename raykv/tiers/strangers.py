@@ -1,9 +1,9 @@
-"""Strangers: things in a tier that raykv did not write. raykv counts them, warns of them, and leaves them alone."""
+"""Strangers: things in a tier that raykv did not write. raykv counts and reports them, and leaves them unchanged."""
 
 import logging
 
 log = logging.getLogger("raykv")
-NAMED = 3  # in a warning
+NAMED = 3  # number of strangers that a warning names
 
 
 class Strangers:
@@ -14,13 +14,13 @@ class Strangers:
         self._named: list[str] = []
 
     def add(self, name: str) -> None:
-        """name: the name by which a person finds the stranger in the tier."""
+        """Add a stranger. name: the name by which a person finds it in the tier."""
         self.count += 1
         if len(self._named) < NAMED:
             self._named.append(repr(name))
 
     def warn(self, what: str) -> None:
-        """If there are strangers, name some of them in a warning. what: what the warning calls them."""
+        """If there are strangers, name some of them in a warning. what: text that describes them in the warning."""
         if self.count:
             more = f" and {self.count - len(self._named)} more" if self.count > len(self._named) else ""
             log.warning(

@@ -8,7 +8,7 @@ from raykv.tiers.registry import registered, tier_for
 
 
 def parse(url: str) -> TierUrl:
-    """The parts of a URL. ValueError says what to write instead, and repeats neither password nor query."""
+    """Parse a URL. Raises a ValueError that says what to write instead, and that contains no password and no query."""
     parts = _split(url)
     text = _text(parts)
     given = parse_qsl(parts.query, keep_blank_values=True)
@@ -16,7 +16,7 @@ def parse(url: str) -> TierUrl:
     if len(params) < len(given):
         raise ValueError(f"external={text}: a parameter is given twice")
     if "capacity" not in params:
-        tier_for(TierUrl(parts.scheme, text, parts, 0, None, ()))  # an unknown scheme is the error to report first
+        tier_for(TierUrl(parts.scheme, text, parts, 0, None, ()))  # an unknown scheme is reported first
         raise ValueError(f"external={text}: append how much may be kept there: ?capacity=200GiB")
     capacity, shared = _capacity(params.pop("capacity"), text), _shared(params.pop("shared", None), text)
     if params and not registered(parts.scheme):
@@ -26,7 +26,7 @@ def parse(url: str) -> TierUrl:
 
 
 def shown(url: str) -> str:
-    """A URL without user and password; "?…" stands for its parameters. ValueError like `parse`."""
+    """Return a URL without user and password, and with "?…" for its parameters. Raises ValueError as `parse` does."""
     parts = _split(url)
     return f"{_text(parts)}?…" if parts.query else _text(parts)
 
@@ -39,7 +39,7 @@ def _split(url: str) -> SplitResult:
     try:
         parts = urlsplit(url)
         sound = url.lower().startswith(f"{parts.scheme}://") and bool(parts.scheme) and parts.port != 0
-    except ValueError:  # the error's text repeats a host or a port: maybe half of a password
+    except ValueError:  # the error's text repeats host or port, which may be part of a password
         sound = False
     if not sound:
         raise ValueError(

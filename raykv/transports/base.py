@@ -1,7 +1,8 @@
 """A transport: one way to copy blocks from the memory of another node's store into the memory of this node's store.
 
-A transport has a reading end (`pull`) and a serving end (`offer`, `serve`); every node store has both. To add one,
-write a Transport and list it in `raykv.transports.selector.open_transports`. TransportSelector chooses between them.
+A transport has a reading end (`pull`) and a serving end (`offer`, `serve`); every node store has both ends. To add a
+transport, write a subclass of Transport and list it in `raykv.transports.selector.open_transports`. TransportSelector
+chooses between the transports.
 """
 
 import contextlib
@@ -20,15 +21,15 @@ from raykv.protocol.transfers import seconds_left
 class Peer(NamedTuple):
     """A source of reads: the memory of another node, or its external tier."""
 
-    name: str  # the directory's name of the memory: see `raykv.protocol.location.host_of`
+    name: str  # the memory's name in the directory: see `raykv.protocol.location.host_of`
     store: Any  # handle of the node store's actor
-    external: bool = False  # whether to read the node's external tier, which is slow: its store has threads for that
+    external: bool = False  # whether to read the node's external tier, which is slow: the store has threads for it
 
 
 class PullRequest(NamedTuple):
     """Blocks of a peer to copy into slots of an arena."""
 
-    source: Locations  # (n,) LOCATION in the peer's memory
+    source: Locations  # (n,) LOCATION in the peer's memory or tier
     keys: NDArray[np.uint8]  # (n, 16)
     arena: Arena
     target: Locations  # (n,) LOCATION in `arena`
@@ -39,25 +40,25 @@ class Transport:
     """One way to read from peers. Thread-safe."""
 
     name: ClassVar[str]  # in PoolConfig, stats and offers
-    concurrent: ClassVar[bool] = False  # whether the transport takes several pulls from one peer at the same time
+    concurrent: ClassVar[bool] = False  # whether several pulls from one peer may run at the same time
 
     def offer(self) -> Any:
-        """What peers must know to read from here; new in every process. None: peers can't read from here."""
+        """Return what peers must know to read from here (new in every process), or None if peers can't read."""
         return None
 
     def serve(self, *args: Any) -> Any:
-        """Answer a question of a peer's `pull`, which comes through `NodeStore.serve`.
+        """Answer a question of a peer's `pull`, which arrives through `NodeStore.serve`.
 
-        args: sent by this transport's own `pull`; check every index and length. Returns an answer in the form that
-        `pull` expects. ValueError for a question that makes no sense.
+        args: sent by this transport's `pull` on another node; check every index and length. Returns an answer in the
+        form that `pull` expects. Raises ValueError for an invalid question.
         """
         raise ValueError(f"transport {self.name} answers no questions of peers")
 
     def forget(self, peer: str) -> None:
-        """A peer's node is gone for good. peer: the name of the node's memory."""
+        """Forget a peer whose node is permanently gone. peer: the name of the node's memory."""
 
     def connecting(self, peer: Peer, offer: Any) -> bool:
-        """Begin to connect with a peer, and return at once. Returns True until the two are connected.
+        """Begin to connect to a peer, without waiting. Returns True until the two nodes are connected.
 
         Until then, other transports read. After a failure to connect, this returns False, and `pull` raises the error.
         peer: the owner of the memory. offer: the peer's offer.
@@ -65,35 +66,35 @@ class Transport:
         return False
 
     def pull(self, peer: Peer, offer: Any, request: PullRequest) -> NDArray[np.uint8]:
-        """Copy blocks of a peer.
+        """Copy blocks from a peer.
 
-        peer: the owner of the memory. offer: the peer's. request: the blocks, and the slots for them.
+        peer: the owner of the memory. offer: the peer's offer. request: the blocks, and the slots for them.
         Returns (n,) uint8 verdicts FAILED, PULLED, or ALTERED (the peer no longer has that block).
-        TimeoutError at the request's `end`; bytes that arrive later are written under the slots' locks. OSError or
-        RayError where this transport can't read from the peer. Another transport is tried then.
+        Raises TimeoutError at the request's `end`; bytes that arrive later are written under the slots' locks. Raises
+        OSError or RayError if this transport can't read from the peer. Then another transport is tried.
         """
         raise NotImplementedError
 
     def withdraw(self, slab: int) -> None:
-        """The memory of the slab with this number is about to go. From now on neither read into it nor serve it."""
+        """From now on, neither read into nor serve the slab with this number, as its memory is about to be freed."""
 
     def close(self) -> None:
-        """Stop serving. Nothing is pulled any more."""
+        """Stop serving. No `pull` follows."""
 
 
 def ask(peer: Peer, end: float, transport: str, *args: Any) -> Any:
     """Call `serve` of a peer's transport, and return the answer. end: time.monotonic(). args: picklable.
 
-    TimeoutError at `end`. RayError where the peer does not answer or refuses.
+    Raises TimeoutError at `end`, and RayError if the peer does not answer or refuses.
     """
     answer = peer.store.serve.remote(peer.name, transport, *args)
     return ray_calls.get(answer, timeout=seconds_left(end))
 
 
 def records_of(answer: bytes, kind: np.dtype[np.void], count: int) -> NDArray[np.void]:
-    """A peer's answer about `count` blocks: a record of `kind` for each, with a bool `there`.
+    """Decode a peer's answer about `count` blocks: one record of `kind` per block, with a bool field `there`.
 
-    ConnectionError for any other answer, so that another transport is tried.
+    Raises ConnectionError for any other answer, so that another transport is tried.
     """
     if not isinstance(answer, bytes) or len(answer) != count * kind.itemsize:
         raise ConnectionError(f"a peer did not answer with a record for each of {count} blocks: {answer!r:.80}")

@@ -1,8 +1,8 @@
 """Serves an arena's blocks over TCP.
 
-A connection begins as raykv.line.wire says. Then the reader sends requests. Each is a frame of n LOCATIONs and n keys.
-The answer is n CLAIMs, and then the bytes of the blocks that are there. A CLAIM says whether a block is there, and what
-its header says. The reader must verify the bytes.
+A connection begins as described in raykv.line.wire. Then the reader sends requests. Each request is a frame of n
+LOCATIONs and n keys. The answer is n CLAIMs, and then the bytes of the blocks that are there. A CLAIM tells whether a
+block is there, and what its header says. The reader must verify the bytes.
 """
 
 import contextlib
@@ -25,44 +25,44 @@ from raykv.protocol.transfers import data_deadline
 
 log = logging.getLogger("raykv")
 
-# A header's statement about a block. sum: xxh3_64 when the block was written
+# What a header says about a block. sum: the block's xxh3_64 when it was written
 CLAIM = np.dtype([("there", "?"), ("position", "<u4"), ("sum", "<u8")])
-REQUEST_BYTES = LOCATION.itemsize + KEY_BYTES  # of one block
+REQUEST_BYTES = LOCATION.itemsize + KEY_BYTES  # bytes of a request for each block
 SENDERS = 64  # threads that send blocks; a slow reader keeps its thread
 
 
 class BlockServer:
     """Serves an arena's blocks to readers that know its token.
 
-    A connection takes up a thread only while its blocks are sent.
+    A connection occupies a thread only while blocks are sent over it.
     """
 
     def __init__(self, arena: Arena, host: str) -> None:
-        """host: an address of this node to listen at. OSError where that is not possible."""
+        """host: an address of this node to listen on. Raises OSError if this is not possible."""
         self._arena = arena
         self._senders = ThreadPoolExecutor(SENDERS, thread_name_prefix="raykv-send")
-        self._senders.submit(int)  # starts a thread, so that there is at least one: see _lend
+        self._senders.submit(int)  # starts a first thread, which `_lend` relies on
         self._listener = Listener(host, "raykv-listen", {CLIENT: KEYS_PER_CALL * REQUEST_BYTES}, self._lend)
         self.address = self._listener.address
 
     def close(self) -> None:
-        """Serve nobody from now on."""
+        """Stop serving."""
         self._listener.close()
         self._senders.shutdown(wait=False, cancel_futures=True)
 
     def _lend(self, connection: Connection, request: bytes) -> None:
-        with contextlib.suppress(RuntimeError):  # no thread can be started: a running thread will send
+        with contextlib.suppress(RuntimeError):  # no more threads can be started: a running one will send
             self._senders.submit(self._send_blocks, connection, request)
 
     def _send_blocks(self, connection: Connection, request: bytes) -> None:
-        """Answer a request, and then requests that have come meanwhile: a reader sends its next request early."""
+        """Answer a request, and then requests that have arrived meanwhile: a reader sends its next request early."""
         more: bytes | None = request
         try:
             while more is not None:
                 self._answer(connection.socket, more)
                 more = self._listener.next_frame(connection)
         except Exception as error:
-            expected = isinstance(error, (OSError, ValueError, DeviceError))  # else it is a bug of raykv's
+            expected = isinstance(error, (OSError, ValueError, DeviceError))  # otherwise it is a bug in raykv
             level = logging.DEBUG if expected else logging.ERROR
             log.log(level, "a connection that reads from here ends: %r", error, exc_info=not expected)
             self._listener.drop(connection)
@@ -83,7 +83,7 @@ class BlockServer:
 
 
 def claims_of(headers: BlockHeaders | PeerBlocks) -> NDArray[np.void]:
-    """(n,) CLAIM."""
+    """Return (n,) CLAIM for n headers."""
     claims = np.zeros(len(headers.there), CLAIM)
     claims["there"], claims["position"], claims["sum"] = headers.there, headers.positions, headers.checksums
     return claims

@@ -1,12 +1,12 @@
-"""Blocks cross nodes by NCCL, from one GPU's slots into another GPU's slots. Neither side packs the blocks.
+"""Transfers blocks between nodes by NCCL, from one GPU's slots into another GPU's slots, without packing the blocks.
 
-NCCL takes seconds to connect two GPUs. It begins to connect when the peer's offer has come. Meanwhile another transport
-reads.
+NCCL takes seconds to connect two GPUs. It begins to connect when the peer's offer has arrived. Meanwhile another
+transport reads.
 
-A pull makes two calls to the peer's actor, which both return at once. The first call asks the peer to send. Its answer
-has the headers of the blocks. Then NCCL sends the blocks that are there, and receives them here. A slot may be
-overwritten while it is sent, and nothing computes checksums on a GPU. So the reader's second call asks for the headers
-again after the bytes have come, and the reader drops blocks that are no longer there.
+A pull makes two calls to the peer's actor, which both return at once. The first call asks the peer to send, and its
+answer contains the headers of the blocks. Then NCCL transfers the blocks that are there. A slot may be overwritten
+while it is sent, and no checksums are computed on a GPU. So the reader's second call asks for the headers again after
+the bytes have arrived, and the reader drops blocks that are no longer there.
 """
 
 import secrets
@@ -37,20 +37,20 @@ class Nccl(Transport):
     """Reads from GPUs of other nodes, and lets them read from a GPU here.
 
     Each direction between two GPUs has its own Pair. If both directions shared a Pair, its two ends might both receive
-    first, and wait for ever.
+    first, and wait forever.
     """
 
     name = "nccl"
 
     def __init__(self, arena: Arena, gpu: device.Device) -> None:
-        """gpu: the GPU that has the arena's slots. ImportError without NCCL."""
+        """gpu: the GPU that has the arena's slots. Raises ImportError if NCCL can't be used."""
         if why := why_not():
             raise ImportError(why)
         self._arena, self._ordinal = arena, gpu.ordinal
         self._name, self._token = f"{gpu.uuid}{arena.path}", secrets.token_hex(8)
         self._reading: dict[str, tuple[str, Pair]] = {}  # by the peer's name: the peer's token, and the pair
         self._sending: dict[str, Pair] = {}  # by the reader's name
-        self._mutex = threading.Lock()  # guards both tables; SlotLocks are not taken meanwhile
+        self._mutex = threading.Lock()  # guards both tables; no SlotLocks are taken meanwhile
 
     def offer(self) -> Offer:
         return self._name, self._token
@@ -58,7 +58,7 @@ class Nccl(Transport):
     # ------------------------------------------------------------------ for peers
 
     def serve(self, token: str, what: str, *args: Any) -> bytes:
-        """Answer a reader that has this process's token. what: "join" a pair, "send" blocks, or give "headers"."""
+        """Answer a reader that has this process's token. what: "join" a pair, "send" blocks, or return "headers"."""
         if token != self._token:
             raise ValueError(f"{self._name} belongs to another process now: ask for the offer again")
         answers: dict[str, Callable[..., bytes]] = {"join": self._join, "send": self._send, "headers": self._claims}
@@ -67,9 +67,9 @@ class Nccl(Transport):
         return answers[what](*args)
 
     def _join(self, reader: str, unique: bytes) -> bytes:
-        """Make this end of the pair that `unique` names. ValueError for a bad name.
+        """Make this end of the pair that `unique` names. Raises ValueError for an invalid name.
 
-        If a reader joins again, it has given up its earlier pair.
+        If a reader joins again, it no longer uses its earlier pair.
         """
         if len(unique) != UNIQUE_BYTES:
             raise ValueError(f"a pair is named by {UNIQUE_BYTES} bytes, not {len(unique)}")
@@ -80,9 +80,9 @@ class Nccl(Transport):
         return b""
 
     def _send(self, reader: str, unique: bytes, locations: bytes, keys: bytes) -> bytes:
-        """Like `_claims`, and begin to send the blocks that are there.
+        """Like `_claims`, but also begin to send the blocks that are there.
 
-        ValueError unless all blocks have the same size.
+        Raises ValueError unless all blocks have the same size.
         """
         source = np.frombuffer(locations, LOCATION)
         if len(np.unique(source["bytes"])) != 1:  # otherwise the send would go past the end of the smaller slots
@@ -98,16 +98,16 @@ class Nccl(Transport):
         return claims.tobytes()
 
     def _claims(self, locations: bytes, keys: bytes) -> bytes:
-        """(n,) CLAIM: the present headers of n LOCATIONs."""
+        """Return (n,) CLAIM as bytes: what the headers of n LOCATIONs say now."""
         source, source_keys = np.frombuffer(locations, LOCATION), np.frombuffer(keys, np.uint8).reshape(-1, KEY_BYTES)
         return claims_of(self._arena.read_headers(source, source_keys)).tobytes()
 
     def withdraw(self, slab: int) -> None:
-        """Wait until no block is being sent. TimeoutError if that takes longer than to send a slab."""
+        """Wait until no block is being sent. Raises TimeoutError if this takes longer than sending a slab may take."""
         with self._mutex:
             pairs = list(self._sending.values())
         for pair in pairs:
-            if not pair.ready.done():  # an unconnected pair sends nothing now, and must not send from the slab later
+            if not pair.ready.done():  # an unconnected pair sends nothing yet, and must not send from the slab later
                 pair.drop()
         sent = wait([pair.idle() for pair in pairs if pair.ready.done()], data_deadline(self._arena.slab_bytes))
         if sent.not_done:
@@ -116,7 +116,7 @@ class Nccl(Transport):
             )
 
     def close(self) -> None:
-        """Abort all transfers, and wait until nothing moves: after that the GPU's memory may go."""
+        """Abort all transfers, and wait until they have ended. Then the GPU's memory may be freed."""
         with self._mutex:
             pairs = [*self._sending.values(), *(pair for _, pair in self._reading.values())]
         drops = [(pair.ready.done(), pair.drop()) for pair in pairs]
@@ -132,7 +132,7 @@ class Nccl(Transport):
             return False
 
     def forget(self, peer: str) -> None:
-        """Like Transport's. End all pairs with the peer's GPU, which frees their memory on the GPU here."""
+        """Like Transport's. Ends all pairs with the peer's GPU, which frees the pairs' memory on this GPU."""
         gpu = peer.rpartition("/")[2]
         with self._mutex:
             reading = [self._reading.pop(name)[1] for name in list(self._reading) if name.startswith(gpu)]
@@ -141,7 +141,7 @@ class Nccl(Transport):
             pair.drop()
 
     def pull(self, peer: Peer, offer: Offer, request: PullRequest) -> NDArray[np.uint8]:
-        """Like Transport's. ConnectionError after half of the time, which leaves half for another transport."""
+        """Like Transport's. Raises ConnectionError after half of the time, to leave half for another transport."""
         source, keys, arena, target, end = request
         stop = time.monotonic() + (end - time.monotonic()) / 2
         pair = self._pair_with(peer, offer)
@@ -160,12 +160,12 @@ class Nccl(Transport):
             verdicts = np.full(len(source), ALTERED, np.uint8)
             verdicts[there] = _result(pair.do(partial(incoming.write, arena, target[there], keys[there])), end)
             return verdicts
-        except BaseException:  # the next pull must not receive what this pull was sent
+        except BaseException:  # the next pull must not receive this pull's blocks
             pair.drop()
             raise
 
     def _pair_with(self, peer: Peer, offer: Offer) -> Pair:
-        """The pair with a peer; a new pair begins to connect. ConnectionError if NCCL can't make a pair."""
+        """Return the pair with a peer; a new pair begins to connect. Raises ConnectionError if NCCL can't make one."""
         name, token = offer
         with self._mutex:
             before, pair = self._reading.get(name, ("", None))
@@ -182,12 +182,12 @@ class Nccl(Transport):
 
 
 class IncomingBlocks(NamedTuple):
-    """Blocks that the peer sends. The reader must receive all of them."""
+    """Blocks that the peer sends. The reader must receive all of these blocks."""
 
     pair: Pair
     claims: NDArray[np.void]  # (n,) CLAIM: the headers before the blocks were sent
     size: int  # bytes of each block
-    stop: float  # time.monotonic()
+    stop: float  # time.monotonic() at which the transfer must end
     recheck: Callable[[], bytes]  # asks the peer for CLAIMs again
 
     def write(self, arena: Arena, target: Locations, keys: NDArray[np.uint8]) -> NDArray[np.uint8]:
@@ -210,7 +210,7 @@ class IncomingBlocks(NamedTuple):
 
 
 def _ask(peer: Peer, stop: float, *args: Any) -> bytes:
-    """Ask the peer. Past `stop` there is time left for another transport: ConnectionError, not TimeoutError."""
+    """Ask the peer. After `stop`, raises ConnectionError, not TimeoutError, as another transport still has time."""
     try:
         answer: bytes = ask(peer, stop, Nccl.name, *args)
     except GetTimeoutError as error:
@@ -219,7 +219,7 @@ def _ask(peer: Peer, stop: float, *args: Any) -> bytes:
 
 
 def _result(job: "Future[NDArray[np.uint8]]", end: float) -> NDArray[np.uint8]:
-    """Wait for a task. TimeoutError past `end`, if the transfer could not even be aborted by then."""
+    """Wait for a task. Raises TimeoutError after `end`, if the transfer could not even be aborted by then."""
     try:
         return job.result(seconds_left(end))
     except TimeoutError as error:

@@ -1,8 +1,8 @@
 """Two GPUs of two processes, joined by an NCCL communicator for one direction.
 
-Two calls of NCCL block until the peer comes: a communicator's init, and the first group, which connects. So the pair
-has a thread that makes all calls. If NCCL has not connected in CONNECT_S, another thread aborts the communicator, which
-ends the blocked call. Tested with CuPy 14 and NCCL 2.28 and 2.32.
+Two calls of NCCL block until the peer makes them too: a communicator's init, and the first group, which connects. So
+the pair has a thread that makes all calls. If NCCL has not connected within CONNECT_S, another thread aborts the
+communicator, which ends the blocked call. Tested with CuPy 14 and NCCL 2.28 and 2.32.
 """
 
 import contextlib
@@ -23,12 +23,12 @@ from raykv.transports import base
 
 log = logging.getLogger("raykv")
 READER, SENDER = 0, 1  # ranks
-UNIQUE_BYTES = 128  # of a pair's name
-POLL_S = 2e-4  # between checks whether a transfer is done
-CONNECT_S = 120.0  # for a pair to connect: NCCL takes 2 s on a warm H100, up to a minute where nothing is loaded yet
-# GPU memory that NCCL 2.28 takes on an H100 over sockets: for its kernels, once, and for each pair.
+UNIQUE_BYTES = 128  # bytes of a pair's name
+POLL_S = 2e-4  # time between two checks whether a transfer is done
+CONNECT_S = 120.0  # maximum time to connect: NCCL takes 2 s on a warm H100, and up to a minute if nothing is loaded
+# GPU memory that NCCL 2.28 takes on an H100 over sockets: once for its kernels, and for each pair.
 KERNELS_BYTES, PAIR_BYTES = 446 << 20, 18 << 20
-# NCCL's last two statuses, for which CuPy 14 raises KeyError.
+# The last two of NCCL's statuses, for which CuPy 14 raises KeyError.
 UNNAMED = {
     7: "NCCL_ERROR_IN_PROGRESS: NCCL returned before it was done: unset NCCL_COMM_BLOCKING where Ray starts",
     8: "NCCL_ERROR_TIMEOUT: the peer did not answer NCCL in time",
@@ -37,7 +37,7 @@ Result = TypeVar("Result")
 
 
 def why_not() -> str:
-    """Why this process can't use NCCL; "" if it can."""
+    """Return why this process can't use NCCL, or "" if it can."""
     if tls.used():
         return "RAY_USE_TLS is set, and NCCL does not encrypt"
     try:
@@ -49,12 +49,12 @@ def why_not() -> str:
 
 
 def memory_of(pairs: int) -> int:
-    """Bytes of GPU memory that `pairs` pairs take."""
+    """Return the bytes of GPU memory that this number of pairs takes."""
     return KERNELS_BYTES + pairs * PAIR_BYTES if pairs else 0
 
 
 def new_unique() -> bytes:
-    """The name of a new pair: 128 bytes, which its SENDER must get from its READER."""
+    """Return the name of a new pair: 128 bytes, which the READER must give to the SENDER."""
     from cupy.cuda import nccl
 
     with translated():
@@ -63,7 +63,7 @@ def new_unique() -> bytes:
 
 @contextlib.contextmanager
 def translated() -> Iterator[None]:
-    """In the block, NCCL's errors become ConnectionErrors."""
+    """Raise NCCL's errors in the `with` block as ConnectionErrors."""
     with base.translated("NCCL"):
         try:
             yield
@@ -79,7 +79,7 @@ class Pair:
     """This process's end of a pair. Its tasks (`do`) run in order; after an error no more tasks run. Thread-safe."""
 
     def __init__(self, ordinal: int, unique: bytes, rank: int, invite: Callable[[], object] = _nothing) -> None:
-        """Returns at once. `ready` is done when the peer is connected. It has an error after CONNECT_S.
+        """Return at once. The future `ready` is done when the peer is connected. It has an error after CONNECT_S.
 
         ordinal: number of the GPU in this process. invite: makes the peer's end; called in the pair's thread.
         """
@@ -108,13 +108,13 @@ class Pair:
         return future
 
     def idle(self) -> "Future[None]":
-        """A future that is done when each task given so far is done, or will never run."""
+        """Return a future that is done once each task given so far is done or will never run."""
         return self.do(_nothing)
 
     def drop(self) -> "Future[None]":
-        """Abort the transfer, and end. The future is done when nothing moves any more.
+        """Abort the transfer, and end the pair. The returned future is done when no transfer is running.
 
-        A pair that still connects ends once it is connected, or CONNECT_S are over.
+        A pair that is still connecting ends once it is connected, or after CONNECT_S.
         """
         self.dropped = True
         return self.idle()
@@ -122,8 +122,9 @@ class Pair:
     def move(self, addresses: NDArray[np.int64], size: int, end: float) -> None:
         """In a task: receive or send blocks of `size` bytes, in order, and wait for them. The peer must do the same.
 
-        addresses: (n,) in the GPU's memory; a block received for address 0 is thrown away. ConnectionError past `end`
-        (time.monotonic()), where NCCL fails, or once the pair is dropped. By then the transfer has ended.
+        addresses: (n,) addresses in the GPU's memory; a block received for address 0 is discarded. Raises
+        ConnectionError after `end` (time.monotonic()), if NCCL fails, or once the pair is dropped. By then the transfer
+        has ended.
         """
         try:
             with translated():
@@ -145,7 +146,7 @@ class Pair:
             log.debug("a pair of GPUs ends: %r", error)
             self._why = (str(error).strip() or repr(error)).splitlines()[-1]  # Ray's errors contain a traceback
         finally:
-            with contextlib.suppress(ConnectionError):  # CUDA has failed, so nothing moves
+            with contextlib.suppress(ConnectionError):  # CUDA has failed, so no transfer is running
                 self._abort()
             self._ended.set()
             self._refuse()
@@ -173,7 +174,7 @@ class Pair:
             self._wait(time.monotonic() + CONNECT_S)
 
     def _call(self) -> None:
-        """Make the communicator, and move a byte, so that no later group has to connect. Waits for the peer."""
+        """Make the communicator, and transfer a byte, so that no later group has to connect. Waits for the peer."""
         kind = self._nccl.NcclCommunicator
         self._comm = kind.__new__(kind)  # set before NCCL fills it, so that it is aborted if NCCL fails or hangs
         self._comm.__init__(2, self.unique, self._rank)
@@ -201,7 +202,7 @@ class Pair:
             time.sleep(POLL_S)
 
     def _abort(self) -> None:
-        """Abort the transfer, and wait until nothing moves. A thread frees the communicator, as NCCL may hang there."""
+        """Abort the transfer, and wait for its end. A thread frees the communicator, as NCCL may hang while it does."""
         with self._mutex:
             comm, self._comm = self._comm, None
         if comm is not None:
@@ -210,7 +211,7 @@ class Pair:
                 self._stream.synchronize()
 
     def _abort_hung(self) -> None:
-        """Abort a pair that still connects. In the pair's thread the call of NCCL then fails."""
+        """Abort a pair that is still connecting. Then the call of NCCL in the pair's thread fails."""
         with self._mutex:
             comm, self._comm = (self._comm, None) if self._calls else (None, self._comm)
         if comm is not None:

@@ -1,8 +1,8 @@
-"""Blocks cross nodes by NIXL: one-sided reads from a peer's arena straight into ours, with no copy on either side.
+"""Transfers blocks between nodes by NIXL: one-sided reads from a peer's arena directly into this node's arena.
 
-UCX carries the bytes: over RDMA where there is a card, else over shared memory or TCP. In every pull the reader asks
-the peer's actor once for the headers and the addresses of the slots. NIXL's metadata comes with the answer, so that
-only processes of the Ray cluster get this metadata. Then the bytes come without the peer's processor.
+UCX transfers the bytes: over RDMA if there is a card, otherwise over shared memory or TCP. In each pull the reader asks
+the peer's actor once for the headers and the addresses of the slots. The answer contains NIXL's metadata, so that only
+processes of the Ray cluster get this metadata. Then the bytes are read without the peer's processor.
 https://github.com/ai-dynamo/nixl, version 1.5.
 """
 
@@ -29,15 +29,15 @@ from raykv.transports.base import Peer, PullRequest, Transport, ask, records_of,
 from raykv.transports.block_server import CLAIM
 
 RDMA = "/sys/class/infiniband"  # this folder has a folder for each card, also for RoCE cards
-POLL_S = 1e-4  # between checks whether a transfer is done
-PROGRESS_US = 100_000  # between looks of NIXL's progress thread; UCX wakes this thread earlier if there is work
-LATE_S = 1.0  # for the requests of a failed transfer that still run, as nothing can stop them
+POLL_S = 1e-4  # time between two checks whether a transfer is done
+PROGRESS_US = 100_000  # time between two looks of NIXL's progress thread, which UCX wakes earlier if there is work
+LATE_S = 1.0  # wait for requests of a failed transfer that are still running, since they can't be stopped
 BLOCK_INFO = np.dtype([*CLAIM.descr, ("address", "<i8")])  # a peer's answer about a block, and its slot's address
 Addresses = NDArray[np.int64]
 
 
 def why_not() -> str:
-    """Why this process can't use NIXL; "" if it can."""
+    """Return why this process can't use NIXL, or "" if it can."""
     if tls.used():
         return "RAY_USE_TLS is set, and NIXL does not encrypt"
     try:
@@ -53,7 +53,7 @@ def has_rdma() -> bool:
 
 
 def _open_agent(name: str) -> Any:
-    """An agent of NIXL's Python API whose progress thread sleeps. The API's own thread would spin on a core."""
+    """Open an agent of NIXL's Python API whose progress thread sleeps. The API's own thread would spin on a core."""
     from nixl._api import nixl_agent, nixl_agent_config, nixlBind
 
     config = nixlBind.nixlAgentConfig()
@@ -69,36 +69,37 @@ def _open_agent(name: str) -> Any:
 class RemoteAgent:
     """A peer's NIXL agent, as this process knows it."""
 
-    version: int = -1  # of its metadata
+    version: int = -1  # version of the agent's metadata
     name: str = ""
     thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="raykv-nixl"))
-    busy: bool = False  # whether a transfer is running; its caller may have given up
+    busy: bool = False  # whether a transfer is running, even if its caller no longer waits
 
 
 class Nixl(Transport):
-    """Reads from peers' arenas, and lets peers read from ours."""
+    """Reads from peers' arenas, and lets peers read from this node's arena."""
 
     name = "nixl"
 
     def __init__(self, arena: Arena) -> None:
-        """arena: in host memory; peers read from it, and this node reads into it. ImportError without NIXL."""
+        """arena: host memory that peers read from and this node reads into. Raises ImportError without NIXL."""
         self._agent = _open_agent(f"raykv-{secrets.token_hex(8)}")
         self._arena = arena
         self._registered: dict[int, Any] = {}  # NIXL's handles by slab
-        self._version = 0  # of this agent's metadata, which changes with `_registered`
+        self._version = 0  # version of this agent's metadata, which changes with `_registered`
         self._remote: defaultdict[str, RemoteAgent] = defaultdict(RemoteAgent)  # by offer
         self._mutex = threading.Lock()  # guards `_registered` and `_version`; nothing else is locked meanwhile
 
     def offer(self) -> str:
-        """The agent's name."""
+        """Return the agent's name."""
         return str(self._agent.name)
 
     # ------------------------------------------------------------------ for peers
 
     def serve(self, agent: str, locations: bytes, keys: bytes, version: int) -> tuple[bytes, int, bytes]:
-        """BLOCK_INFO of blocks, the version of this agent's metadata, and the metadata if `version` is another.
+        """Return BLOCK_INFO of blocks, the version of this agent's metadata, and the metadata unless the peer has it.
 
-        agent, version: the offer and the version that the peer has. ValueError for another process's offer.
+        agent, version: the offer and the metadata's version that the peer has. Raises ValueError for the offer of
+        another process.
         """
         if agent != self.offer():
             raise ValueError(f"NIXL agent {agent} was another process's: ask for the offer again")
@@ -113,7 +114,7 @@ class Nixl(Transport):
             return info.tobytes(), self._version, metadata
 
     def withdraw(self, slab: int) -> None:
-        """Deregister a slab, as its memory is about to go."""
+        """Deregister a slab, as its memory is about to be freed."""
         with self._mutex:
             if slab in self._registered:
                 self._agent.deregister_memory(self._registered.pop(slab))
@@ -157,8 +158,8 @@ class Nixl(Transport):
     ) -> NDArray[np.uint8]:
         """Transfer blocks, and return their verdicts. info: their BLOCK_INFO.
 
-        Runs in this process's thread for that peer. The thread keeps the slots' locks until the transfer ends, as a
-        stalled peer may go on: then NIXL writes to the slots, even after the transfer was released.
+        Runs in this process's thread for that peer. The thread keeps the slots' locks until the transfer ends, since a
+        stalled peer may continue: then NIXL writes to the slots, even after the transfer was released.
         """
         try:
             self._load_metadata(remote, version, metadata)
@@ -166,7 +167,7 @@ class Nixl(Transport):
             altered = np.zeros(len(info), np.bool_)
 
             def fill(which: NDArray[np.bool_], slots: Addresses) -> list[int]:
-                size = int(found.target["bytes"].max(initial=0))  # all have one size; there may be no block
+                size = int(found.target["bytes"].max(initial=0))  # all have the same size; there may be no block
                 self._transfer(remote.name, info["address"][which], slots, size)
                 checksums = block_copy.sums(slots, size)
                 altered[which] = np.array(checksums, np.uint64) != info["sum"][which]
@@ -214,7 +215,7 @@ class Nixl(Transport):
             raise ConnectionError(f"NIXL: the transfer ended as {state}")
 
     def _list(self, addresses: Addresses, size: int) -> Any:
-        """NIXL's list of descriptors: (address, length, device)."""
+        """Return NIXL's list of descriptors: (address, length, device)."""
         table = np.zeros((len(addresses), 3), np.uint64)
         table[:, 0], table[:, 1] = addresses, size
         return self._agent.get_xfer_descs(table, "DRAM")

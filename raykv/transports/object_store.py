@@ -1,4 +1,4 @@
-"""Blocks cross nodes as Ray objects. The slowest transport, but it works wherever Ray does."""
+"""Transfers blocks between nodes as Ray objects. This is the slowest transport, but it works wherever Ray works."""
 
 from typing import Any
 
@@ -14,14 +14,14 @@ from raykv.transports.base import Peer, PullRequest, Transport
 
 
 class ObjectStore(Transport):
-    """Calls `NodeStore.read` of the peer: a copy into Ray's object store on its node, and a copy out on this node."""
+    """Calls `NodeStore.read` of the peer, which copies blocks into Ray's object store. They are copied out here."""
 
     name = "object_store"
     concurrent = True
 
     def pull(self, peer: Peer, offer: Any, request: PullRequest) -> NDArray[np.uint8]:
         source, keys, arena, target, end = request
-        order = np.lexsort((source["slot"], source["slab"]))  # neighbours travel as one array
+        order = np.lexsort((source["slot"], source["slab"]))  # adjacent slots are sent as one array
         source, keys, target = source[order], keys[order], target[order]
         method = peer.store.read.options(concurrency_group="tier_read") if peer.external else peer.store.read
         answer = method.remote(source.tobytes(), keys.tobytes())

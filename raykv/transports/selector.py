@@ -1,4 +1,4 @@
-"""Which transport reads from which node: the best transport that both nodes have, or the next while the best fails."""
+"""Chooses the transport for each peer: the best one that both nodes have, or the next best while that one fails."""
 
 import logging
 import threading
@@ -27,18 +27,18 @@ from raykv.transports.object_store import ObjectStore
 from raykv.transports.tcp import Tcp
 
 log = logging.getLogger("raykv")
-OFFERS_S = 1.0  # for a peer to answer which transports it offers
-LARGE_PULLS, LARGE_BYTES = 4, 16 * MIB  # large pulls from a peer at a time, and the size from which a pull is large
-RETRY_S = 60.0  # until a failed transport is tried again, unless the peer makes a new offer before
+OFFERS_S = 1.0  # maximum time for a peer to answer which transports it offers
+LARGE_PULLS, LARGE_BYTES = 4, 16 * MIB  # most large pulls from a peer at a time, and the least size of a large pull
+RETRY_S = 60.0  # time until a failed transport is tried again, unless the peer makes a new offer earlier
 
 
 @dataclass
 class RouteStats:
-    """What is known about one transport from one peer."""
+    """What is known about pulls from one peer by one transport."""
 
     failures: int = 0
     failed_offer: Any = None  # the peer's offer at the last failure
-    retry_at: float = 0.0  # time.monotonic() until which the transport is not used; 0: it has not failed
+    retry_at: float = 0.0  # time.monotonic() until which the transport is not used; 0: no recent failure
     bytes: int = 0
     seconds: float = 0.0
 
@@ -47,15 +47,15 @@ class RouteStats:
 class PeerState:
     """The state of one peer."""
 
-    # Held while the peer is asked for its offers, and during a pull of a transport that does one pull at a time. Taken
-    # before the locks of the transport and of the slots.
+    # Held while the peer is asked for its offers, and during a pull by a transport that is not concurrent. Taken before
+    # the locks of the transport and of the slots.
     turn: threading.Lock = field(default_factory=threading.Lock)
-    # Held during large pulls of concurrent transports: if too many ran at a time over a slow link, all would be late.
+    # Held during large pulls by concurrent transports. If too many ran over a slow link at a time, all would be late.
     large: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(LARGE_PULLS))
     mutex: threading.Lock = field(default_factory=threading.Lock)  # guards the other fields; taken last
-    offers: dict[str, Any] | None = None  # by transport; None: to be asked for
+    offers: dict[str, Any] | None = None  # by transport; None: the peer must be asked for them
     routes: dict[str, RouteStats] = field(default_factory=dict)  # by transport
-    last_used: str = ""  # transport
+    last_used: str = ""  # name of the transport used last
 
 
 class TransportSelector:
@@ -65,35 +65,35 @@ class TransportSelector:
     """
 
     def __init__(self, transports: Sequence[Transport]) -> None:
-        """transports: best first. The last is tried when all others fail, and reads from peers' external tiers."""
+        """transports: best first. The last one is used if all others fail, and reads from peers' external tiers."""
         self._transports = transports
         self._states: dict[Peer, PeerState] = {}
         self._mutex = threading.Lock()  # guards `_states`; nothing else is locked meanwhile
 
     def offers(self) -> dict[str, Any]:
-        """What peers must know to read from here, by transport."""
+        """Return, by transport, what peers must know to read from here."""
         offers = {transport.name: transport.offer() for transport in self._transports}
         return {name: offer for name, offer in offers.items() if offer is not None}
 
     def serve(self, name: str, *args: Any) -> Any:
-        """Answer a question of a peer's transport of that name. ValueError if this node has no such transport."""
+        """Answer a question of a peer's transport with this name. Raises ValueError if this node does not have it."""
         for transport in self._transports:
             if transport.name == name:
                 return transport.serve(*args)
         raise ValueError(f"this node does not offer transport {name}")
 
     def withdraw(self, slab: int) -> None:
-        """The memory of the slab with this number is about to go. Neither read into it nor serve it any more."""
+        """From now on, neither read into nor serve the slab with this number, as its memory is about to be freed."""
         for transport in self._transports:
             transport.withdraw(slab)
 
     def pull(
         self, peer: Peer, source: Locations, keys: NDArray[np.uint8], arena: Arena, target: Locations
     ) -> NDArray[np.uint8]:
-        """Copy blocks of a peer into slots of `arena`.
+        """Copy blocks from a peer into slots of `arena`.
 
-        source, target: (n,) LOCATION. keys: (n, 16). Returns (n,) verdicts FAILED, PULLED, or ALTERED.
-        TimeoutError or RayError if the peer does not answer in time. ConnectionError if no transport works.
+        source, target: (n,) LOCATION. keys: (n, 16). Returns (n,) verdicts FAILED, PULLED, or ALTERED. Raises
+        TimeoutError or RayError if the peer does not answer in time, and ConnectionError if no transport works.
         """
         with self._mutex:
             state = self._states.setdefault(peer, PeerState())
@@ -109,7 +109,7 @@ class TransportSelector:
                     verdicts = transport.pull(peer, offer, request)
                 except (OSError, RayError) as error:
                     late = isinstance(error, TimeoutError)
-                    if not late or request.end - begin > seconds / 2:  # else too little time was left
+                    if not late or request.end - begin > seconds / 2:  # otherwise too little time was left
                         _note_failure(state, transport.name, offer, peer, error)
                     if late:
                         raise
@@ -117,15 +117,15 @@ class TransportSelector:
                     continue
                 pulled = int(source["bytes"][verdicts == PULLED].sum())
                 _note_success(state, transport.name, pulled, time.monotonic() - begin)
-            if interrupted:  # the failed transport had written these blocks, so this one could not
+            if interrupted:  # the failed transport had already written these blocks
                 verdicts[(verdicts == FAILED) & arena.read_headers(target, keys).there] = PULLED
             return verdicts
         raise ConnectionError(f"no transport reads from node {host_of(peer.name)[:8]}")
 
     def stats(self) -> dict[str, dict[str, Any]]:
-        """For each peer: `transport`, the transport used last, and `gbps`, its rate in GB/s (1e9 bytes).
+        """Return for each peer: `transport`, the transport used last, and `gbps`, its rate in GB/s (1e9 bytes).
 
-        `bytes`: the pulled bytes by transport. `failed`: the failures by transport.
+        Also `bytes`, the pulled bytes by transport, and `failed`, the number of failures by transport.
         """
         with self._mutex:
             states = [
@@ -143,13 +143,13 @@ class TransportSelector:
         }
 
     def routes(self) -> list[tuple[str, str, RouteStats]]:
-        """For every peer and transport that was tried: (name of the peer's memory, transport, statistics)."""
+        """Return (name of the peer's memory, transport, statistics) for each peer and transport that was tried."""
         with self._mutex:
             states = [(peer.name, state) for peer, state in self._states.items() if not peer.external]
         return [(name, by, route) for name, state in states for by, route in dict(state.routes).items()]
 
     def forget_others(self, living: set[str]) -> set[str]:
-        """Forget peers that are gone for good. living: Ray ids of all nodes. Returns the ids of the forgotten nodes."""
+        """Forget peers whose nodes are not in `living` (Ray ids of living nodes). Returns the forgotten nodes' ids."""
         with self._mutex:
             gone = [peer for peer in self._states if host_of(peer.name) not in living]
             for peer in gone:
@@ -160,12 +160,12 @@ class TransportSelector:
         return {host_of(peer.name) for peer in gone}
 
     def close(self) -> None:
-        """Stop serving. Nothing is pulled any more."""
+        """Stop serving. No `pull` follows."""
         for transport in self._transports:
             transport.close()
 
     def _turn(self, transport: Transport, state: PeerState, request: PullRequest) -> AbstractContextManager[None]:
-        """A context in which a pull may run. TimeoutError if the pull gets no turn before its end."""
+        """Return a context in which a pull may run. Raises TimeoutError if the pull gets no turn before its end."""
         if not transport.concurrent:
             return _held(state.turn, request.end)
         if request.source["bytes"].sum() >= LARGE_BYTES:
@@ -173,7 +173,7 @@ class TransportSelector:
         return nullcontext()
 
     def _usable(self, state: PeerState, peer: Peer) -> list[tuple[Transport, Any]]:
-        """The transports to try, each with the peer's offer."""
+        """Return the transports to try, each with the peer's offer."""
         last = self._transports[-1]
         if peer.external or last is self._transports[0]:
             return [(last, None)]
@@ -186,7 +186,7 @@ class TransportSelector:
             with state.mutex:
                 state.offers = offers
                 for route in routes:
-                    route.retry_at = route.retry_at if route.retry_at > now else 0.0  # the next pull does not ask again
+                    route.retry_at = route.retry_at if route.retry_at > now else 0.0  # the next pull won't ask again
         usable = []
         for transport, route in zip(self._transports[:-1], routes, strict=False):
             offer = offers.get(transport.name)
@@ -202,9 +202,9 @@ def uses_nccl(chosen: str) -> bool:
 
 
 def open_transports(arena: Arena, chosen: str, host: str) -> TransportSelector:
-    """The transports that this node has for the memory `arena`.
+    """Open the transports that this node has for the memory `arena`.
 
-    chosen: `transport` of PoolConfig. host: address of this node that peers reach.
+    chosen: `transport` of PoolConfig. host: address of this node that peers can reach.
     """
     if chosen == "object_store":
         return TransportSelector([ObjectStore()])
@@ -221,7 +221,7 @@ def open_transports(arena: Arena, chosen: str, host: str) -> TransportSelector:
 
 @contextmanager
 def _held(lock: Any, end: float) -> Iterator[None]:
-    """Hold a lock or a semaphore. TimeoutError if others hold it until `end` (time.monotonic())."""
+    """Hold a lock or a semaphore. Raises TimeoutError if others hold it until `end` (time.monotonic())."""
     if not lock.acquire(timeout=seconds_left(end)):
         raise TimeoutError("earlier pulls from that node took all the time")
     try:

@@ -1,6 +1,6 @@
-"""Blocks cross nodes over TCP, from one store's slots into another store's slots, over several streams.
+"""Transfers blocks between nodes over several TCP streams, from one store's slots into another store's slots.
 
-This was measured as three times as fast as Ray's object store, which copies into shared memory on both nodes.
+In measurements this was three times as fast as Ray's object store, which copies into shared memory on both nodes.
 `raykv.transports.block_server` describes the messages of the two sides.
 """
 
@@ -26,40 +26,40 @@ from raykv.transports.tcp_pull import TcpPull
 
 log = logging.getLogger("raykv")
 
-FEWEST, MOST = 2, 8  # streams of a pull: clouds limit the rate of each TCP flow, and a core receives only so much
-GAIN = 1.1  # a pull takes one more stream if that raises the rate by this factor
+FEWEST, MOST = 2, 8  # fewest and most streams of a pull: clouds limit each TCP flow's rate, and a core its receive rate
+GAIN = 1.1  # an additional stream is kept if it raises the rate by this factor
 RATE_BYTES = 64 * MIB  # bytes over which a rate is measured
-SETTLED_S = 60.0  # until one more stream is tried again, after one more did not help
-SMALL_BYTES = 16 * MIB  # pulls of up to this size are small, and go before large pulls
+SETTLED_S = 60.0  # time until an additional stream is tried again, after it did not help
+SMALL_BYTES = 16 * MIB  # maximum size of a small pull; small pulls have priority over large pulls
 GIVE_WAY_S = 0.1  # longest wait of a large pull's piece for small pulls
-RECEIVERS = 64  # threads that receive, beside the threads that pull
-TRIES = 3  # of a pull whose streams break
+RECEIVERS = 64  # number of threads that receive, in addition to the threads that pull
+TRIES = 3  # number of attempts for a pull whose streams break
 
 
 class Lane:
-    """The unused connections to one peer, and how many connections a pull takes. Thread-safe."""
+    """The unused connections to one peer, and the number of connections that a pull uses. Thread-safe."""
 
     def __init__(self, address: Address) -> None:
         self._address = address
         self.streams = FEWEST
         self._idle: list[Stream] = []
         self._mutex = threading.Lock()  # guards all fields
-        self._rates: dict[int, float] = {}  # bytes a second, by number of streams
-        self._grow_at = 0.0  # time.monotonic()
-        self._pulls, self._since, self._bytes = 0, 0.0, 0  # pulls that run, since when some run, and their bytes
+        self._rates: dict[int, float] = {}  # bytes per second, by number of streams
+        self._grow_at = 0.0  # time.monotonic() before which no additional stream is tried
+        self._pulls, self._since, self._bytes = 0, 0.0, 0  # running pulls; start of a measurement, and bytes since
         self._small = 0  # number of running small pulls
         self._none_small = threading.Condition(self._mutex)
 
     def carry(self, pull: TcpPull) -> None:
-        """Bring pieces of a pull over one connection until no piece is left. OSError where the connection breaks."""
-        if not pull.waiting:  # others were faster than this thread
+        """Transfer pieces of a pull over one connection until none is left. Raises OSError if the connection breaks."""
+        if not pull.waiting:  # other threads were faster
             return
         with self._mutex:
             connection = self._idle.pop() if self._idle else None
         connection = connection or wire.connect(self._address)
         try:
             pull.carry(connection, self._give_way)
-        except BaseException:  # otherwise the next pull would take the rest of this answer for its own
+        except BaseException:  # otherwise the next pull would receive the rest of this answer
             connection.close()
             raise
         if isinstance(connection, TlsSocket) and connection.worn:
@@ -69,14 +69,14 @@ class Lane:
             self._idle.append(connection)
 
     def _give_way(self, pull: TcpPull) -> None:
-        """Let small pulls go first. So a small pull waits only for pieces that are already under way."""
+        """Wait for small pulls, if the pull is large. So a small pull waits only for pieces already requested."""
         if pull.size > SMALL_BYTES:
             with self._mutex:
                 self._none_small.wait_for(lambda: not self._small, GIVE_WAY_S)
 
     @contextlib.contextmanager
     def running(self, pull: TcpPull) -> Iterator[None]:
-        """Count a pull, and its bytes."""
+        """Count a pull as running in the `with` block, and then count its bytes."""
         small = pull.size <= SMALL_BYTES
         with self._mutex:
             self._small += small
@@ -97,7 +97,7 @@ class Lane:
                     self._since, self._bytes = time.monotonic(), 0
 
     def _note(self, rate: float) -> None:
-        """Note the rate with this many streams. Try one more stream, or go back by one if the last did not pay."""
+        """Note the rate with this number of streams. Add a stream, or remove the last one if it did not help."""
         now = time.monotonic()
         self._rates[self.streams] = rate
         if self.streams > FEWEST and rate < GAIN * self._rates.get(self.streams - 1, 0.0):
@@ -106,7 +106,7 @@ class Lane:
             self.streams += 1
 
     def close(self) -> None:
-        """End the unused connections."""
+        """Close the unused connections."""
         with self._mutex:
             idle, self._idle = self._idle, []
         for connection in idle:
@@ -121,7 +121,7 @@ class Tcp(Transport):
 
     def __init__(self, arena: Arena, host: str) -> None:
         """Serve an arena at the address `host`, if this process can listen there."""
-        self._lanes: dict[str, tuple[Address, Lane]] = {}  # by peer: the address where it listens now
+        self._lanes: dict[str, tuple[Address, Lane]] = {}  # by peer: its address, and the connections to it
         self._mutex = threading.Lock()  # guards `_lanes`; nothing else is locked meanwhile
         self._receivers = ThreadPoolExecutor(RECEIVERS, thread_name_prefix="raykv-receive")
         self._server: BlockServer | None = None
@@ -131,7 +131,7 @@ class Tcp(Transport):
             log.warning("%s: can't listen at %s, peers read through Ray's object store: %r", arena.path, host, error)
 
     def offer(self) -> Address | None:
-        """The address where blocks are served, with the token that a reader needs."""
+        """Return the address where blocks are served, with the token that a reader needs."""
         return self._server.address if self._server else None
 
     def pull(self, peer: Peer, offer: Address, request: PullRequest) -> NDArray[np.uint8]:
@@ -151,7 +151,7 @@ class Tcp(Transport):
         return pull.verdicts
 
     def lane(self, peer: Peer, address: Address) -> Lane:
-        """The connections to a peer that listens at an address."""
+        """Return the connections to a peer that listens at an address."""
         with self._mutex:
             known, lane = self._lanes.get(peer.name, (None, None))
             if lane is None or known != address:
@@ -168,9 +168,9 @@ class Tcp(Transport):
             lane.close()
 
     def _carry(self, lane: Lane, pull: TcpPull) -> list[OSError]:
-        """Bring the remaining pieces over several streams. Returns the errors of broken streams."""
+        """Transfer the remaining pieces over several streams. Returns the errors of broken streams."""
         helpers: list[Future[None]] = []
-        with contextlib.suppress(RuntimeError):  # no thread can be started, or this store stops: one stream is enough
+        with contextlib.suppress(RuntimeError):  # no thread can start, or this store stops: one stream suffices
             helpers += [self._receivers.submit(lane.carry, pull) for _ in range(min(lane.streams, pull.left) - 1)]
         errors = []
         try:
@@ -179,7 +179,7 @@ class Tcp(Transport):
             errors.append(error)
         finally:
             helpers = [helper for helper in helpers if not helper.cancel()]
-            wait(helpers)  # nobody writes to the slots any more when this returns
+            wait(helpers)  # so that nobody writes to the slots any longer
         for helper in helpers:
             try:
                 helper.result()

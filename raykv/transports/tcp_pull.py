@@ -1,4 +1,4 @@
-"""One pull over TCP. Several streams share its pieces, and receive them straight into slots."""
+"""One pull over TCP. Several streams share its pieces, and receive the pieces directly into slots."""
 
 import ctypes
 import threading
@@ -19,9 +19,9 @@ from raykv.protocol.transfers import ALTERED, FAILED, PULLED, seconds_left
 from raykv.transports.base import PullRequest, records_of
 from raykv.transports.block_server import CLAIM
 
-PIECE_BYTES = 4 * MIB  # small, as a broken stream loses its piece, and a slow stream brings its piece late
-AHEAD = 2  # pieces that a stream has asked for at a time, so that the peer always has a piece to send
-STALLED_S = 1.0  # a stream that brought nothing for so long is given up, if other streams brought their pieces
+PIECE_BYTES = 4 * MIB  # maximum bytes of a piece: a broken stream loses its piece, and a slow stream is late with it
+AHEAD = 2  # number of pieces that a stream requests ahead, so that the peer always has a piece to send
+STALLED_S = 1.0  # time without data after which a stream is closed, if other streams have received their pieces
 
 Mask = NDArray[np.bool_]
 Indices = NDArray[np.intp]
@@ -31,30 +31,31 @@ Verdicts = NDArray[np.uint8]
 class TcpPull:
     """The pieces of a request. Thread-safe: each stream has a thread that calls `carry`.
 
-    size: bytes asked for. bytes: how many of them came. left: how many pieces have not come yet. verdicts: (n,), one
-    for each block; FAILED until the block comes.
+    size: number of requested bytes. bytes: number of bytes that have arrived. left: number of pieces that have not
+    arrived yet. verdicts: (n,) verdicts of the blocks; FAILED until the block arrives.
     """
 
     def __init__(self, request: PullRequest, streams: int) -> None:
-        """streams: how many streams will probably carry the pull."""
+        """streams: expected number of streams that will transfer the pull."""
         source, self._size = request.source, int(request.source["bytes"][0])
-        order = np.lexsort((source["slot"], source["slab"]))  # neighbouring slots are sent in one go
+        order = np.lexsort((source["slot"], source["slab"]))  # adjacent slots are sent together
         self.size = len(source) * self._size
         share = min(PIECE_BYTES, -(-self.size // streams))
         each = max(1, share // self._size)
         self._pieces = deque(order[i : i + each] for i in range(0, len(order), each))
         self._request = request
         self._mutex = threading.Lock()  # guards all fields below, and `_pieces`
-        self._finished = 0.0  # time.monotonic() at which the last piece came
-        self._carrying, self._carried = 0, 0  # streams that carry now, and all streams that began to carry
+        self._finished = 0.0  # time.monotonic() at which the latest piece arrived
+        self._carrying, self._carried = 0, 0  # number of streams in `carry` now, and number of all calls of `carry`
         self.verdicts = np.full(len(source), FAILED, np.uint8)
         self.left, self.bytes = len(self._pieces), 0
 
     def carry(self, stream: Stream, give_way: Callable[["TcpPull"], None]) -> None:
-        """Ask for pieces and receive them until no piece is left.
+        """Request pieces and receive them until no piece is left.
 
-        give_way: called before pieces are taken; waits while other pulls go first.
-        OSError where the stream breaks: other streams then carry its pieces. TimeoutError at the request's end.
+        give_way: called before pieces are taken; waits for other pulls that have priority.
+        Raises OSError if the stream breaks, so that other streams transfer its pieces, and TimeoutError at the
+        request's end.
         """
         asked: deque[Indices] = deque()
         with self._mutex:
@@ -81,7 +82,7 @@ class TcpPull:
         return bool(self._pieces)
 
     def _is_last(self) -> bool:
-        """Whether several streams have carried the pull, and only one stream still does."""
+        """Whether several streams have worked on the pull, and only one of them still does."""
         return self._carrying == 1 < self._carried
 
     def _take(self) -> Indices | None:
@@ -93,7 +94,7 @@ class TcpPull:
         stream.sendall(wire.frame(self._request.source[piece].tobytes() + self._request.keys[piece].tobytes()))
 
     def _receive(self, stream: Stream, piece: Indices) -> None:
-        """Receive those blocks of a piece that the peer has. Set the verdicts of all blocks of the piece."""
+        """Receive the blocks of a piece that the peer has. Set the verdicts of all blocks of the piece."""
         data = bytearray(len(piece) * CLAIM.itemsize)
         self._receive_into(stream, [memoryview(data)])
         claims = records_of(bytes(data), CLAIM, len(piece))
@@ -122,7 +123,7 @@ class TcpPull:
         return np.where(written, PULLED, np.where(altered, ALTERED, FAILED)).astype(np.uint8)
 
     def _view(self, address: int) -> memoryview:
-        """A slot's memory. Address 0 (another writer has the slot) gives memory that nobody reads."""
+        """Return a slot's memory. For address 0 (another writer has the slot), return memory that nobody reads."""
         memory = (ctypes.c_char * self._size).from_address(address) if address else bytearray(self._size)
         return memoryview(memory).cast("B")
 
@@ -134,7 +135,7 @@ class TcpPull:
         return judge(written, blocks, claims["sum"])
 
     def _receive_into(self, stream: Stream, views: list[memoryview]) -> None:
-        """Fill these views. TimeoutError at the request's end. ConnectionError if the stream breaks or is too slow."""
+        """Fill these views. Raises TimeoutError at the request's end, ConnectionError if the stream fails or stalls."""
         moved, views = time.monotonic(), [view for view in views if view.nbytes]
         while views:
             if time.monotonic() >= self._request.end:

@@ -1,9 +1,9 @@
-"""How a whole table of copies is done on a GPU: in one kernel launch, or by the GPU's copy engines.
+"""Does a whole table of copies on a GPU, in one kernel launch or by the GPU's copy engines.
 
-cudaMemcpyAsync takes microseconds for each piece, and a block may have a piece for every layer. A kernel reads and
-writes page-locked host memory and GPU memory alike, by the same addresses. But a kernel takes multiprocessors from the
-engine. So across PCIe the kernel gets only as many thread blocks as fill the link. Long pieces go by cudaMemcpyAsync,
-which takes no multiprocessor.
+cudaMemcpyAsync takes microseconds for each piece, and a block may have a piece for every layer. A kernel can read and
+write both page-locked host memory and GPU memory. But a kernel takes multiprocessors from the engine. So across PCIe
+the kernel gets only as many thread blocks as are needed to fill the link. Long pieces are copied by cudaMemcpyAsync,
+which uses no multiprocessor.
 """
 
 from collections.abc import Sequence
@@ -16,12 +16,12 @@ from raykv.arena.gpu import cuda
 
 THREADS = 512
 UNIT = THREADS * 16 * 4  # bytes that a thread block moves at once: every thread has four loads of 16 bytes in flight
-Way = Literal["within", "to_host", "to_gpu"]  # the way of a copy: within GPU memory, or across PCIe
-# BLOCKS: thread blocks of a launch, at most. IN_FLIGHT: their bytes in flight. More thread blocks than fill PCIe would
-# hold up the engine: on an H100, 64 thread blocks to the host make its decode steps ten times slower.
+Way = Literal["within", "to_host", "to_gpu"]  # direction of a copy: within GPU memory, or across PCIe
+# BLOCKS: maximum number of thread blocks of a launch. IN_FLIGHT: maximum of their bytes in flight. More thread blocks
+# than fill PCIe would delay the engine: on an H100, 64 thread blocks to the host make decode steps ten times slower.
 BLOCKS: dict[Way, int] = {"within": 64, "to_host": 8, "to_gpu": 32}
 IN_FLIGHT: dict[Way, int] = {"to_host": 2 * UNIT, "to_gpu": 6 * UNIT}
-LONG = 512 << 10  # across PCIe, pieces from this length on go by cudaMemcpyAsync
+LONG = 512 << 10  # across PCIe, pieces of this mean length or longer are copied by cudaMemcpyAsync
 SOURCE = r"""
 static __device__ void move(char* to, const char* from, long long bytes)
 {
@@ -75,19 +75,19 @@ extern "C" __global__ void __launch_bounds__(THREADS) raykv_copy(const long long
 
 
 def with_units(table: Copies) -> Copies:
-    """(n, 3) copies in the kernel's form (n, 4): the last column counts the units up to each copy's end."""
+    """Return (n, 3) copies in the kernel's form (n, 4), whose last column counts the units up to each copy's end."""
     return np.column_stack([table, np.cumsum(-(-table[:, 2] // UNIT))])
 
 
 def compile_kernel(module: Any) -> Any:
-    """The kernel, compiled for the current device of CuPy (`module`)."""
+    """Compile the kernel for the current device of CuPy (`module`)."""
     made = module.RawKernel(SOURCE, "raykv_copy", (f"-DUNIT={UNIT}LL", f"-DTHREADS={THREADS}"))
     made.compile()
     return made
 
 
 def blocks_of(table: Copies, way: Way) -> int:
-    """The number of thread blocks for these copies. Each thread block has a unit in flight, or a shorter piece."""
+    """Return the number of thread blocks for these copies. Each has a unit in flight, or a shorter piece."""
     if way == "within":
         return BLOCKS[way]
     length = min(UNIT, max(1, int(table[:, 2].mean())))
@@ -95,7 +95,7 @@ def blocks_of(table: Copies, way: Way) -> int:
 
 
 class CopyStream:
-    """A CUDA stream, and the memory that takes tables of copies to the GPU. For one thread at a time."""
+    """A CUDA stream, and memory for sending tables of copies to the GPU. Only one thread at a time may use it."""
 
     def __init__(self, module: Any, kernel: Any) -> None:
         """module: CuPy, whose current device is the GPU. The caller translates CUDA's errors, here and in `copy`."""
@@ -120,7 +120,7 @@ class CopyStream:
             else:
                 self._launch(with_units(table), blocks_of(table, way))
         finally:
-            self._stream.synchronize()  # also after an error: the caller drops its locks then
+            self._stream.synchronize()  # also after an error, as the caller then releases its locks
 
     def _launch(self, pieces: Copies, blocks: int) -> None:
         if pieces.nbytes > len(self._host):

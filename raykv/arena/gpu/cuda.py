@@ -1,4 +1,4 @@
-"""CUDA through CuPy, which is imported only where a caller has GPU memory."""
+"""CUDA through CuPy, which is imported only if a caller has GPU memory."""
 
 import contextlib
 import ctypes
@@ -20,11 +20,11 @@ from raykv.system.extras import to_install
 LEGACY = 1  # handle of CUDA's default stream
 P = ParamSpec("P")
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
-CAPTURED = (900, 901)  # cudaErrorStreamCaptureUnsupported, ...Invalidated: somebody captures a CUDA graph just now
+CAPTURED = (900, 901)  # cudaErrorStreamCaptureUnsupported, ...Invalidated: a CUDA graph is being captured
 
 
 def cupy() -> Any:
-    """The module CuPy. The ImportError says how to install it."""
+    """Return the module CuPy. Raises ImportError, which says how to install CuPy."""
     try:
         import cupy
     except ImportError as error:
@@ -34,7 +34,7 @@ def cupy() -> Any:
 
 @contextlib.contextmanager
 def translated(who: str) -> Iterator[Any]:
-    """Gives CuPy. In the block, CUDA's errors become DeviceErrors, whose text begins with `who`."""
+    """Yield CuPy. In the `with` block, CUDA's errors become DeviceErrors, whose text begins with `who`."""
     module = cupy()
     try:
         yield module
@@ -46,10 +46,10 @@ def translated(who: str) -> Iterator[Any]:
 
 @contextlib.contextmanager
 def on(ordinal: int) -> Iterator[Any]:
-    """Like `translated`. In the block, this thread uses that GPU, even while other threads capture CUDA graphs.
+    """Like `translated`. In the `with` block this thread uses that GPU, even while other threads capture CUDA graphs.
 
-    Leaves the thread as it was. CuPy's Device would leave a thread without a GPU at GPU 0, with a context of half a GiB
-    there.
+    Then the thread's earlier state is restored. CuPy's Device would instead leave a thread that had no GPU on GPU 0,
+    where the context takes half a GiB.
     """
     with translated(uuid(ordinal)) as module:
         driver, context = module.cuda.driver, _context(ordinal)
@@ -64,7 +64,7 @@ def on(ordinal: int) -> Iterator[Any]:
 
 @functools.cache
 def _context(ordinal: int) -> int:
-    """Handle of the GPU's primary context, which all users of the GPU in this process share."""
+    """Return the handle of the GPU's primary context, which all users of the GPU in this process share."""
     with ThreadPoolExecutor(1) as thread:  # in its own thread, as `setDevice` would change the caller's
         return thread.submit(_make_context, ordinal).result()
 
@@ -77,7 +77,7 @@ def _make_context(ordinal: int) -> int:
 
 
 def _exchange_capture_mode(mode: int) -> int:
-    """Set how this thread's calls treat captures of CUDA graphs in other threads. Returns the mode before.
+    """Set how this thread's calls treat captures of CUDA graphs in other threads. Returns the earlier mode.
 
     In CUDA's default mode an allocation, free or page-lock here would fail, and would end a capture in another thread.
     """
@@ -88,15 +88,15 @@ def _exchange_capture_mode(mode: int) -> int:
 
 @functools.cache
 def _libcuda() -> ctypes.CDLL:
-    """The driver, for functions that CuPy lacks."""
+    """Return the driver's library, for functions that CuPy lacks."""
     return ctypes.CDLL("libcuda.so.1")
 
 
 @functools.cache
 def uuid(ordinal: int) -> str:
-    """UUID of the GPU with this number in this process, as NVML prints it. Creates no CUDA context."""
+    """Return the UUID of the GPU with this number in this process, as NVML prints it. Creates no CUDA context."""
     raw: bytes = cupy().cuda.runtime.getDeviceProperties(ordinal)["uuid"]
-    if len(raw) < 16:  # CuPy takes the UUID for a C string, and cuts it at a zero
+    if len(raw) < 16:  # CuPy treats the UUID as a C string, and cuts it at a zero
         buffer = (ctypes.c_ubyte * 16)()
         if status := _libcuda().cuDeviceGetUuid_v2(buffer, ordinal):
             raise DeviceError(f"GPU {ordinal}: the driver does not tell its UUID: CUresult {status}")
@@ -105,7 +105,7 @@ def uuid(ordinal: int) -> str:
 
 
 def ordinal_at(address: int) -> int:
-    """Number in this process of the GPU that has this address; ValueError if no GPU has it."""
+    """Return this process's number of the GPU that has this address. Raises ValueError if no GPU has it."""
     with translated("pointerGetAttributes") as module:
         runtime = module.cuda.runtime
         found = runtime.pointerGetAttributes(address)
@@ -116,9 +116,9 @@ def ordinal_at(address: int) -> int:
 
 
 def stream_of(array: Any) -> int | None:
-    """Handle of the stream that writes and reads an array on a GPU; None: no copy need wait.
+    """Return the handle of the stream that uses an array on a GPU, or None if copies need not wait for a stream.
 
-    For a torch tensor it is this thread's current stream of the device: torch's interface (version 2) names no stream.
+    For a torch tensor this is the thread's current stream of the device: torch's interface (version 2) has no stream.
     """
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(array, torch.Tensor):
@@ -134,7 +134,7 @@ class Event:
     """
 
     def __init__(self, module: Any, ordinal: int) -> None:
-        """module: CuPy, whose current device is the GPU of that number."""
+        """module: CuPy, whose current device is the GPU with the number `ordinal`."""
         runtime = module.cuda.runtime
         self.ptr: int = runtime.eventCreateWithFlags(runtime.eventDisableTiming)
         when_gone(self, _destroy_event, ordinal, self.ptr)
@@ -146,7 +146,7 @@ def _destroy_event(ordinal: int, event: int) -> None:
 
 
 def events_after(ordinal: int, streams: set[int | None]) -> tuple[Event, ...]:
-    """CUDA events that end once these streams have done their present work. Leaves out None."""
+    """Record CUDA events that end when these streams have finished their current work. Ignores None."""
     handles = streams - {None}
     if not handles:
         return ()
@@ -158,7 +158,7 @@ def events_after(ordinal: int, streams: set[int | None]) -> tuple[Event, ...]:
 
 
 def when_gone(owner: object, function: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
-    """Call `function` when `owner` is collected; not at the interpreter's end, nor in a child after a fork."""
+    """Call `function` when `owner` is garbage-collected, but not at the interpreter's exit or in a forked child."""
     process = os.getpid()
 
     def call() -> None:
@@ -170,8 +170,8 @@ def when_gone(owner: object, function: Callable[P, None], *args: P.args, **kwarg
 
 
 def page_locked(module: Any, size: int) -> NDArray[np.uint8]:
-    """(size,) uint8 of host memory that GPUs reach, from CuPy's pool.
+    """Return (size,) uint8 of host memory that GPUs can reach, from CuPy's pool.
 
-    When the last reference goes, the memory returns to the pool.
+    When the last reference is dropped, the memory returns to the pool.
     """
     return np.frombuffer(module.cuda.alloc_pinned_memory(size), np.uint8, size)

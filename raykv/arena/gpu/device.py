@@ -1,4 +1,4 @@
-"""One GPU: memory that other processes can open, and copies from and to it."""
+"""One GPU: memory that other processes can open, and copies from and to this memory."""
 
 import functools
 import os
@@ -14,16 +14,16 @@ from raykv.config import Size, capacity_bytes, parse_size
 from raykv.errors import CapacityError, DeviceError
 from raykv.system.extras import to_install
 
-BOUNCE_BYTES = 8 << 20  # of a bounce buffer
+BOUNCE_BYTES = 8 << 20  # size of a bounce buffer
 HANDLE_BYTES = 64
-_GRAIN = 2 << 20  # CUDA exports whole grains of this size: smaller allocations would export neighbours too
+_GRAIN = 2 << 20  # CUDA exports memory in units of this size: smaller allocations would also export their neighbours
 _OUT_OF_MEMORY, _PORTABLE = 2, 1  # cudaErrorMemoryAllocation, cudaHostRegisterPortable
 
 
 def visible() -> list[str]:
-    """UUIDs of the GPUs that this process can use, as NVML and vLLM print them: "GPU-8932f937-d72c-...".
+    """Return the UUIDs of the GPUs that this process can use, as NVML and vLLM print them: "GPU-8932f937-d72c-...".
 
-    Empty without CuPy, driver or GPU. Creates no CUDA context.
+    The list is empty without CuPy, driver or GPU. Creates no CUDA context.
     """
     try:
         count = cuda.cupy().cuda.runtime.getDeviceCount()
@@ -33,7 +33,7 @@ def visible() -> list[str]:
 
 
 def uuid_of(given: str | int) -> str:
-    """UUID of a usable GPU, from its UUID, its number, or "cuda:<number>". ValueError if there is none."""
+    """Return a usable GPU's UUID, given its UUID, number, or "cuda:<number>". Raises ValueError if there is none."""
     found, text = visible(), str(given).removeprefix("cuda").removeprefix(":") or "0"
     if text in found:
         return text
@@ -52,7 +52,7 @@ def _usable(found: list[str]) -> str:
 
 @functools.cache
 def device(uuid: str) -> "Device":
-    """The GPU, ready to copy. ValueError if this process can't use it; DeviceError if it fails."""
+    """Return the GPU, ready to copy. Raises ValueError if this process can't use it, and DeviceError if it fails."""
     found = visible()
     if uuid not in found:
         raise ValueError(f"GPU {uuid}: {_usable(found)}")
@@ -60,7 +60,7 @@ def device(uuid: str) -> "Device":
 
 
 class Region:
-    """Bytes of a GPU's memory, until `close`. Get one from `Device.allocate` or `Device.open`."""
+    """A range of a GPU's memory, valid until `close`. Get one from `Device.allocate` or `Device.open`."""
 
     def __init__(self, address: int, size: int, handle: bytes, release: Callable[[int], None]) -> None:
         """release: frees or unmaps the address. handle: lets another process open the region."""
@@ -78,7 +78,7 @@ class Device:
     """A GPU of this machine. Get one from `device(uuid)`. Thread-safe. Errors of CUDA become DeviceErrors."""
 
     def __init__(self, uuid: str, ordinal: int) -> None:
-        """For `device`. ordinal: its number in this process."""
+        """Only `device` calls this. ordinal: the GPU's number in this process."""
         self.uuid, self.ordinal = uuid, ordinal
         self._idle: list[CopyStream] = []  # streams that no copy uses now
         try:
@@ -86,13 +86,14 @@ class Device:
                 self._kernel = compile_kernel(cupy)  # before anybody waits for it
         except DeviceError:
             raise
-        except Exception as error:  # CuPy's errors of several kinds: no NVRTC, no headers of CUDA
+        except Exception as error:  # CuPy raises various errors: no NVRTC, no headers of CUDA
             raise DeviceError(f"{uuid}: the copy kernel can't be compiled: {error}. {to_install('gpu')}") from error
 
     def capacity(self, gpu_memory: Size, beside: int = 0) -> int:
-        """Bytes of a region. gpu_memory: a fraction of the GPU's memory, or bytes: see `parse_size`.
+        """Return the size of a region in bytes. gpu_memory: a fraction of the GPU's memory, or bytes: see `parse_size`.
 
-        beside: bytes that NCCL will take. CapacityError if the region and they don't fit. ValueError for a bad size.
+        beside: bytes that NCCL will take in addition. Raises CapacityError if the sum does not fit into the GPU's free
+        memory, and ValueError for an invalid size.
         """
         size = parse_size("gpu_memory", gpu_memory)
         free, total = self._memory()
@@ -103,7 +104,7 @@ class Device:
         return asked
 
     def allocate(self, size: int) -> Region:
-        """A new region of this process. CapacityError if the GPU has no room for it."""
+        """Allocate a region that this process owns. Raises CapacityError if the GPU has no room for it."""
         if size <= 0:
             raise ValueError(f"size={size}: a region has at least a byte")
         with cuda.on(self.ordinal) as cupy:
@@ -121,7 +122,7 @@ class Device:
                 raise
 
     def open(self, handle: bytes, size: int) -> Region:
-        """Another process's region, by its handle and size. Not for the process that allocated it."""
+        """Open another process's region by its handle and size. The process that allocated it can't open it."""
         if len(handle) != HANDLE_BYTES or size <= 0:
             raise ValueError(
                 f"a handle of {len(handle)} bytes, size={size}: give a Region's handle (64 bytes) and size"
@@ -133,7 +134,7 @@ class Device:
         """Do the copies, and wait until they are done. The GIL is free meanwhile.
 
         table: (pieces, 3) or (blocks, parts, 3) int64: target address, source address, length. Addresses must be of
-        this GPU's memory or page-locked: any other address makes CUDA fail for good in this process. Copies must not
+        this GPU's memory or page-locked: any other address makes CUDA fail permanently in this process. Copies must not
         overlap.
         after: events that must end first. way: "within" GPU memory, or "to_host" or "to_gpu" across PCIe.
         """
@@ -154,9 +155,9 @@ class Device:
                 self._idle.append(stream)
 
     def register(self, address: int, length: int) -> None:
-        """Page-lock a range of this process's memory, so that GPUs reach it. DeviceError if CUDA refuses.
+        """Page-lock a range of this process's memory, so that GPUs can reach it. Raises DeviceError if CUDA refuses.
 
-        Ranges must not overlap. GPUs reach only the pages that the range has during this call. So call `unregister`
+        Ranges must not overlap. GPUs can reach only the pages that the range has during this call. So call `unregister`
         before these pages are unmapped, or discarded from the mapped file.
         """
         if length <= 0:
@@ -165,17 +166,17 @@ class Device:
             cupy.cuda.runtime.hostRegister(address, length, _PORTABLE)
 
     def unregister(self, address: int) -> None:
-        """Undo the `register` of the range that begins at this address. Call this before the range's memory goes."""
+        """Undo the `register` of the range that begins at this address. Call this before the range is freed."""
         with cuda.on(self.ordinal) as cupy:
             cupy.cuda.runtime.hostUnregister(address)
 
     def bounce_buffer(self) -> NDArray[np.uint8]:
-        """(BOUNCE_BYTES,) uint8, page-locked, for copies from and to other memory. Drop it after use."""
+        """Return (BOUNCE_BYTES,) page-locked uint8, for copies from and to memory that is not. Drop it after use."""
         with cuda.on(self.ordinal) as cupy:
             return cuda.page_locked(cupy, BOUNCE_BYTES)
 
     def _memory(self) -> tuple[int, int]:
-        """(free bytes, all bytes) of the GPU's memory."""
+        """Return (free bytes, total bytes) of the GPU's memory."""
         with cuda.on(self.ordinal) as cupy:
             free, total = cupy.cuda.runtime.memGetInfo()
         return int(free), int(total)

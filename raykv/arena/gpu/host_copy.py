@@ -1,4 +1,4 @@
-"""Copies between a GPU and this process's memory: directly if that is page-locked, else through bounce buffers."""
+"""Copies between a GPU and host memory: directly if the host memory is page-locked, else through bounce buffers."""
 
 import contextlib
 from collections.abc import Iterator, Sequence
@@ -18,8 +18,8 @@ from raykv.errors import DeviceError
 def copy(gpu: str, table: Copies, registered: bool, to_gpu: bool, after: Sequence[Any] = ()) -> None:
     """Do copies between a GPU and host memory.
 
-    table: as in `raykv.arena.block_copy`. registered: GPUs reach the host memory. after: CUDA events that must end
-    first. DeviceError where the GPU fails.
+    table: as in `raykv.arena.block_copy`. registered: whether GPUs can reach the host memory. after: CUDA events that
+    must end first. Raises DeviceError if the GPU fails.
     """
     way: Way = "to_gpu" if to_gpu else "to_host"
 
@@ -31,7 +31,7 @@ def copy(gpu: str, table: Copies, registered: bool, to_gpu: bool, after: Sequenc
         return
     begin, end = (checksum.copy, far) if to_gpu else (far, checksum.copy)
     parts = list(batches(table.reshape(-1, 3)))
-    buffers = [device(gpu).bounce_buffer() for _ in parts[:2]]  # `steps` has only their addresses
+    buffers = [device(gpu).bounce_buffer() for _ in parts[:2]]  # kept alive here, as `steps` has only addresses
     steps = [_through(buffers[number % 2], part) for number, part in enumerate(parts)]
     if len(steps) == 1:
         begin(steps[0][0])
@@ -52,7 +52,7 @@ def copy(gpu: str, table: Copies, registered: bool, to_gpu: bool, after: Sequenc
 
 
 def _through(buffer: NDArray[np.uint8], batch: Copies) -> tuple[Copies, Copies]:
-    """The same copies through a buffer: (copies into the buffer, copies out of the buffer).
+    """Return the same copies through a buffer: (copies into the buffer, copies out of the buffer).
 
     batch: an item of `batches`.
     """
@@ -62,7 +62,7 @@ def _through(buffer: NDArray[np.uint8], batch: Copies) -> tuple[Copies, Copies]:
 
 
 def batches(table: Copies) -> Iterator[Copies]:
-    """(3, n) columns (target, source, length) of the same copies, cut into batches of at most BOUNCE_BYTES."""
+    """Yield the same copies in batches of at most BOUNCE_BYTES, as (3, n) arrays of targets, sources and lengths."""
     counts = -(-table[:, 2] // BOUNCE_BYTES)
     pieces = np.repeat(table, counts, axis=0)
     skipped = (np.arange(len(pieces)) - np.repeat(np.cumsum(counts) - counts, counts)) * BOUNCE_BYTES
@@ -78,9 +78,9 @@ def batches(table: Copies) -> Iterator[Copies]:
 
 
 def unregister(first: int, length: int, registered: dict[int, str | None]) -> None:
-    """Unregister slabs of `length` bytes before their memory goes. first: address of slab 0.
+    """Unregister slabs of `length` bytes before their memory is freed. first: address of slab 0.
 
-    registered: for each slab's number, the GPU that registered the slab. None: CUDA refused.
+    registered: for each slab's number, the GPU that registered the slab, or None if CUDA refused.
     """
     for number, gpu in registered.items():
         if gpu is not None:
