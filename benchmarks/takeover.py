@@ -1,10 +1,10 @@
-"""How many seconds a client finds nothing when a part of its pool is lost, over several losses of each kind.
+"""For how many seconds a client finds nothing after a part of its pool is lost, over several losses of each kind.
 
     python benchmarks/takeover.py [--times 5] [--json]
 
-A client matches one prompt about 200 times a second. There are three kinds of loss. SIGKILL ends the directory's
-process, or all processes of the node that runs directory and supervisor. Or that node's processes are stopped, as if
-the node had lost the network. The figure is the time from the loss to the first whole hit after a miss.
+A client matches one prompt about 200 times per second. There are three kinds of loss: SIGKILL ends the directory's
+process; SIGKILL ends all processes of the node that runs the directory and the supervisor; or the processes of this
+node are stopped, as if its network had failed. The figure is the time from the loss to the first full hit after a miss.
 """
 
 import argparse
@@ -46,9 +46,9 @@ def main() -> None:
 
 
 def lost(loss: Callable[[Any], list[int]], nodes: int = 2) -> float:
-    """Seconds without a whole hit, of a client on the first node. loss: returns ids of processes that it stopped."""
+    """Seconds without a full hit, for a client on the first node. loss: returns ids of processes that it stopped."""
     with local_cluster(nodes) as names:
-        # Directory and supervisor start on the head, which is this process's node. Let another node pass for the head.
+        # Directory and supervisor start on the head, which is this process's node. Let another node pass for it.
         here = ray.get_runtime_context().get_node_id()
         there = next(name for name in names if name != here)
         sys.modules["raykv.start"]._head = lambda: there  # type: ignore[attr-defined]
@@ -61,7 +61,7 @@ def lost_of_pool(loss: Callable[[Any], list[int]]) -> float:
         keys = cache.keys(np.arange(BLOCKS * 16))
         stored = 0
         while (stored := stored + cache.store(keys, np.zeros((BLOCKS, BLOCK_BYTES), np.uint8), wait=True)) < BLOCKS:
-            time.sleep(0.1)  # a node takes no blocks while it prepares its memory
+            time.sleep(0.1)  # a node stores no blocks while it prepares its memory
         await_successor(pool)
         stopped = loss(pool)
         try:
@@ -84,7 +84,7 @@ def seconds_without(cache: Any, keys: Any) -> float:
 
 
 def await_successor(pool: Any) -> None:
-    """Wait until the other directory stands by, on another node than the directory in charge."""
+    """Wait until the other directory is ready, on a different node than the directory in charge."""
     in_charge = internal_kv.in_charge(pool.name).name
     other = f"{in_charge[:-1]}{3 - int(in_charge[-1])}"
     here = ray.get(named_actors.find(in_charge).node_id.remote())
@@ -95,7 +95,7 @@ def await_successor(pool: Any) -> None:
         except (ValueError, ray.exceptions.RayError):
             pass
         time.sleep(0.2)
-    time.sleep(3.0)  # for the successor to hear of the directory in charge
+    time.sleep(3.0)  # time for the successor to hear of the directory in charge
 
 
 def kill_directory(pool: Any) -> list[int]:
@@ -104,7 +104,7 @@ def kill_directory(pool: Any) -> list[int]:
 
 
 def processes_of_directory_node(pool: Any) -> list[psutil.Process]:
-    """The raylet of the directory's node, and all processes that it started."""
+    """Return the raylet of the directory's node, and all processes that this raylet started."""
     raylet = psutil.Process(ray.get(named_actors.find_directory(pool.name).ping.remote())).parent()
     assert raylet is not None and "raylet" in raylet.name()
     return [raylet, *raylet.children(recursive=True)]

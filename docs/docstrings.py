@@ -1,4 +1,4 @@
-"""Teaches mkdocstrings this project's docstrings: a line that begins with `name: ` describes an argument or a field."""
+"""Lets mkdocstrings read this project's docstrings, where a line `name: ...` describes an argument or a field."""
 
 import re
 
@@ -8,7 +8,7 @@ ARGUMENT = re.compile(r"^(\w+(?:, \w+)*): (?=\S)")
 
 
 def as_markdown(docstring: str) -> str:
-    """The docstring with the lines that begin with `name: `, and their continuation lines, as a Markdown list.
+    """Return a docstring in which lines that begin with `name: `, and their continuations, are a Markdown list.
 
     A line that is not indented ends the list if the line before it ends a sentence.
     """

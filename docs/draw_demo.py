@@ -1,4 +1,4 @@
-"""Draws `docs/images/demo.svg`: what `raykv demo` printed just now, on this machine.
+"""Runs `raykv demo` on this machine, and draws its output as `docs/images/demo.svg`.
 
 python -m docs.draw_demo
 """

@@ -2,8 +2,8 @@
 
     python -m docs.draw_imports
 
-Every folder stands above all folders that it imports. An arrow that follows from others is left out. Folders must not
-import each other: such imports are drawn in red.
+Every folder is drawn above all folders that it imports. Arrows that follow from other arrows are left out. Folders must
+not import each other; if they do, the imports are drawn in red.
 """
 
 import ast
@@ -22,7 +22,7 @@ Graph = dict[str, set[str]]
 
 
 def sources() -> Iterator[tuple[str, Path]]:
-    """(dotted name, file) of every module of the package."""
+    """Yield (dotted name, file) of every module of the package."""
     for base, prefix in ((ROOT / "raykv", "raykv"), (ROOT / "actors", "raykv.actors")):
         for path in sorted(base.rglob("*.py")):
             parts = path.relative_to(base).with_suffix("").parts
@@ -35,7 +35,7 @@ def folder_of(module: str) -> str:
 
 
 def imported(tree: ast.Module) -> Iterator[str]:
-    """Everything that a module imports, inside functions and under TYPE_CHECKING too."""
+    """Yield everything that a module imports, including imports in functions and under TYPE_CHECKING."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -44,7 +44,7 @@ def imported(tree: ast.Module) -> Iterator[str]:
 
 
 def graph() -> Graph:
-    """By folder, the folders that it imports. A file that imports `raykv` itself imports all that `raykv` imports."""
+    """Return the imported folders of each folder. A file that imports `raykv` imports all that `raykv` imports."""
     modules = dict(sources())
     public = _folders_of(modules.pop("raykv"), modules, set())
     edges: Graph = {folder_of(name): set() for name in modules}
@@ -54,7 +54,7 @@ def graph() -> Graph:
 
 
 def _folders_of(path: Path, modules: dict[str, Path], public: set[str]) -> set[str]:
-    """The folders that a file imports. public: the folders that stand for `import raykv`."""
+    """Return the folders that a file imports. public: the folders that count as imported by `import raykv`."""
     found: set[str] = set()
     for target in imported(ast.parse(path.read_text(encoding="utf-8"))):
         while target not in modules and "." in target:
@@ -67,7 +67,7 @@ def _folders_of(path: Path, modules: dict[str, Path], public: set[str]) -> set[s
 
 
 def reachable(edges: Graph, start: str) -> set[str]:
-    """All folders that `start` imports, directly or not; `start` itself only if it is in a circle."""
+    """Return all folders that `start` imports, directly or indirectly; `start` itself only if it is in a cycle."""
     found: set[str] = set()
     todo = list(edges[start])
     while todo:
@@ -79,7 +79,10 @@ def reachable(edges: Graph, start: str) -> set[str]:
 
 
 def floors(edges: Graph) -> dict[str, int]:
-    """0 for a folder that imports nothing; else one above the highest floor that it imports. A circle has one floor."""
+    """Return each folder's level: 0 if it imports nothing, else one above the highest level that it imports.
+
+    The folders of a cycle have the same level.
+    """
     reached = {name: reachable(edges, name) for name in edges}
     circle = {name: frozenset({name, *(n for n in reached[name] if name in reached[n])}) for name in edges}
 
@@ -90,7 +93,7 @@ def floors(edges: Graph) -> dict[str, int]:
 
 
 def drawn(edges: Graph) -> Iterator[tuple[str, str]]:
-    """The imports that do not follow from other imports."""
+    """Yield the imports that do not follow from other imports."""
     for name, targets in edges.items():
         for target in targets:
             others = targets - {target}
@@ -99,7 +102,7 @@ def drawn(edges: Graph) -> Iterator[tuple[str, str]]:
 
 
 def purpose(folder: str) -> str:
-    """The first sentence of the docstring of a folder or module."""
+    """Return the first sentence of the docstring of a folder or module."""
     name = f"raykv.{folder}"
     doc = ast.get_docstring(ast.parse(dict(sources())[name].read_text(encoding="utf-8"))) or ""
     return doc.split("\n\n")[0].replace("\n", " ").replace("`", "").split(". ")[0].rstrip(".")

@@ -1,8 +1,8 @@
-"""Draws the plots of the pages. Figures of `make figures` are in docs/figures.json, others in docs/plots/figures.json.
+"""Draws the plots of the pages, from docs/figures.json (of `make figures`) and docs/plots/figures.json (other figures).
 
     python -m docs.draw_plots
 
-A bar reaches to the highest value that was measured, its dark part to the lowest.
+A bar ends at the highest measured value, and its dark part ends at the lowest.
 """
 
 import json
@@ -19,7 +19,7 @@ DARK, LIGHT = "#1d4ed8", "#93c5fd"
 
 
 def draw(plot: dict[str, Any]) -> str:
-    """The plot as SVG. plot: `title`, `unit`, `bars` of (label, lowest, highest), and maybe a `line` at a value."""
+    """Return a plot as SVG. plot: `title`, `unit`, `bars` of (label, lowest, highest), optional `line` at a value."""
     scale = BARS / max(high for _, _, high in plot["bars"])
     width, height = LABELS + BARS + VALUES, 50 + ROW * len(plot["bars"])
     shapes = [svg.text(14, 24, plot["title"], size=14, bold=True)]
@@ -39,7 +39,7 @@ def draw(plot: dict[str, Any]) -> str:
 
 
 def draw_all() -> dict[Path, str]:
-    """The plots, by the file that each is written to."""
+    """Return the plots, by the file to which each is written."""
     others = json.loads((FOLDER / "figures.json").read_text(encoding="utf-8"))
     found = figures()
     drawn = {FOLDER / plot["file"]: draw(plot) for plot in _measured(found) + others}
@@ -50,7 +50,7 @@ def draw_all() -> dict[Path, str]:
 
 
 def _curves(title: str, found: Any) -> str:
-    """Hit rates over memory."""
+    """Plot hit rates over memory sizes."""
     results = found["agents"]["results"]
     names = {
         "a cache that knows what comes": ("optimum", svg.FAINT),
@@ -77,7 +77,7 @@ def _curves(title: str, found: Any) -> str:
 
 
 def _measured(found: Any) -> list[dict[str, Any]]:
-    """Plots in the format of docs/plots/figures.json."""
+    """Return plots in the format of docs/plots/figures.json."""
     return [
         _plot(
             "ttft.svg",

@@ -1,4 +1,4 @@
-"""Draws `docs/images/ui-*.png`: the page of `raykv ui` in Chromium, while the pool is in use and loses parts.
+"""Draws `docs/images/ui-*.png`: the page of `raykv ui` in Chromium, while the pool is in use and some actors are lost.
 
     PYTHONPATH=tests python -m docs.draw_ui
 
@@ -25,17 +25,17 @@ from raykv.cli import ui
 ROOT = Path(__file__).parent.parent
 PICTURES = ROOT / "docs/images"
 NODES, LOAD_S = 4, 150.0
-PROMPTS, PROMPT_BLOCKS, QUESTION_BLOCKS = 12, 24, 6  # number of prompts; blocks of a prompt, of a question
+PROMPTS, PROMPT_BLOCKS, QUESTION_BLOCKS = 12, 24, 6  # number of prompts; blocks of a prompt; blocks of a question
 WIDTHS, SCHEMES = (1440, 390), ("light", "dark")
-COLORS = 256  # of a picture: in full color it takes twice the bytes
-DRAWN_S = 6.0  # until a page that was opened is whole
+COLORS = 256  # colors of a picture, which in full color would have twice the bytes
+DRAWN_S = 6.0  # seconds until an opened page is complete
 
 
 class Engine(Worker):
     """Answers questions that begin with one of a few prompts."""
 
     def answer(self, seconds: float, seed: int) -> int:
-        """Answer for so many seconds. Returns how many questions were answered."""
+        """Answer questions for `seconds` seconds. Returns the number of answered questions."""
         random, cache, begin, n = np.random.default_rng(seed), self.cache(), time.monotonic(), 0
         while (now := time.monotonic() - begin) < seconds:
             prompt = tokens(int(random.zipf(1.4)) % PROMPTS, PROMPT_BLOCKS)
@@ -82,7 +82,7 @@ def draw(external: str) -> None:
 
 
 def take(url: str, browser: Browser) -> None:
-    """A picture of the page at every width, in light and dark."""
+    """Take a picture of the page at every width, in light and dark."""
     for width in WIDTHS:
         for scheme in SCHEMES:
             browser.look(width, scheme)

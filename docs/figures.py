@@ -3,9 +3,9 @@
     python -m docs.figures [--trace FILE] [--agents FILE] [NAME...]
     python -m docs.tables
 
-`docs.tables` then writes the tables. Each figure is measured beside its floor, so nothing else may run meanwhile.
-NAME: of BENCHES; by default all, which takes half an hour. FILE: traces in Mooncake's format: `--trace` for `trace`
-and `tier-trace`, `--agents` for `agents`.
+`docs.tables` then writes the tables. While figures and their floors (baselines) are measured, nothing else may run.
+NAME: a name in BENCHES; by default all benches run, which takes half an hour. FILE: a trace in Mooncake's format:
+`--trace` for `trace` and `tier-trace`, `--agents` for `agents`.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ BENCHES = {
 
 
 def measured(name: str, traces: dict[str, Path]) -> dict[str, Any]:
-    """The figures that a command prints. traces: files by the names in BENCHES. CalledProcessError if it fails."""
+    """Return the figures that a bench prints. traces: files by name in BENCHES."""
     words = [str(traces[word].resolve()) if word in traces else word for word in BENCHES[name].split()]
     command = [sys.executable, "-m", "raykv.cli", "bench", *words, "--json"]
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
@@ -56,7 +56,7 @@ def measured(name: str, traces: dict[str, Path]) -> dict[str, Any]:
 
 
 def commit() -> str:
-    """The commit that is checked out. SystemExit if files of the package differ from that commit."""
+    """Return the checked-out commit. Raises SystemExit if files of the package differ from this commit."""
     if _git("status", "--porcelain", "raykv", "actors"):
         raise SystemExit("raykv/ has changes that are in no commit: figures are of a commit, so commit them first")
     return _git("rev-parse", "--short=7", "HEAD")

@@ -1,7 +1,7 @@
 """Hooks of mkdocs: what mkdocs does with these pages, in addition to its plugins.
 
-They write the tables of settings and commands from the code. They also make a page of CHANGELOG.md, which lies outside
-of docs/.
+The hooks write the tables of settings and commands from the code. They also make a page of CHANGELOG.md, which is
+outside of docs/.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def changelog() -> str:
-    """The page of the changelog. Its title has the version, and so has its entry in the navigation."""
+    """Return the page of the changelog. Its title and its navigation entry contain the version."""
     text = CHANGELOG.read_text(encoding="utf-8").replace("# Changelog", f"# Version {raykv.__version__}: changelog", 1)
     return text.replace("](docs/", "](")
 
@@ -43,7 +43,7 @@ def on_page_markdown(markdown: str, **_: object) -> str:
 
 
 def settings() -> str:
-    """PoolConfig's fields as a Markdown table. ValueError for a field that its docstring does not describe."""
+    """Return PoolConfig's fields as a Markdown table. Raises ValueError for a field that the docstring lacks."""
     rows = ["| setting | type | default | meaning |", "| --- | --- | --- | --- |"]
     for field in dataclasses.fields(PoolConfig):
         kind = inspect.formatannotation(field.type).replace(" | ", " or ").replace("pathlib.", "")
@@ -52,7 +52,7 @@ def settings() -> str:
 
 
 def _meaning(name: str) -> str:
-    """The text of a field in PoolConfig's docstring: from `name: ` to the next field's name."""
+    """Return the text of a field in PoolConfig's docstring: from `name: ` to the next field's name."""
     names = "|".join(field.name for field in dataclasses.fields(PoolConfig))
     found = re.search(rf"(?ms)^{name}: (.*?)(?=^(?:{names}): |\n\n|\Z)", inspect.getdoc(PoolConfig) or "")
     if not found:
@@ -61,7 +61,7 @@ def _meaning(name: str) -> str:
 
 
 def commands() -> str:
-    """All commands of `raykv`, each in a section."""
+    """Return all commands of `raykv`, each in a section."""
     return "\n\n".join(_sections(main, click.Context(main, info_name="raykv")))
 
 

@@ -1,4 +1,4 @@
-"""The few shapes that the pictures of these pages are made of."""
+"""The shapes of which the pictures of these pages consist."""
 
 from collections.abc import Iterable
 from html import escape
@@ -8,7 +8,7 @@ FONT = "Helvetica, Arial, DejaVu Sans, sans-serif"
 
 
 def document(width: float, height: float, shapes: Iterable[str]) -> str:
-    """A whole SVG file with a white background. width, height: in pixels."""
+    """Return a whole SVG file with a white background. width, height: size in pixels."""
     head = (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" width="{width:g}" '
         f'height="{height:g}" font-family="{FONT}">'
@@ -27,7 +27,7 @@ def rect(x: float, y: float, width: float, height: float, fill: str, *, radius: 
 def text(
     x: float, y: float, words: str, *, size: float = 12, fill: str = INK, anchor: str = "start", bold: bool = False
 ) -> str:
-    """A line of text. y: its base line. anchor: which point of the line is at x: "start", "middle" or "end"."""
+    """A line of text. y: its baseline. anchor: which point of the line is at x: "start", "middle" or "end"."""
     weight = ' font-weight="600"' if bold else ""
     return (
         f'<text x="{x:g}" y="{y:g}" font-size="{size:g}" fill="{fill}" text-anchor="{anchor}"{weight}>'

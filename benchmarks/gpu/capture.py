@@ -2,9 +2,9 @@
 
     python benchmarks/gpu/capture.py
 
-It needs torch with CUDA. Returns 1 if a call of raykv or the capture fails, or if the graph's result is wrong. vLLM
-captures graphs at start and later. Page-locking in a thread of vLLM's own broke captures, so vLLM gave it up (vLLM's
-issue 46933).
+The script needs torch with CUDA. It returns 1 if a call of raykv or the capture fails, or if the graph's result is
+wrong. vLLM captures graphs at its start and later. Page-locking in one of vLLM's own threads broke captures, so vLLM
+no longer does it (vLLM's issue 46933).
 """
 
 import mmap
@@ -54,7 +54,7 @@ def main() -> int:
 
 
 def _all_that_calls_cuda(gpu: Device) -> None:
-    """Page-lock memory, allocate, copy both ways by the kernel and by DMA, and free all of it."""
+    """Page-lock memory, allocate memory, copy both ways by the kernel and by DMA, and free all memory."""
     memory = np.frombuffer(mmap.mmap(-1, SIZE), np.uint8)
     memory[::4096] = 1
     gpu.register(memory.ctypes.data, SIZE)

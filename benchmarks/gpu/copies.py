@@ -1,8 +1,8 @@
-"""`raykv bench gpu` as a table. Returns 1 if a copy had less than 0.75 of the rate of the same copy by hand.
+"""Prints `raykv bench gpu` as a table. Returns 1 if a copy is slower than 0.75 times the same copy by hand.
 
     python benchmarks/gpu/copies.py
 
-The quarter leaves room for locks and headers, which cost about as much as a copy within the GPU.
+The difference of a quarter allows for locks and headers, which cost about as much as a copy within the GPU.
 """
 
 import sys

@@ -1,9 +1,9 @@
-"""What raykv costs a GPU beside copies: MiB of a process's context and of an NCCL pair, seconds to page-lock a GiB.
+"""Costs of raykv on a GPU besides copies: MiB of a process's context and of an NCCL pair, seconds to page-lock a GiB.
 
     python benchmarks/gpu/costs.py
 
-It needs one GPU with 3 GiB free. With two GPUs it also says whether an engine on the second makes a context on the
-first, and returns 1 if so. NCCL's pair joins two processes on the first GPU, by sockets.
+The benchmark needs one GPU with 3 GiB free. With two GPUs, it also tells whether an engine on the second GPU creates a
+context on the first, and returns 1 if so. The NCCL pair connects two processes on the first GPU by sockets.
 """
 
 import ctypes
@@ -62,7 +62,7 @@ def _free(gpu: Device) -> int:
 
 
 def _context(gpu: Device) -> int:
-    """Bytes of the GPU that a process takes before its first copy."""
+    """Bytes of GPU memory that a process takes before its first copy."""
     before = _free(gpu)
     pipe, theirs = spawn.Pipe()
     process = spawn.Process(target=_stay, args=(theirs, gpu.uuid), daemon=True)
@@ -82,7 +82,7 @@ def _stay(pipe: Connection, gpu: str) -> None:
 
 
 def _page_lock(gpu: Device, huge: bool) -> tuple[float, int]:
-    """(seconds, bytes of the GPU) to page-lock a GiB of shared memory."""
+    """Return (seconds, bytes of GPU memory) that it takes to page-lock a GiB of shared memory."""
     memory = np.frombuffer(mmap.mmap(-1, GIB), np.uint8)
     madvise = ctypes.CDLL(None).madvise
     madvise(ctypes.c_void_p(memory.ctypes.data), ctypes.c_size_t(GIB), HUGE_PAGES if huge else NO_HUGE_PAGES)
@@ -101,8 +101,8 @@ def _pair(gpu: Device) -> tuple[float, int]:
     pipe, theirs = spawn.Pipe()
     process = spawn.Process(target=_send, args=(theirs, unique), daemon=True)
     process.start()
-    theirs.close()  # so that `recv` ends if the process does
-    pipe.recv()  # its context is there
+    theirs.close()  # so that `recv` fails if the process ends
+    pipe.recv()  # the process has its context
     before, begin = _free(gpu), time.perf_counter()
     pipe.send("connect")
     reader = nccl_pair.Pair(gpu.ordinal, unique, nccl_pair.READER)
@@ -131,7 +131,7 @@ def _in_a_process(function: Any) -> Any:
 
 
 def _copy_on_the_second() -> list[bool]:
-    """By GPU, whether this process has a context there after an engine's copies on the second."""
+    """Return, for each GPU, whether this process has a context on it after an engine's copies on the second GPU."""
     from cupy.cuda import runtime
 
     runtime.setDevice(1)

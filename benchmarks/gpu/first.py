@@ -1,12 +1,12 @@
-"""All that has to be asked of a GPU, in under 13 minutes: each stage in a process of its own, with its own limit.
+"""Runs all GPU tests and benchmarks in under 13 minutes. Each stage has its own process and its own time limit.
 
     pip install -e '.[gpu,test]' torch
     python benchmarks/gpu/first.py arena pool copies        # at most 430 s
     python benchmarks/gpu/first.py costs capture worker busy  # at most 330 s
 
-Without arguments all stages run. A stage that fails does not stop the next. The stages need one GPU with 10 GiB free. A
-machine without a network needs the wheels of ray, hypothesis, sortedcontainers, pytest-timeout and psutil beside CuPy,
-NCCL and pytest. vLLM need not be installed. Returns 1 if a stage failed.
+Without arguments, all stages run. A failed stage does not prevent the next one. The stages need one GPU with 10 GiB
+free. A machine without a network needs the wheels of ray, hypothesis, sortedcontainers, pytest-timeout and psutil, as
+well as CuPy, NCCL and pytest. vLLM need not be installed. Returns 1 if a stage failed.
 """
 
 import os
@@ -19,7 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 HERE = ROOT / "benchmarks/gpu"
 PYTEST = ["-m", "pytest", "-m", "gpu", "-p", "no:cacheprovider"]
-STAGES: dict[str, tuple[list[str], int]] = {  # arguments of Python, and seconds
+STAGES: dict[str, tuple[list[str], int]] = {  # by stage: arguments of Python, and time limit in seconds
     "arena": ([*PYTEST, *sorted(map(str, ROOT.glob("tests/unit/arena/gpu/test_*.py")))], 120),
     "pool": ([*PYTEST, str(ROOT / "tests/cluster/blocks/test_gpu_pool.py")], 210),
     "copies": ([str(HERE / "copies.py")], 100),
@@ -47,9 +47,9 @@ def _passes(stage: str) -> bool:
         status = process.wait(seconds)
     except subprocess.TimeoutExpired:
         pass
-    finally:  # after Ctrl-C too
+    finally:  # also after Ctrl-C
         if status is None:
-            os.killpg(process.pid, signal.SIGKILL)  # what it has started too, which would hold the GPU's memory
+            os.killpg(process.pid, signal.SIGKILL)  # and its children, which would keep GPU memory
             process.wait()
     print(f"== {stage}: {'out of time' if status is None else status}, {time.monotonic() - begin:.0f} s", flush=True)
     return status == 0

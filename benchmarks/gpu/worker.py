@@ -1,11 +1,11 @@
-"""How fast vLLM's worker stores and loads KV of torch's CUDA tensors: GB/s, by tier and by an engine's page.
+"""How fast vLLM's worker stores and loads KV of torch's CUDA tensors: GB/s by tier and by size of an engine's page.
 
     pip install -e '.[gpu]' torch
     python benchmarks/gpu/worker.py
 
-It needs one GPU with 10 GiB free, and 10 GiB of memory. vLLM need not be installed: the worker uses only a few plain
-classes of vLLM. Each job is 1 GiB of scattered pages. A first store fills new slots. Loads are repeated, and the loaded
-bytes are compared with the stored bytes. Returns 1 if bytes differ.
+The benchmark needs one GPU with 10 GiB free, and 10 GiB of memory. vLLM need not be installed, since the worker uses
+only a few plain classes of vLLM. Each job moves 1 GiB of scattered pages. The first store fills new slots. Loads are
+repeated, and the loaded bytes are compared with the stored bytes. Returns 1 if bytes differ.
 """
 
 import importlib.util
@@ -31,11 +31,11 @@ from raykv.keys import Keys
 
 GIB = 1 << 30
 LAYERS, TURNS, FINISHED_S = 32, 4, 60.0
-PAGES = {"8 heads, 64 KiB": 64 << 10, "4 heads, 32 KiB": 32 << 10, "1 head, 8 KiB": 8 << 10}  # of 16 tokens in bf16
+PAGES = {"8 heads, 64 KiB": 64 << 10, "4 heads, 32 KiB": 32 << 10, "1 head, 8 KiB": 8 << 10}  # bytes of 16 tokens, bf16
 
 
 class TransferResult(NamedTuple):
-    """vLLM's, of vllm/v1/kv_offload/base.py."""
+    """Stands in for vLLM's class of this name in vllm/v1/kv_offload/base.py."""
 
     job_id: int
     success: bool
@@ -52,9 +52,9 @@ class Figures(NamedTuple):
 
 
 def run(make: Callable[[int, int], Any], same: Callable[[Any, Any, Any], bool], size: int = GIB) -> Iterator[Figures]:
-    """make: a layer's tensor on the GPU, from a number of blocks and the bytes of a page: random bytes.
+    """make: makes a layer's tensor of random bytes on the GPU, from a number of blocks and the bytes of a page.
 
-    same: whether rows of a tensor equal other rows of it. size: bytes of a job.
+    same: tells whether some rows of a tensor equal other rows of it. size: bytes of a job.
     """
     with local_cluster(1):
         for tier, more in {"memory": {}, "gpu": {"gpu_memory": 6 * size}}.items():
@@ -126,7 +126,7 @@ def _measured(
 
 
 def _committed(cache: raykv.KVCache, keys: Keys) -> Keys:
-    """The same keys, once all of their blocks can be read: a worker commits after it has reported a store."""
+    """Wait until all blocks of the keys can be read, and return the keys. A worker commits after it reports a store."""
     end = time.monotonic() + FINISHED_S
     while True:
         with cache.match(keys) as match:
@@ -138,7 +138,7 @@ def _committed(cache: raykv.KVCache, keys: Keys) -> Keys:
 
 
 class _OfVllm(types.ModuleType):
-    """Stands for a module of vLLM. Its classes are empty, except TransferResult, which the worker returns."""
+    """Stands in for a module of vLLM. Its classes are empty, except TransferResult, which the worker returns."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -170,7 +170,7 @@ class _Finder(MetaPathFinder, Loader):
 
 
 def stand_in_for_vllm() -> None:
-    """Let the worker be imported where vLLM is not installed, as on a machine with a GPU and without a network."""
+    """Make the worker importable where vLLM is not installed, as on a machine with a GPU and without a network."""
     sys.meta_path.insert(0, _Finder())
 
 

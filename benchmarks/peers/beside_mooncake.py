@@ -33,13 +33,13 @@ from raykv.config import MIB
 
 HOST = "127.0.0.1"
 KEYS = 512
-ASKED = 1 << 20  # the turn number in Mooncake's KEYS keys
+ASKED = 1 << 20  # turn number in the KEYS keys that Mooncake is asked for
 START_S = 15.0
 
 
 class Writer(cross.Writer):
     def store_seconds(self, turn: int) -> float:
-        """Seconds until every reader finds the blocks."""
+        """Seconds to store blocks, until every reader finds them."""
         keys = cross._keys(self.cache, turn)
         begin = time.perf_counter()
         count = self.cache.store(keys, self.blocks, wait=True)
@@ -67,11 +67,11 @@ class Reader(cross.Reader):
         return seconds
 
     def ask_seconds(self) -> float:
-        """Seconds to find KEYS keys and to lease their blocks."""
+        """Seconds to find KEYS keys and lease their blocks."""
         small = self.pool.cache(model="small", dtype="uint8", layout="rows", block_tokens=1, block_bytes=4096)
         keys = small.keys(np.arange(KEYS))
         assert small.store(keys, np.zeros((KEYS, 4096), np.uint8), wait=True) == KEYS
-        for _ in range(2):  # the first does not count: earlier reads have filled the CPU caches
+        for _ in range(2):  # the first is not counted: earlier reads have filled the CPU caches
             begin = time.perf_counter()
             with small.match(keys) as match:
                 seconds = time.perf_counter() - begin
@@ -98,7 +98,7 @@ class Mooncake:
 
 @contextmanager
 def mooncake(python: str) -> Iterator[tuple[Mooncake, Mooncake]]:
-    """Two clients of a master. Each client is a node."""
+    """Run two clients of one master. Each client is a node."""
     port, metrics = free_port(), free_port()
     options = [f"--rpc_address={HOST}", f"--rpc_port={port}", f"--metrics_host={HOST}", f"--metrics_port={metrics}"]
     quiet = subprocess.DEVNULL
@@ -119,9 +119,9 @@ def mooncake(python: str) -> Iterator[tuple[Mooncake, Mooncake]]:
 
 
 def measure(python: str, pairs: int) -> dict[str, list[float]]:
-    """Seconds of each turn, by kind of work."""
+    """Return the seconds of each turn, by kind of work."""
     seconds: dict[str, list[float]] = defaultdict(list)
-    os.environ.update(RAY_worker_niceness="0")  # as operations.md says, and as Mooncake's processes run
+    os.environ.update(RAY_worker_niceness="0")  # as operations.md advises, and as in Mooncake's processes
     with (
         local_cluster(2, 512 * MIB) as (here, there),
         local_pool(cross.POOL, 1024 * MIB, transport="tcp") as pool,
@@ -145,7 +145,7 @@ def measure(python: str, pairs: int) -> dict[str, list[float]]:
         def theirs(turn: int) -> Iterator[tuple[str, float]]:
             yield "mooncake store", far.ask("store", turn, far_memory)
             yield "mooncake read here", far.ask("read", turn)
-            yield "mooncake verified here", far.ask("read", turn)  # Mooncake verifies nothing
+            yield "mooncake verified here", far.ask("read", turn)  # Mooncake has no verification
             yield "mooncake read there", near.ask("read", turn)
             yield "mooncake ask", near.ask("ask", ASKED, KEYS)
             far.ask("remove", turn)
@@ -159,7 +159,7 @@ def measure(python: str, pairs: int) -> dict[str, list[float]]:
 
 
 def figures(seconds: dict[str, list[float]]) -> dict[str, dict[str, float]]:
-    """By kind of work: median milliseconds of both systems, and median and quartiles of the paired ratios."""
+    """Return, by kind of work, median milliseconds of both systems, and median and quartiles of the paired ratios."""
     found = {}
     for work in ("store", "read here", "verified here", "read there", "ask"):
         ours, theirs = seconds[f"raykv {work}"], seconds[f"mooncake {work}"]

@@ -16,8 +16,8 @@ import numpy as np
 
 HOST = "127.0.0.1"
 MIB = 1 << 20
-BLOCK_BYTES, BLOCKS = 2 * MIB, 64  # as raykv.bench.blocks.cross
-SEGMENT_BYTES, BUFFER_BYTES = 1024 * MIB, 512 * MIB  # memory that it gives to the store; the store's local buffer
+BLOCK_BYTES, BLOCKS = 2 * MIB, 64  # as in raykv.bench.blocks.cross
+SEGMENT_BYTES, BUFFER_BYTES = 1024 * MIB, 512 * MIB  # bytes contributed to the store; bytes of the local buffer
 
 
 class Client:
@@ -39,7 +39,7 @@ class Client:
         return str(self._store.get_hostname())
 
     def store(self, turn: int, memory: str) -> float:
-        """Seconds to put this turn's blocks into a client's memory. memory: its name."""
+        """Seconds to put this turn's blocks into a client's memory. memory: name of the memory."""
         from mooncake.store import ReplicateConfig
 
         config = ReplicateConfig()
@@ -67,12 +67,12 @@ class Client:
         assert not any(codes), f"Mooncake's batch_remove returned {codes}"
 
     def put_small(self, turn: int, count: int) -> None:
-        """Store small values under so many keys, for `ask`."""
+        """Store small values under `count` keys, for `ask`."""
         keys, at = _keys(turn, count), [self._blocks.ctypes.data] * count
         assert not any(self._store.batch_put_from(keys, at, [64] * count))
 
     def ask(self, turn: int, count: int) -> float:
-        """Seconds to ask whether so many keys are there."""
+        """Seconds to ask whether `count` keys exist."""
         keys = _keys(turn, count)
         self._store.batch_is_exist(keys)  # untimed: earlier reads have filled the CPU caches
         begin = time.perf_counter()
@@ -93,7 +93,7 @@ def _addresses(blocks: "np.ndarray[Any, Any]") -> list[int]:
 
 def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # Mooncake prints to stdout: it goes to stderr
+    os.dup2(2, 1)  # Mooncake prints to stdout, which is redirected to stderr here
     client = Client(sys.argv[1])
     for line in sys.stdin:
         name, *arguments = json.loads(line)

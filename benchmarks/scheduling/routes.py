@@ -1,13 +1,13 @@
-"""Tokens that engines compute of a trace of sessions, and waits of requests, by the rule of their router.
+"""Tokens that engines compute for a trace of sessions, and how long requests wait, by the rule of the router.
 
     python -m benchmarks.scheduling.routes TRACE [--engines 4] [--blocks 1500] [--memory 8000] [--routers 1]
 
-Engines are simulated, and each has a prefix cache and a node of a pool. The pool's directory is the real one, and moves
-no bytes. Rules: `by_chance` is Ray Serve's own, `hash` that of its ConsistentHashRouter (a session has one replica).
-`kv_aware` is the rule of NVIDIA Dynamo's selection service, which Ray's KVAwareRouter asks. It takes the engine with
-the fewest blocks to compute, those of the new prompt included, plus blocks in use. It knows what engines cache, but not
-what the pool has. `share` counts a node that has the whole prompt as if 4 requests less waited there. `routes` is the
-rule of `PrefixRouter`.
+The engines are simulated. Each has a prefix cache and a node of a pool. The pool has a real directory, and moves no
+bytes. The rules: `by_chance` is Ray Serve's default rule. `hash` is the rule of Ray Serve's ConsistentHashRouter (a
+session has one replica). `kv_aware` is the rule of NVIDIA Dynamo's selection service, which Ray's KVAwareRouter asks.
+It chooses the engine with the lowest sum of blocks in use and blocks to compute, including the new prompt's. It knows
+what the engines cache, but not what the pool has. `share` treats a node that has the whole prompt as if 4 fewer
+requests waited there. `routes` is the rule of `PrefixRouter`.
 """
 
 import argparse
@@ -34,9 +34,9 @@ WORTH = 4
 
 
 class Setup(NamedTuple):
-    """Engines, blocks of each engine's cache, blocks of the pool's memory, and routers that get requests in turn.
+    """Numbers of engines, of blocks in each engine's cache, of blocks in the pool's memory, and of routers.
 
-    load, pull: time to read a token from the engine's node, and from another node, as shares of the time to compute it.
+    load, pull: time to read a token from the engine's node or from another node, as a share of the time to compute it.
     """
 
     engines: int
@@ -49,7 +49,7 @@ class Setup(NamedTuple):
 
 
 class Asked(NamedTuple):
-    """A request of a trace, its number, and what the pool has of it."""
+    """A request of a trace, its number, and which of its blocks the pool has."""
 
     number: int
     request: formats.Request
@@ -66,7 +66,7 @@ class Asked(NamedTuple):
 
 
 class Cluster:
-    """Simulated engines, each on a node of its own, and a pool of these nodes."""
+    """Simulated engines, each on its own node, and a pool of these nodes."""
 
     def __init__(self, setup: Setup) -> None:
         self.setup, speed = setup, Speed(token_s=1 / setup.tokens_per_s)
@@ -78,11 +78,11 @@ class Cluster:
         self.routers = [Routes() for _ in range(setup.routers)]
         self.requests = [0 for _ in engines]  # number of each engine's requests
         self.read = self.crossed = 0  # tokens from the pool, and how many of them came from another node
-        self._asked: list[dict[int, Asked]] = [{} for _ in engines]  # by number of the engine's job
+        self._asked: list[dict[int, Asked]] = [{} for _ in engines]  # requests by number of the engine's job
         self._links = [0.0 for _ in engines]  # when each engine's reads from the pool end
 
     def run(self, until: float = np.inf) -> None:
-        """Run all engines up to some time. Computed prompts are stored in the pool."""
+        """Run all engines up to the time `until`. Computed prompts are stored in the pool."""
         for place, engine in enumerate(self.engines):
             engine.run(until)
             for job in engine.answering:
@@ -97,7 +97,7 @@ class Cluster:
             engine.done.clear()
 
     def ask(self, number: int, request: formats.Request) -> Asked:
-        request = request._replace(ids=request.ids[: request.tokens // BLOCK_TOKENS])  # full blocks
+        request = request._replace(ids=request.ids[: request.tokens // BLOCK_TOKENS])  # only full blocks
         names = [id.to_bytes(8, "little") for id in request.ids]
         if not self.pool:
             return Asked(number, request, names, Found(0, {}))
@@ -106,7 +106,7 @@ class Cluster:
         return Asked(number, request, names, Found(located.blocks * BLOCK_TOKENS, tokens))
 
     def send(self, place: int, asked: Asked) -> None:
-        """Send a request to an engine, once the engine's node has read what the pool has and the engine has not."""
+        """Send a request to an engine after the engine's node has read the blocks that only the pool has."""
         engine, request, at, read = self.engines[place], asked.request, asked.request.at, 0
         own = engine.cached(asked.names)
         if self.pool:
@@ -160,7 +160,7 @@ def routes(cluster: Cluster, asked: Asked, rng: random.Random) -> int:
 
 
 def _least(costs: list[float], cluster: Cluster, rng: random.Random) -> int:
-    """The cheapest engine. If several are the cheapest: one of them with the fewest requests."""
+    """Return the cheapest engine; of equally cheap engines, one with the fewest requests."""
     cheapest = [place for place, cost in enumerate(costs) if cost == min(costs)]
     return min(cheapest, key=lambda place: (cluster.requests[place], rng.random()))
 
@@ -175,9 +175,9 @@ RULES: dict[str, Rule] = {
 
 
 def run(path: str | PathLike[str], setup: Setup, faster: float = 1.0, first: int | None = None) -> dict[str, Any]:
-    """One row for each rule: million tokens, and seconds to the first token (mean, p50, p99, max).
+    """Return one row for each rule: millions of tokens, and seconds to the first token (mean, p50, p99, max).
 
-    faster: divides the trace's times. first: only so many requests. ValueError for a malformed line.
+    faster: divisor of the trace's times. first: maximum number of requests. Raises ValueError for a malformed line.
     """
     requests = [request._replace(at=request.at / faster) for request in read_trace(path).requests[:first]]
     results = []

@@ -1,10 +1,10 @@
-"""Tokens that an engine computes of a Mooncake-format trace, and waits of requests, by scheduling rule.
+"""Tokens that an engine computes for a trace in Mooncake's format, and how long requests wait, by scheduling rule.
 
     python -m benchmarks.scheduling.schedule TRACE [--blocks 5000] [--tokens-per-s 20000] [--slower 1] [--offset 0]
 
-The engine is simulated. It has a prefix cache, and no pool. Rules: `first_come` starts requests in order of arrival,
-and takes blocks and tokens for whole prompts before it learns which blocks are cached. `vllm` starts them in the same
-order, and takes only the tokens that it has to compute. `plan` is `raykv.scheduling.plan`.
+The engine is simulated. It has a prefix cache, but no pool. The rules: `first_come` starts requests in order of
+arrival, and allocates blocks and tokens for whole prompts before it learns which blocks are cached. `vllm` starts
+requests in the same order, but allocates only tokens that it has to compute. `plan` is `raykv.scheduling.plan`.
 """
 
 import argparse
@@ -25,10 +25,10 @@ PATIENCE_S = 60.0
 
 
 def run(path: str | PathLike[str], blocks: int, tokens_per_s: float, slower: float, offset: int) -> dict[str, Any]:
-    """One row for each rule: computed tokens, and seconds to the first token (mean, p50, p99, max).
+    """Return one row for each rule: computed tokens, and seconds to the first token (mean, p50, p99, max).
 
-    blocks: of the engine's cache, of 512 tokens each. tokens_per_s: that the engine computes. slower: factor on the
-    trace's times. offset: number of the first request.
+    blocks: number of blocks of the engine's cache, each of 512 tokens. tokens_per_s: the engine's speed. slower: factor
+    for the trace's times. offset: number of the first request.
     """
     jobs = read(path, slower)[offset:]
     jobs = [job._replace(arrival=job.arrival - jobs[0].arrival) for job in jobs]
@@ -41,7 +41,7 @@ def run(path: str | PathLike[str], blocks: int, tokens_per_s: float, slower: flo
 
 
 def summary(waits: Sequence[float]) -> dict[str, float]:
-    """Mean, p50, p99 and the longest of waits, in seconds."""
+    """Return the mean, p50, p99 and maximum of waits, in seconds."""
     p50, p99 = np.quantile(waits, [0.5, 0.99])
     row = {"mean_s": np.mean(waits), "p50_s": p50, "p99_s": p99, "max_s": max(waits)}
     return {figure: round(float(value), 2) for figure, value in row.items()}
@@ -56,7 +56,7 @@ def policies() -> dict[str, Policy]:
 
 
 def first_come(waiting: list[Request], running: list[Request], budget: Budget, now: float) -> list[Scheduled]:
-    """Schedule in order of arrival, and take tokens and blocks for whole prompts, as if no block were cached."""
+    """Schedule in order of arrival, and allocate tokens and blocks for whole prompts, as if no block were cached."""
     scheduled = plan([], running, budget, now, 0.0)
     tokens, blocks = budget.tokens - sum(each.num_new_tokens for each in scheduled), budget.blocks
     blocks -= sum(
@@ -73,7 +73,7 @@ def first_come(waiting: list[Request], running: list[Request], budget: Budget, n
 
 
 def read(path: str | PathLike[str], slower: float = 1.0) -> list[Job]:
-    """The requests of a trace. ValueError for a malformed line, and for a trace without times or answers' lengths."""
+    """Return a trace's requests. Raises ValueError for a malformed line, and without times or lengths of answers."""
     trace = read_trace(path)
     if len(trace.requests) > 1 and not any(request.at for request in trace.requests):
         raise ValueError(f"{path}: no request has a `timestamp`, so all would come at once: give a trace with times")
@@ -88,7 +88,7 @@ def read(path: str | PathLike[str], slower: float = 1.0) -> list[Job]:
 
 
 def read_trace(path: str | PathLike[str]) -> formats.Trace:
-    """A trace in blocks of BLOCK_TOKENS. ValueError for other blocks, and for a malformed line."""
+    """Read a trace with blocks of BLOCK_TOKENS. Raises ValueError for other blocks, and for a malformed line."""
     trace = formats.read(path)
     if trace.block_tokens != BLOCK_TOKENS:
         raise ValueError(f"{path}: blocks of {trace.block_tokens} tokens, and the engine has blocks of {BLOCK_TOKENS}")

@@ -1,4 +1,4 @@
-"""An engine without a model. It tells how many tokens a scheduler would compute, and how long requests would wait."""
+"""An engine without a model, which tells how many tokens a scheduler would compute and how long requests would wait."""
 
 import heapq
 from collections import Counter, OrderedDict
@@ -16,10 +16,10 @@ Policy = Callable[[list[Request], list[Request], Budget, float], list[Scheduled]
 
 
 class Job(NamedTuple):
-    """A prompt. arrival: seconds. keys: (n, k) uint8, of its full blocks. output: number of tokens to generate.
+    """A prompt. arrival: time in seconds. keys: (n, k) uint8, keys of its full blocks. output: tokens to generate.
 
-    loaded: how many of its first blocks it brings along from a pool. asked: the time from which its wait counts; None:
-    from its arrival.
+    loaded: number of its leading blocks that were read from a pool. asked: time at which its wait begins; None for its
+    arrival.
     """
 
     keys: NDArray[np.uint8]
@@ -31,7 +31,7 @@ class Job(NamedTuple):
 
 
 class Speed(NamedTuple):
-    """step_s: seconds of each step. token_s: further seconds for each token. tokens: most tokens of a step."""
+    """step_s: seconds of each step. token_s: additional seconds per token. tokens: maximum tokens of a step."""
 
     step_s: float = 0.005
     token_s: float = 1 / 20_000
@@ -39,7 +39,7 @@ class Speed(NamedTuple):
 
 
 class BlockPool:
-    """Blocks of an engine. Named blocks that no request holds stay until they are evicted by LRU."""
+    """Blocks of an engine. Named blocks that no request holds remain cached until they are evicted by LRU."""
 
     def __init__(self, blocks: int) -> None:
         self.free = blocks  # number of blocks that no request holds
@@ -48,11 +48,11 @@ class BlockPool:
         self._resting: OrderedDict[bytes, None] = OrderedDict()
 
     def cached(self, names: list[bytes]) -> int:
-        """How many leading blocks of these names it has."""
+        """Number of leading blocks of these names that the pool has."""
         return _leading(name in self._held or name in self._resting for name in names)
 
     def held(self, names: list[bytes]) -> int:
-        """How many leading blocks of these names requests hold."""
+        """Number of leading blocks of these names that requests hold."""
         return _leading(name in self._held for name in names)
 
     def hold(self, names: list[bytes]) -> None:
@@ -63,7 +63,7 @@ class BlockPool:
             self._resting.pop(name, None)
 
     def take(self, blocks: int) -> None:
-        """Take free blocks. They have no names yet."""
+        """Allocate free blocks, which have no names yet."""
         assert blocks <= self.free, f"{blocks} blocks are wanted where {self.free} are free"
         self.free -= blocks
         self._nameless += blocks
@@ -71,17 +71,17 @@ class BlockPool:
             self._resting.popitem(last=False)
 
     def name(self, names: list[bytes]) -> None:
-        """Name taken blocks, and hold the names. If another block has the name already, that block is held instead."""
+        """Name allocated blocks, and hold them. If another block already has a name, that block is held instead."""
         self.give_back(len(names))
         self.hold(names)
 
     def give_back(self, blocks: int) -> None:
-        """Give back taken blocks without a name."""
+        """Free allocated blocks that have no name."""
         self.free += blocks
         self._nameless -= blocks
 
     def release(self, names: list[bytes]) -> None:
-        """End the hold on named blocks. The last block is evicted first."""
+        """End the hold on named blocks. The last block will be evicted first."""
         for name in reversed(names):
             self._held[name] -= 1
             if not self._held[name]:
@@ -92,7 +92,7 @@ class BlockPool:
 
 @dataclass(eq=False)
 class Running:
-    """A job that has started. named: how many of its blocks have names. blocks: number of all its blocks."""
+    """A job that has started. named: number of its blocks that have names. blocks: total number of its blocks."""
 
     job: Job
     names: list[bytes]
@@ -107,9 +107,9 @@ class Running:
 
 
 class SimulatedEngine:
-    """Continuous batching, step by step, over a prefix cache of some blocks.
+    """Simulates continuous batching step by step, with a prefix cache of limited size.
 
-    computed: computed tokens of prompts. waits: seconds until the first token, by the job's number.
+    computed: number of computed prompt tokens. waits: seconds until the first token, by the job's number.
     """
 
     def __init__(self, jobs: Sequence[Job], blocks: int, block_tokens: int, policy: Policy, speed: Speed) -> None:
@@ -118,7 +118,7 @@ class SimulatedEngine:
         self._jobs: list[Job] = []
         self._names: list[list[bytes]] = []
         self._pool, self._now = BlockPool(blocks), 0.0
-        self._coming: list[tuple[float, int]] = []  # arrivals and numbers of jobs, a heap
+        self._coming: list[tuple[float, int]] = []  # heap of (arrival, job number)
         self._waiting: list[int] = []
         self._running: dict[int, Running] = {}
         self.computed, self.preempted = 0, 0
@@ -129,7 +129,7 @@ class SimulatedEngine:
             self.add(job)
 
     def add(self, job: Job) -> int:
-        """Send it a job. Returns the job's number. ValueError if the job does not fit."""
+        """Add a job. Returns the job's number. Raises ValueError if the job does not fit."""
         if job.tokens + job.output > self._blocks * self._block_tokens:
             raise ValueError(f"a prompt and its output need more than the {self._blocks} blocks of the engine")
         number = len(self._jobs)
@@ -140,11 +140,11 @@ class SimulatedEngine:
         return number
 
     def cached(self, names: list[bytes]) -> int:
-        """How many leading blocks of these names its own cache has."""
+        """Number of leading blocks of these names that the engine's own cache has."""
         return self._pool.cached(names)
 
     def tokens_to_compute(self) -> int:
-        """Tokens that are not computed yet, of the prompts of all its jobs."""
+        """Number of prompt tokens of all jobs that are not computed yet."""
         waiting = [*self._waiting, *(number for _, number in self._coming)]
         tokens = sum(
             self._jobs[number].tokens - self.cached(self._names[number]) * self._block_tokens for number in waiting
@@ -152,7 +152,7 @@ class SimulatedEngine:
         return tokens + sum(max(0, running.job.tokens - running.computed) for running in self._running.values())
 
     def blocks_in_use(self, names: list[bytes]) -> int:
-        """How many blocks its running jobs hold, together with a job that has blocks of these names."""
+        """Number of blocks that the running jobs and another job, with blocks of these names, would hold."""
         return self._blocks - self._pool.free + len(names) - self._pool.held(names)
 
     def run(self, until: float = np.inf) -> None:
@@ -169,9 +169,9 @@ class SimulatedEngine:
             self._step()
 
     def _generate(self, until: float) -> bool:
-        """Run all steps up to `until` at once, if every running job only generates: then no policy has a choice.
+        """Run all steps up to `until` at once if every running job only generates, so that no policy has a choice.
 
-        Returns whether it did.
+        Returns whether the steps were run.
         """
         jobs = self._running.values()
         step = self._speed.step_s + self._speed.token_s * len(jobs)
@@ -197,7 +197,7 @@ class SimulatedEngine:
         return self._advance(new)
 
     def _advance(self, new: dict[int, int], steps: int = 1) -> None:
-        """Compute tokens in `steps` steps. new: by job, how many."""
+        """Compute tokens in `steps` steps. new: number of tokens by job."""
         for place, tokens in new.items():
             self._take_blocks(self._running[place], tokens)
         self._now += self._speed.step_s * steps + self._speed.token_s * sum(new.values())
@@ -249,7 +249,7 @@ class SimulatedEngine:
         self._pool.give_back(running.blocks - running.named)
 
     def _preempt(self) -> None:
-        """Make the job that started last wait again, as no job can go on. Later it computes blocks that are gone."""
+        """Preempt the job that started last, as no job can continue. Later, it must compute evicted blocks again."""
         place = next(reversed(self._running))
         self._stop(place)
         self._waiting.insert(0, place)

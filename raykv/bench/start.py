@@ -9,7 +9,7 @@ from raykv.config import MIB, NAMESPACE
 
 NODES, CPU_MEMORY = 2, 64 * MIB
 PAIRS = 8
-PAUSE_S = 2.0  # for ended processes to be gone
+PAUSE_S = 2.0  # seconds for ended processes to disappear
 
 
 class Empty:
@@ -20,7 +20,7 @@ class Empty:
 
 
 def run() -> dict[str, float]:
-    """Median seconds over PAIRS pairs of empty actors and a pool. One pair before them warms up."""
+    """Return median seconds over PAIRS pairs of empty actors and a pool. A warm-up pair comes first."""
     ours, floor = [], []
     with local_cluster(NODES) as nodes:
         for number in range(PAIRS + 1):

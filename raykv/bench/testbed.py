@@ -12,12 +12,12 @@ from typing import Any
 
 from raykv.config import MIB, PoolConfig
 
-OFFERED_S = 120.0  # for the stores to offer all their memory
+OFFERED_S = 120.0  # seconds for the stores to offer all their memory
 
 
 @contextmanager
 def local_cluster(nodes: int, object_store_memory: int = 256 * MIB) -> Iterator[list[str]]:
-    """A Ray cluster of `nodes` raylets on this machine. This process is its driver. Yields the Ray node ids."""
+    """Run a Ray cluster of `nodes` raylets on this machine. This process is its driver. Yields the Ray node ids."""
     os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # otherwise Ray writes a token file into the home folder
     import ray
     from ray.cluster_utils import Cluster
@@ -38,7 +38,7 @@ def local_cluster(nodes: int, object_store_memory: int = 256 * MIB) -> Iterator[
 
 @contextmanager
 def local_pool(name: str, cpu_memory: int, **settings: Any) -> Iterator[Any]:
-    """A pool on the cluster of `local_cluster`. Its stores already offer all their memory."""
+    """Run a pool on the cluster of `local_cluster`. When it is yielded, its stores offer all their memory."""
     import raykv
 
     with undisturbed():
@@ -52,7 +52,7 @@ def local_pool(name: str, cpu_memory: int, **settings: Any) -> Iterator[Any]:
 
 
 def _await_memory(pool: Any) -> None:
-    """Wait until stores offer all slabs: with fewer slabs, blocks would be evicted. TimeoutError after OFFERED_S."""
+    """Wait until stores offer all slabs, so that no block is evicted too early. Raises TimeoutError after OFFERED_S."""
     end = time.monotonic() + OFFERED_S
     while not _offers_all(pool):
         if time.monotonic() > end:
@@ -66,7 +66,7 @@ def _offers_all(pool: Any) -> bool:
 
 
 def on_node(actor: type, node_id: str, *args: Any, **options: Any) -> Any:
-    """An actor of this class on that node. options: more options of Ray."""
+    """Create an actor of this class on a node. options: further Ray options."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -75,14 +75,14 @@ def on_node(actor: type, node_id: str, *args: Any, **options: Any) -> Any:
 
 
 def free_port() -> int:
-    """A port of 127.0.0.1 at which nobody listens."""
+    """Return a port of 127.0.0.1 on which no process listens."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port: int = probe.getsockname()[1]
         return port
 
 
 def await_port(port: int, server: "subprocess.Popen[Any]", seconds: float) -> None:
-    """Wait until a server's process listens at 127.0.0.1. ValueError if it ends, or does not listen in time."""
+    """Wait until a server's process listens on 127.0.0.1. Raises ValueError if it ends, or does not listen in time."""
     end = time.monotonic() + seconds
     while server.poll() is None and time.monotonic() < end:
         try:
@@ -95,7 +95,7 @@ def await_port(port: int, server: "subprocess.Popen[Any]", seconds: float) -> No
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """Hold Ctrl-C and SIGTERM back meanwhile, so that nothing is left half started or stopped."""
+    """Delay Ctrl-C and SIGTERM until the block ends, so that nothing is left half started or half stopped."""
     seen: list[int] = []
     before = {number: signal.signal(number, lambda n, _: seen.append(n)) for number in (signal.SIGINT, signal.SIGTERM)}
     try:

@@ -16,7 +16,7 @@ def seconds_of(call: Callable[[], object]) -> float:
 
 @contextmanager
 def timed(owner: Any, name: str, spent: list[float]) -> Iterator[None]:
-    """Time every call of a method of an object in a `with` block. spent: gets the seconds of each call."""
+    """Time every call of a method of an object in a `with` block. spent: receives the seconds of each call."""
     method = getattr(owner, name)
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -34,10 +34,10 @@ def timed(owner: Any, name: str, spent: list[float]) -> Iterator[None]:
 
 
 def gbps(size: int, seconds: Iterable[float]) -> float:
-    """GB/s (1e9 bytes) of `size` bytes in the median of these seconds."""
+    """GB/s (1e9 bytes) if `size` bytes take the median of these seconds."""
     return size / statistics.median(seconds) / 1e9
 
 
 def columns(rounds: Sequence[dict[str, float]]) -> dict[str, list[float]]:
-    """Each figure of all rounds, by its name."""
+    """Return the values of each figure in all rounds, by the figure's name."""
     return {name: [figures[name] for figures in rounds] for name in rounds[0]}

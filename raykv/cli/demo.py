@@ -23,7 +23,7 @@ from raykv.system.extras import to_install
 POOL = "demo"
 DOCUMENT_TOKENS = 2000
 ANSWER_TOKENS = 8
-BOS = 256  # begin of sequence; every other token is a byte of text
+BOS = 256  # the beginning-of-sequence token; all other tokens are bytes of text
 QUESTIONS = (
     "What is this file for?",
     "Which function would you call first?",
@@ -63,7 +63,7 @@ class Row:
 
 
 class Engine:
-    """A Llama of 50M random weights, equal in every engine, with the pool."""
+    """A Llama that uses the pool. Its 50M random weights are equal in every engine."""
 
     def __init__(self, seed: int) -> None:
         import torch
@@ -85,7 +85,7 @@ class Engine:
             initializer_range=0.04,
         )
         self.model = LlamaForCausalLM(config).eval()
-        with torch.no_grad():  # sharpens random attention, which is flat, so that one wrong block changes the answer
+        with torch.no_grad():  # random attention is too uniform for one wrong block to change the answer
             for layer in self.model.model.layers:
                 layer.self_attn.q_proj.weight *= 3
         self.cache = model_cache(raykv.attach(POOL), self.model, name=f"demo-llama-{seed}")
@@ -112,7 +112,7 @@ class Engine:
         return Answer(tokens, plain, start.pool_tokens, start.nodes, ttft * 1e3, plain_ttft * 1e3)
 
     def _go_on(self, token: int, past: Any) -> list[int]:
-        """ANSWER_TOKENS greedy tokens. `token` is the first token."""
+        """Generate ANSWER_TOKENS tokens greedily. token: the first of them."""
         tokens = [token]
         while len(tokens) < ANSWER_TOKENS:
             logits, past = self._step(tokens[-1:], past)
@@ -130,7 +130,7 @@ class Engine:
 def run(requests: int, nodes: int, seed: int, as_json: bool) -> bool:
     """Run the demo. Returns whether every generated token is the same without the pool.
 
-    Prints to stdout. With `as_json`: to stderr, and one JSON object to stdout.
+    Prints to stdout. With `as_json`, prints to stderr, and one JSON object to stdout.
     """
     if not all(find_spec(name) for name in ("torch", "transformers")):
         raise ImportError(f"the demo needs torch and transformers: {to_install('transformers')}")
@@ -184,27 +184,27 @@ def _ask(engines: list[Any], index: dict[str, int], number: int, name: str, prom
 
 
 def _prompts(requests: int, nodes: int, seed: int) -> Iterator[tuple[str, list[int]]]:
-    """Document and tokens of each request. Each document has nodes + 1 requests in a row, which go round the nodes."""
+    """Yield document and tokens of each request. Each document has nodes + 1 requests in a row, on successive nodes."""
     order = random.Random(seed)
     files = sorted(path for path in Path(os.__file__).parent.glob("*.py") if path.stat().st_size > DOCUMENT_TOKENS)
     order.shuffle(files)
     for number in range(requests):
         path = files[number // (nodes + 1) % len(files)]
-        document = f"{path.name}:\n".encode() + path.read_bytes()  # the name first: some files begin alike
+        document = f"{path.name}:\n".encode() + path.read_bytes()  # the name comes first, since some files begin alike
         question = f"\n\nQuestion {number}: {QUESTIONS[number % len(QUESTIONS)]}\nAnswer:"
         yield path.name, [BOS, *document[: DOCUMENT_TOKENS - 1], *question.encode()]
 
 
 @contextmanager
 def _engines(nodes: list[str], seed: int) -> Iterator[list[Any]]:
-    """A warm engine on every node."""
+    """Start an engine on every node, and warm it up."""
     import ray
 
     engines: list[Any] = []
     try:
         for node in nodes:
             engines.append(on_node(Engine, node, seed))
-        for engine in engines:  # one after the other: the engines share the processor
+        for engine in engines:  # one after another, since the engines share the processor
             ray.get(engine.warm_up.remote())
         yield engines
     finally:

@@ -21,7 +21,7 @@ class Report:
     """The findings on all nodes. hosts: host names by Ray node id."""
 
     def __init__(self, name: str | None) -> None:
-        """name: of a running pool, to examine its stores too. PoolNotFound if it does not run."""
+        """name: a running pool, whose stores are also examined. Raises PoolNotFound if the pool does not run."""
         shell.join(name or "default")
         nodes = examination.Examination()
         self.hosts = nodes.hosts
@@ -35,20 +35,20 @@ class Report:
                 found += [judgement.of_tokens(node, told[node]) for node in self.hosts if node in told]
                 pool.close()
         order = list(self.hosts)
-        self.findings = sorted(found, key=lambda finding: order.index(finding.node))  # stable
+        self.findings = sorted(found, key=lambda finding: order.index(finding.node))  # stable sort
 
     @property
     def ok(self) -> bool:
-        """Whether no finding is wrong."""
+        """Whether no finding has the state WRONG."""
         return not any(finding.state == WRONG for finding in self.findings)
 
     def json(self) -> str:
-        """The report as docs/operations.md describes it."""
+        """Return the report in the form that docs/operations.md describes."""
         checks = [{"host": self.hosts[finding.node], **finding._asdict()} for finding in self.findings]
         return json.dumps({"ok": self.ok, "version": version("raykv"), "nodes": self.hosts, "checks": checks})
 
     def show(self) -> None:
-        """Print a table on a terminal; elsewhere a line of any length for each finding."""
+        """Print a table on a terminal. Elsewhere, print each finding as one line of any length."""
         console = Console()
         if not console.is_terminal:
             for finding in self.findings:

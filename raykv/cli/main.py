@@ -246,7 +246,7 @@ SHARE = click.FloatRange(0, 1)
 
 
 def _own_or_group_name(context: click.Context) -> str:
-    """The pool that `--name` gives after the subcommand, or else before the subcommand."""
+    """Return the pool's name from the `--name` after the subcommand, else from the `--name` before it."""
     after = context.get_parameter_source("name") is not ParameterSource.DEFAULT
     given = context if after or context.parent is None else context.parent
     return str(given.params["name"])

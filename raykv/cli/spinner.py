@@ -5,7 +5,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 
 
 def spinner(text: str) -> Progress:
-    """A context manager: a spinner on stderr."""
+    """Return a context manager that shows a spinner on stderr."""
     progress = Progress(
         SpinnerColumn(),
         TextColumn("{task.description}"),

@@ -17,8 +17,8 @@ from raykv.protocol.location import host_of
 from raykv.protocol.requests import Followed, RequestLine
 from raykv.ui.ray_nodes import SHORT
 
-POLL_S = 0.5  # between two questions for new lines
-DEADLINE_S = 5.0  # of a poll
+POLL_S = 0.5  # seconds between two polls for new lines
+DEADLINE_S = 5.0  # seconds for the directory to answer a poll
 TIMES = ("lookup", "pull", "copy")
 
 
@@ -28,12 +28,12 @@ class Follower:
     def __init__(self, pool: str) -> None:
         self._pool = pool
         self._cursor = (0, 0, 0)
-        self._names: dict[int, str] = {}  # of nodes by index, also of nodes that are gone by now
+        self._names: dict[int, str] = {}  # names of nodes by index, including nodes that are gone
 
     def poll(self) -> list[dict[str, Any]]:
-        """Entries reported since the last call, in the form that `--json` prints (docs/cli-json.md).
+        """Return the entries reported since the last call, in the form that `--json` prints (docs/cli-json.md).
 
-        Empty at the first call: that call only begins to follow. Also empty while no directory answers.
+        Returns nothing at the first call, which sets where to begin, and while no directory answers.
         Raises PoolNotFound if the pool has ended.
         """
         try:
@@ -48,7 +48,7 @@ class Follower:
         for data in answer.lines:
             try:
                 found.append(self._entry(RequestLine.unpacked(data)))
-            except ValueError:  # a confused client sent other bytes
+            except ValueError:  # a faulty client sent other bytes
                 left_out += 1
         return [*found, {"kind": "left out", "requests": left_out}] if left_out else found
 
@@ -91,7 +91,7 @@ def run(pool: str, as_json: bool) -> None:
 
 
 def text(entry: dict[str, Any]) -> str:
-    """An entry as a line."""
+    """Format an entry as a line."""
     if entry["kind"] == "left out":
         return f"... {entry['requests']} requests were left out: there are too many to follow"
     return " ".join(_words(entry))

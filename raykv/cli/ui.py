@@ -1,4 +1,4 @@
-"""`raykv ui`: has an actor on Ray's head serve a pool's page, and prints the address."""
+"""`raykv ui`: starts an actor on Ray's head that serves a pool's page, and prints the address."""
 
 from typing import NamedTuple
 
@@ -13,26 +13,26 @@ from raykv.ui.pool_actors import look_up
 from raykv.ui.ray_nodes import living_nodes
 
 HOST, PORT = "127.0.0.1", 8270
-ANSWER_S = 60.0  # for the page's actor to answer: a new worker first imports Ray and raykv
+ANSWER_S = 60.0  # seconds for the page's actor to answer: a new worker first imports Ray and raykv
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 class Page(NamedTuple):
-    """A served page. reached: command to reach it from another machine; "" if `url` works there."""
+    """A served page. reached: command that forwards the page to another machine; "" if `url` works there directly."""
 
     url: str
     reached: str
 
 
 def serve(pool: str, host: str | None, port: int | None) -> Page:
-    """Start the page's actor, or find it. host, port: None for those of the served page, or else HOST and PORT.
+    """Start the page's actor, or find it. host, port: by default, those of the page already served, else HOST and PORT.
 
-    Raises RayKVError if the page can't be served, and ValueError if another host or port serves it already.
+    Raises RayKVError if the page can't be served, and ValueError if it is already served at another host or port.
     """
     head = living_nodes()[0]
     name = named_actors.page_name(pool)
     found = look_up(name)
-    if found is not None and found.node_id not in cluster.living():  # pinned to a head that is gone
+    if found is not None and found.node_id not in cluster.living():  # the actor is pinned to a head that is gone
         stop(pool)
     actor = start_page(pool, host or HOST, PORT if port is None else port, head.node_id)
     try:
@@ -49,13 +49,13 @@ def serve(pool: str, host: str | None, port: int | None) -> Page:
 
 
 def said(page: Page) -> str:
-    """The text for the user."""
+    """Return the text for the user."""
     tunnel = f"\nfrom another machine: {page.reached}, then the same address there" if page.reached else ""
     return f"{page.url}{tunnel}"
 
 
 def stop(pool: str) -> None:
-    """Stop serving the page. PoolNotFound if nobody serves the page."""
+    """Stop serving the page. Raises PoolNotFound if the page is not served."""
     try:
         ray.kill(named_actors.find(named_actors.page_name(pool)))
     except ValueError:

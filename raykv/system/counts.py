@@ -1,17 +1,17 @@
-"""Counts by kind. Several threads raise them."""
+"""Counts by kind, which several threads may increment."""
 
 import threading
 from collections import Counter
 
 
 class Counts(Counter[str]):
-    """Raise these by `add` only: `counts[kind] += 1` may lose another thread's addition."""
+    """Counts that must be incremented by `add`: `counts[kind] += 1` may lose another thread's increment."""
 
     def __init__(self) -> None:
         super().__init__()
         self._lock = threading.Lock()
 
     def add(self, kind: str, more: int = 1) -> None:
-        """Raise a count."""
+        """Increment a count."""
         with self._lock:
             self[kind] += more

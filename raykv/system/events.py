@@ -14,10 +14,10 @@ PLAIN = re.compile(r'[^\s"=]+')  # a value that needs no quotes
 
 
 class Logfmt(logging.Formatter):
-    """Makes an event, or another log record, a line of `name=value`. The other record's message becomes `msg`."""
+    """Formats events and other log records as lines of `name=value`. The message of other records becomes `msg`."""
 
     def __init__(self, **who: object) -> None:
-        """who: names and values that every line has."""
+        """who: names and values to include in every line."""
         super().__init__()
         self._who = who
 
@@ -31,7 +31,7 @@ class Logfmt(logging.Formatter):
 def begin(restarted: bool, **who: object) -> None:
     """Write this process's log to its standard error, and log the actor's start.
 
-    restarted: by Ray, after the earlier process died. who: names and values in every line, such as role and pool.
+    restarted: whether Ray restarted the actor. who: names and values to include in every line, such as role and pool.
     """
     handler = logging.StreamHandler()
     handler.setFormatter(Logfmt(**who))
@@ -42,18 +42,18 @@ def begin(restarted: bool, **who: object) -> None:
 
 
 def tell(what: str, **fields: object) -> None:
-    """Log an event at INFO. fields: sizes are numbers of bytes; nothing secret."""
+    """Log an event at INFO. fields: must not be secret; sizes are in bytes."""
     log.info("%s", pairs({"event": what, **fields}), extra={"event": what})
 
 
 def short(name: str) -> str:
-    """How lines name a memory: the beginning of its Ray node id, and for a GPU also its UUID."""
+    """Shorten a memory's name for log lines: the beginning of its Ray node id, and for a GPU also its UUID."""
     host, slash, gpu = name.partition("/")
     return f"{host[:8]}{slash}{gpu}"
 
 
 def pairs(fields: dict[str, object]) -> str:
-    """As logfmt: `name=value`. A value is in double quotes if it is empty or has blanks, quotes or `=`."""
+    """Format fields as logfmt: `name=value`. A value is quoted if it is empty or has blanks, quotes or `=`."""
     return " ".join(f"{name}={_value(str(value))}" for name, value in fields.items())
 
 

@@ -4,9 +4,9 @@ from importlib.metadata import requires
 
 
 def to_install(extra: str) -> str:
-    """The command that installs an extra of raykv, whether raykv came from a clone, a wheel or an image.
+    """Return the command that installs an extra of raykv, for raykv from a clone, a wheel or an image.
 
-    extra: its name in pyproject.toml. ValueError for an unknown name.
+    extra: name of the extra in pyproject.toml. Raises ValueError for an unknown name.
     """
     listed = (line.partition(";") for line in requires("raykv") or [])
     packages = [package.strip() for package, _, marker in listed if marker.strip() == f'extra == "{extra}"']

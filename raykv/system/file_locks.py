@@ -1,6 +1,6 @@
 """Write locks on byte ranges of a file. The kernel drops a lock when its holder dies.
 
-They are open-file-description locks (F_OFD_SETLK), which work between processes of any PID namespace. An arena's owner
+They are open-file-description locks (F_OFD_SETLK), which also work between PID namespaces. An arena's owner
 locks the file's first page, a writer locks its slot's header, and a file tier locks its folder's lock file.
 """
 
@@ -14,13 +14,13 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from weakref import WeakSet
 
-AGAIN_S = 0.001  # between two tries to lock slots that others have
-SHARED = 1 << 62  # a byte behind the end of every file: see SlotLocks.share
+AGAIN_S = 0.001  # seconds between two attempts to lock slots that others have locked
+SHARED = 1 << 62  # offset of a byte beyond the end of every file: see SlotLocks.share
 _FLOCK = "hhqqi4x"  # struct flock of 64-bit Linux: type, whence, start, len, pid
 
 
 def lock(fd: int, start: int, length: int) -> bool:
-    """Lock a range of bytes if nobody else has it. Returns at once whether it is locked."""
+    """Lock a range of bytes if nobody else has locked it. Returns whether it is locked, without waiting."""
     return _set(fd, fcntl.F_WRLCK, start, length)
 
 
@@ -47,7 +47,7 @@ class SlotLocks:
     """
 
     def __init__(self, fd: int, base: int, width: int) -> None:
-        """fd: taken over; closed after `close`, when the last lock is dropped.
+        """fd: file descriptor, which the object now owns. It is closed after `close`, when the last lock is dropped.
 
         The range of slot i begins at byte base + i * width, and has `width` bytes.
         """
@@ -56,14 +56,14 @@ class SlotLocks:
         self._held: set[int] = set()  # slots that a thread of this process has locked
         self._mutex = threading.Lock()  # guards `_held`, `_closed` and closing `fd`
         self._closed = False
-        self._shares: set[int] = set()  # open files of `share`
+        self._shares: set[int] = set()  # file descriptors that `share` opened
         _all.add(self)
 
     @contextmanager
     def locked(self, slots: Iterable[int], patience: float = 0.0) -> Iterator[set[int]]:
-        """Lock the slots that nobody else has, and give the set of their numbers. Negative numbers are left out.
+        """Lock the slots that nobody else has locked, and yield their numbers. Negative numbers are ignored.
 
-        patience: seconds to wait for slots that other processes have.
+        patience: seconds to wait for slots that other processes have locked.
         """
         mine = self._take({slot for slot in slots if slot >= 0}, patience)
         try:
@@ -89,7 +89,7 @@ class SlotLocks:
         return slots - refused
 
     def _refused(self, slots: set[int]) -> set[int]:
-        """Lock slots. Returns the slots that other processes have."""
+        """Lock slots. Returns the slots that other processes have locked."""
         refused: set[int] = set()
         for start, stop in runs(slots):
             if self._lock(start, stop):
@@ -112,7 +112,7 @@ class SlotLocks:
 
     @contextmanager
     def locked_range(self, start: int, stop: int) -> Iterator[bool]:
-        """Lock all slots from start to stop - 1, or none. Gives True if locked. No other thread locks meanwhile."""
+        """Lock all slots from start to stop - 1, or none. Yields whether they are locked. Other threads must wait."""
         with self._mutex:
             got = not self._closed and not any(start <= i < stop for i in self._held) and self._lock(start, stop)
             try:
@@ -124,20 +124,20 @@ class SlotLocks:
     def owned_elsewhere(self, length: int) -> bool:
         """Whether another open file has a lock in the first `length` bytes.
 
-        False after `close`, when nobody can know.
+        Always False after `close`.
         """
         with self._mutex:
             return self.fd >= 0 and held_elsewhere(self.fd, 0, length)
 
     def share(self) -> Callable[[], None]:
-        """Make `shared_elsewhere` true for others that opened the file, until the returned function is called.
+        """Make `shared_elsewhere` true for other openers of the file, until the returned function is called.
 
         Raises OSError.
         """
         with self._mutex:
             if self.fd < 0:
                 return lambda: None
-            # an open file description of its own: `close` leaves it open, and a forked child keeps no slot lock by it
+            # a separate open file description: `close` leaves it open, and a forked child holds no slot lock through it
             fd = os.open(f"/proc/self/fd/{self.fd}", os.O_RDWR | os.O_CLOEXEC)
             self._shares.add(fd)
 
@@ -166,20 +166,20 @@ class SlotLocks:
                 _set(self.fd, fcntl.F_UNLCK, 0, length)
 
     def busy(self, start: int, stop: int) -> set[int]:
-        """Slots from start to stop - 1 that somebody has locked, in this process or another."""
+        """Return the slots from start to stop - 1 that are locked by this process or another."""
         with self._mutex:
             busy = {i for i in self._held if start <= i < stop}
             todo = [(start, stop)] if not self._closed else []
             while todo:
                 start, stop = todo.pop()
                 found = self._conflict(start, stop)
-                if found is not None:  # any of the runs, not the lowest
+                if found is not None:  # any of the locked runs, not always the first
                     busy.update(range(*found))
                     todo += [part for part in ((start, found[0]), (found[1], stop)) if part[0] < part[1]]
         return busy
 
     def _conflict(self, start: int, stop: int) -> tuple[int, int] | None:
-        """(start, stop) of one run of these slots that another open file has locked; None without any."""
+        """Return (start, stop) of a run of these slots that another open file has locked; None if there is none."""
         probe = (fcntl.F_WRLCK, os.SEEK_SET, self._base + start * self._width, (stop - start) * self._width, 0)
         answer = fcntl.fcntl(self.fd, fcntl.F_OFD_GETLK, struct.pack(_FLOCK, *probe))
         kind, _, at, length, _ = struct.unpack(_FLOCK, answer)
@@ -190,12 +190,12 @@ class SlotLocks:
 
     @property
     def named(self) -> bool:
-        """Whether the file has any name. True after `close`."""
+        """Whether the file still has a name. Always True after `close`."""
         with self._mutex:
             return self.fd < 0 or os.fstat(self.fd).st_nlink > 0
 
     def close(self) -> None:
-        """Refuse new locks, and close the file when the last lock is dropped: a copy may still be running."""
+        """Refuse new locks, and close the file when the last lock is dropped, since a copy may still be running."""
         with self._mutex:
             self._closed = True
             if not self._held:
@@ -210,7 +210,7 @@ class SlotLocks:
         """In a forked child: open the file again. A child must not keep the parent's locks after the parent's end."""
         inherited, self.fd = self.fd, -1
         self._mutex, self._held = threading.Lock(), set()
-        for fd in self._shares:  # else the locks would outlive the parent
+        for fd in self._shares:  # otherwise the child would keep the parent's locks
             os.close(fd)
         self._shares = set()
         try:
@@ -234,7 +234,7 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 def runs(slots: Iterable[int]) -> Iterator[tuple[int, int]]:
-    """(start, stop) of each run of adjacent numbers."""
+    """Yield (start, stop) of each run of adjacent numbers."""
     start = stop = None
     for slot in sorted(slots):
         if slot != stop:

@@ -18,7 +18,7 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 def refuse_forked() -> None:
-    """RayKVError in a process that was forked from a process in a Ray cluster: Ray's calls would wait for ever."""
+    """Raise RayKVError in a process that was forked from a process in a Ray cluster, where Ray's calls would hang."""
     if _forked:
         raise RayKVError(
             "this process was forked from one that was connected to Ray, whose connections and threads a fork does not "

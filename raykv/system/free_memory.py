@@ -1,6 +1,6 @@
-"""The shared memory that this node can still afford.
+"""The shared memory that is still available on this node.
 
-It is the least of what /dev/shm, the machine and cgroups have left, minus what Ray's object stores may still take.
+It is the minimum of the free memory of /dev/shm, the machine and cgroups, less what Ray's object stores may still take.
 """
 
 import os
@@ -12,16 +12,16 @@ from raykv.errors import CapacityError
 from raykv.system import raylets
 
 PROC, CGROUP, SHM = "/proc", "/sys/fs/cgroup", "/dev/shm"
-_UNLIMITED = 1 << 60  # cgroup v1 writes "no limit" as a number about this big
+_UNLIMITED = 1 << 60  # cgroup v1 writes "no limit" as a number of about this size
 
 
 @dataclass(frozen=True)
 class FreeMemory:
-    """Free bytes by each limit. free: bytes that an arena may take."""
+    """Free bytes under each limit. free: bytes that an arena may take."""
 
-    shm_free: int  # of the /dev/shm file system
-    memory_free: int  # of the machine, less the memory that object stores in other mounts of /dev/shm may take
-    cgroup_free: int | None  # of the tightest memory limit on this process; None: no limit
+    shm_free: int  # free bytes of the /dev/shm file system
+    memory_free: int  # free bytes of the machine, less what object stores in other mounts of /dev/shm may take
+    cgroup_free: int | None  # free bytes under this process's tightest memory limit; None without a limit
     plasma_unfilled: int  # bytes of this /dev/shm that local raylets' object stores may still take
 
     @property
@@ -33,7 +33,7 @@ class FreeMemory:
 
 
 def free_bytes(proc: str = PROC, cgroup: str = CGROUP) -> FreeMemory:
-    """The memory that is free now. proc, cgroup: where the kernel shows its state."""
+    """Return the memory that is free now. proc, cgroup: where the kernel's proc and cgroup file systems are mounted."""
     stats = os.statvfs(SHM)
     found = [(_unfilled(process), _sees(process)) for process in raylets.processes(proc)]
     elsewhere = sum(unfilled for unfilled, ours in found if not ours)
@@ -46,14 +46,14 @@ def free_bytes(proc: str = PROC, cgroup: str = CGROUP) -> FreeMemory:
 
 
 def check(asked: int) -> None:
-    """CapacityError if fewer than `asked` bytes are free."""
+    """Raise CapacityError if fewer than `asked` bytes are free."""
     found = free_bytes()
     if asked > found.free:
         raise CapacityError(refusal(asked, found))
 
 
 def refusal(asked: int, found: FreeMemory, nodes: int = 1) -> str:
-    """The message of a CapacityError: `asked` bytes, for `nodes` Ray nodes of one machine, are too much."""
+    """Return the message of a CapacityError for `asked` bytes in total, for `nodes` Ray nodes of one machine."""
     limit = "none" if found.cgroup_free is None else f"{gib(found.cgroup_free)} left"
     whom = f" for {nodes} Ray nodes of one machine" if nodes > 1 else ""
     return (
@@ -66,7 +66,7 @@ def refusal(asked: int, found: FreeMemory, nodes: int = 1) -> str:
 
 
 def gib(amount: int) -> str:
-    """As "1.50 GiB"."""
+    """Format a size, as "1.50 GiB"."""
     return f"{amount / (1 << 30):.2f} GiB"
 
 
@@ -84,7 +84,7 @@ def _meminfo(proc: Path, name: str) -> int:
 
 
 def _limits(proc: Path, root: Path) -> Iterator[tuple[int, int]]:
-    """(limit, bytes left) of this process's cgroup and each cgroup above it. Inactive page cache counts as left."""
+    """Yield (limit, free bytes) of this process's cgroup and its ancestors. Inactive page cache counts as free."""
     for line in (proc / "self/cgroup").read_text(encoding="utf-8").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers == "":
@@ -100,7 +100,7 @@ def _limits(proc: Path, root: Path) -> Iterator[tuple[int, int]]:
 
 
 def _upwards(tree: Path, path: str) -> Iterator[Path]:
-    """The cgroup's folder and the folders above it. A container may see only its own folder, as the root."""
+    """Yield the cgroup's folder and its ancestors. A container may see only its own folder, as the root."""
     folder = tree / path.lstrip("/")
     while folder != tree and tree in folder.parents:
         yield folder
@@ -124,7 +124,7 @@ def _stat(path: Path, name: str) -> int:
 
 
 def _unfilled(process: Path) -> int:
-    """Bytes that a raylet's object store may still take of SHM."""
+    """Bytes of SHM that a raylet's object store may still take."""
     options = raylets.options(process)
     if not options.get("plasma_directory", SHM).startswith(SHM):
         return 0  # the object store is on a disk
@@ -132,7 +132,7 @@ def _unfilled(process: Path) -> int:
 
 
 def _sees(process: Path) -> bool:
-    """Whether a process has this process's SHM: each container has its own SHM. True where nobody can tell."""
+    """Whether a process has the same SHM as this process, since each container has its own. True if unknown."""
     try:
         return os.stat(f"{process}/root{SHM}").st_dev == os.stat(SHM).st_dev
     except OSError:
@@ -140,7 +140,7 @@ def _sees(process: Path) -> bool:
 
 
 def _filled(process: Path) -> int:
-    """Bytes of an object store's open files, which have no names any more. 0 for another user's store."""
+    """Bytes of an object store's open files, which are already unlinked. 0 for another user's store."""
     blocks: dict[tuple[int, int], int] = {}
     try:
         for name in os.listdir(process / "fd"):

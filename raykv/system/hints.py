@@ -1,4 +1,4 @@
-"""Checks that values from another process have the types that hints say."""
+"""Checks that values from another process have the types of type hints."""
 
 from collections.abc import Callable
 from types import NoneType, UnionType
@@ -8,7 +8,7 @@ Take = Callable[[Any], Any]
 
 
 def taker(hint: Any) -> Take:
-    """A function that converts a plain value by a type hint. It raises ValueError for other values.
+    """Return a function that converts a plain value to a hinted type. It raises ValueError for values of other types.
 
     hint: a class; a NamedTuple of classes, whose plain value is a sequence of the fields; a tuple of these; `hint |
     None`.
@@ -29,7 +29,7 @@ def taker(hint: Any) -> Take:
 
 
 def takers(function: Callable[..., Any]) -> list[Take]:
-    """The takers of a method's parameters, in their order."""
+    """Return the takers of a method's parameters, in order."""
     return [taker(hint) for name, hint in get_type_hints(function).items() if name != "return"]
 
 
@@ -46,7 +46,7 @@ def _checker(kind: type) -> Take:
 
 def _maker(kind: Any) -> Take:
     checks = [taker(hint) for hint in get_type_hints(kind).values()]
-    sound = set[tuple[type, ...]]()  # types of fields that passed before, as most do
+    sound = set[tuple[type, ...]]()  # types of fields that have passed the checks before
 
     def take(value: Any) -> Any:
         made = kind(*value)

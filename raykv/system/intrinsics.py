@@ -1,4 +1,4 @@
-"""Instructions of the processor, and C functions, for kernels: numba has no function for them."""
+"""Processor instructions for which numba has no function, and calls of C functions, for kernels."""
 
 import ctypes
 from typing import Any
@@ -12,7 +12,7 @@ _BYTES, _NUMBER, _WORD = ir.IntType(8).as_pointer(), ir.IntType(32), ir.IntType(
 
 
 def emit_prefetch(builder: Any, pointer: Any, writes: bool = False) -> None:
-    """Ask for the cache line at a pointer to bytes, without waiting. The pointer need not be valid.
+    """Emit a prefetch of the cache line at a pointer to bytes. The pointer need not be valid.
 
     See https://llvm.org/docs/LangRef.html#llvm-prefetch-intrinsic.
     """
@@ -23,7 +23,7 @@ def emit_prefetch(builder: Any, pointer: Any, writes: bool = False) -> None:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def prefetch(typing_context: Any, address: Any) -> Any:
-    """Ask for the cache line at an address, which need not be valid."""
+    """Prefetch the cache line at an address, which need not be valid."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         emit_prefetch(builder, builder.inttoptr(args[0], _BYTES))
@@ -34,7 +34,7 @@ def prefetch(typing_context: Any, address: Any) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def fence(typing_context: Any) -> Any:
-    """A fence that no load or store passes, not even the non-temporal stores of a copy past the caches."""
+    """A fence for all loads and stores, including the non-temporal stores of a copy that bypasses the caches."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         builder.fence("seq_cst")
@@ -44,7 +44,7 @@ def fence(typing_context: Any) -> Any:
 
 
 def address(library: ctypes.CDLL, *names: str) -> int:
-    """Address of the first of these functions that the library, or a library that it links to, has. 0: none."""
+    """Address of the first of these functions that the library or a library it links to has; 0 if there is none."""
     for name in names:
         if hasattr(library, name):
             return ctypes.cast(getattr(library, name), ctypes.c_void_p).value or 0
@@ -53,7 +53,7 @@ def address(library: ctypes.CDLL, *names: str) -> int:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def call(typing_context: Any, function: Any, a: Any, b: Any, c: Any) -> Any:
-    """In a kernel: call the C function at an address with three words. If it takes fewer, it ignores the rest."""
+    """Call the C function at an address from a kernel, with three words. Words beyond its parameters are ignored."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         kind = ir.FunctionType(_WORD, [_WORD] * 3)

@@ -27,15 +27,15 @@ log = logging.getLogger("raykv")
 F = TypeVar("F", bound=Callable[..., Any])
 _entries: list[tuple[Any, tuple[Any, ...]]] = []  # kernels that Python calls, and the types of their arguments
 Progress = Callable[[int, int], object]
-KERNELS_PER_PROCESS = 4  # at least so many, as a process takes a second to start
-OTHERS_S = 2.0  # for each kernel that another process compiles, at most
-OTHERS_AGAIN_S = 0.05  # between looks whether another process has compiled its kernels
-_complete: set[str] = set()  # packages whose kernels this process has
+KERNELS_PER_PROCESS = 4  # minimum number of kernels per process, as a process takes a second to start
+OTHERS_S = 2.0  # maximum seconds to wait for each kernel that another process compiles
+OTHERS_AGAIN_S = 0.05  # seconds between two checks whether another process has compiled its kernels
+_complete: set[str] = set()  # packages whose kernels this process has loaded
 _compiling = threading.Lock()  # guards _complete, and the loading of kernels' code
 
 
 def _kernel_sources() -> list[Path]:
-    """Files that define kernels, and all files of raykv that they import: their constants are in the machine code."""
+    """Files that define kernels, and all files of raykv that they import, whose constants are in the machine code."""
     package = Path(__file__).parent.parent
     texts = {path: path.read_text(encoding="utf-8") for path in package.rglob("*.py")}
     found = [path for path, text in texts.items() if "@kernel" in text]
@@ -50,13 +50,13 @@ def _kernel_sources() -> list[Path]:
 
 @functools.cache
 def cache_folder() -> tuple[str, list[str]]:
-    """Returns (the folder of machine code, better folders that are unusable as others can write or this user can't).
+    """Return (folder of machine code, preferred folders that are unusable, as others can write or this user can't).
 
-    If both better folders are unusable, each process has its own folder, so every process compiles.
+    If both preferred folders are unusable, each process has its own folder, so every process compiles.
 
-    The folder's name is a hash of these sources and their place: numba looks at the date of a kernel's own file only,
-    not at the kernels that it calls. numba's and Python's versions are hashed too: one version of numba would overwrite
-    another's files. The folder is private to this user, as numba unpickles what it finds there.
+    The folder's name is a hash of these sources and their place, since numba only checks the date of a kernel's own
+    file, not of the kernels that it calls. The versions of numba and Python are also hashed, since one version of numba
+    would overwrite another's files. The folder is private to this user, as numba unpickles the files in it.
     """
     sources = hashlib.sha256(f"{Path(__file__)} {numba.__version__} {sys.implementation.cache_tag}".encode())
     for path in _kernel_sources():
@@ -64,7 +64,7 @@ def cache_folder() -> tuple[str, list[str]]:
     base = os.environ.get("NUMBA_CACHE_DIR") or os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     name = f"raykv-{sources.hexdigest()[:16]}"
     folder = os.path.join(os.path.realpath(base), name)  # a link in the path could change after the check
-    if os.path.isabs(base) and _is_private(folder):  # not absolute: this user has no home, and "~" stays
+    if os.path.isabs(base) and _is_private(folder):  # not absolute if this user has no home for "~"
         return folder, []
     shared = os.path.join(os.path.realpath(tempfile.gettempdir()), f"raykv-kernels-{os.getuid()}")
     if _is_private(shared) and _is_private(instead := os.path.join(shared, name)):
@@ -76,9 +76,9 @@ def cache_folder() -> tuple[str, list[str]]:
 
 
 def _is_private(folder: str) -> bool:
-    """Make the folder if need be.
+    """Create the folder if needed.
 
-    Returns whether the folder is this user's, nobody else can write it, and this process can write it.
+    Returns whether the folder belongs to this user, nobody else can write to it, and this process can.
     """
     try:
         os.makedirs(folder, mode=0o700, exist_ok=True)
@@ -111,9 +111,9 @@ def kernel(*types: Any) -> Callable[[F], F]: ...
 def kernel(*types: Any) -> Any:
     """Compile a function without the GIL, keeping the machine code for the next process.
 
-    `@kernel(C, ROWS)` is for a kernel that Python calls: numba types of its arguments, for `compile_all`. `@kernel` is
-    for a kernel that only kernels call, and that Python can't call. It is compiled into each place that calls it: a
-    real call would pass every array as seven words or more.
+    `@kernel(C, ROWS)` is for a kernel that Python calls. The numba types of its arguments are for `compile_all`.
+    `@kernel` is for a kernel that only other kernels can call. It is inlined into its callers, since a real call would
+    pass every array as seven words or more.
 
     Kernels borrow their arrays and make none, so numba's reference counts are off. Reference counts would cost an
     atomic operation or two for every `c.rows`. Without reference counts a touch of blocks takes a third of the time.
@@ -130,7 +130,7 @@ def kernel(*types: Any) -> Any:
 
 
 def _jitted(function: F, inline: bool) -> F:
-    others = numba.config.CACHE_DIR  # read when a function is decorated. Set back for other libraries
+    others = numba.config.CACHE_DIR  # numba reads it when a function is decorated; restored for other libraries
     numba.config.CACHE_DIR = cache_folder()[0]
     try:
         made = numba.njit(
@@ -138,7 +138,7 @@ def _jitted(function: F, inline: bool) -> F:
             nogil=True,
             forceinline=inline,
             _nrt=False,
-            no_cpython_wrapper=inline,  # saves a third of the work: nobody calls these two wrappers
+            no_cpython_wrapper=inline,  # omits two wrappers that are not called, which saves a third of the work
             no_cfunc_wrapper=True,
         )
         return cast(F, made(function))
@@ -147,7 +147,7 @@ def _jitted(function: F, inline: bool) -> F:
 
 
 def entries(package: str) -> list[tuple[Any, tuple[Any, ...]]]:
-    """Kernels that Python calls in a package's imported modules, and the types of their arguments."""
+    """Return the kernels that Python calls in a package's imported modules, and the types of their arguments."""
     return [(function, types) for function, types in _entries if function.py_func.__module__.startswith(f"{package}.")]
 
 
@@ -179,9 +179,9 @@ def _load(function: Any, types: tuple[Any, ...]) -> bool:
 
 
 def compile_all(package: str, on_progress: Progress = lambda done, kernels: None) -> None:
-    """Load the machine code of every kernel of a package that Python calls, or compile it, on all cores.
+    """Load every kernel of a package that Python calls, or compile it, on all cores.
 
-    Afterwards a call with other types is a TypeError: it does not start the compiler, for which the caller would wait.
+    Afterwards, a call with other types raises TypeError instead of starting the compiler and making the caller wait.
     on_progress: called with (kernels done, kernels to compile) after each kernel that was compiled.
     """
     with _compiling:
@@ -199,15 +199,15 @@ def _compile_entries(package: str, on_progress: Progress) -> None:
             for function, types in missing:
                 if not _loaded(function, types):
                     function.compile(types)
-    for function, _ in kernels:  # only now: a kernel may be compiled into another above
+    for function, _ in kernels:  # not earlier, since a kernel may be compiled into another above
         function.disable_compile()
     Path(_mark(package)).touch()
 
 
 @contextlib.contextmanager
 def _alone(package: str, seconds: float) -> Iterator[None]:
-    """One process of this user at a time compiles a package. Otherwise each store of a node would compile it, as the
-    stores start together.
+    """Let one process of this user at a time compile a package. Otherwise each store of a machine would compile it, as
+    the stores start together.
 
     Waits at most `seconds` for other processes, and not at all where the file system has no locks.
     """
@@ -220,7 +220,7 @@ def _alone(package: str, seconds: float) -> Iterator[None]:
             yield
         finally:
             with contextlib.suppress(OSError):
-                fcntl.flock(lock, fcntl.LOCK_UN)  # a child forked meanwhile keeps the file open
+                fcntl.flock(lock, fcntl.LOCK_UN)  # a child forked in the meantime keeps the file open
 
 
 def _wait_for(lock: int, end: float) -> None:
@@ -243,8 +243,8 @@ def _loaded(function: Any, types: tuple[Any, ...]) -> bool:
 
 
 def _compile_in_processes(names: list[str], on_progress: Progress) -> None:
-    """Have kernels compiled into numba's cache, a share in each of several processes. The share of a process that
-    fails stays uncompiled.
+    """Compile kernels into numba's cache by several processes, each of which compiles a share. If a process fails, its
+    share stays uncompiled.
 
     names: see `_name`. Starts no process for a few kernels.
     """
@@ -262,12 +262,12 @@ def _compile_in_processes(names: list[str], on_progress: Progress) -> None:
                 process = subprocess.Popen([*command, *names[share::processes]], stdout=output, env=environment)
                 running.callback(process.wait)
                 running.callback(process.kill)  # runs before `wait`: kills only after an exception here
-        for done, _ in enumerate(lines, 1):  # until all processes have closed their end
+        for done, _ in enumerate(lines, 1):  # ends when all processes have closed the pipe
             on_progress(done, len(names))
 
 
 def compile_some(names: list[str]) -> None:
-    """In a process of its own: compile these kernels for the next process, and print a line for each."""
+    """The main function of a compiling process: compile these kernels into the cache, and print a line for each."""
     for name in names:
         module, _, function = name.partition(":")
         kernel = getattr(importlib.import_module(module), function)

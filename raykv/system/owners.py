@@ -5,7 +5,7 @@ import stat
 
 
 def is_private(info: os.stat_result) -> bool:
-    """Whether a file or folder is this user's, and nobody else may write it."""
+    """Whether a file or folder belongs to this user, and nobody else may write it."""
     return info.st_uid == os.getuid() and not others_write(info)
 
 

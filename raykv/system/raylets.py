@@ -1,4 +1,4 @@
-"""The raylets of this machine, of all Ray clusters, as far as this process sees the machine's processes."""
+"""The raylets of all Ray clusters on this machine, as far as this process can see the machine's processes."""
 
 import hashlib
 from collections.abc import Iterator
@@ -8,12 +8,12 @@ CLUSTER_BYTES = 8
 
 
 def cluster_id(session: str) -> bytes:
-    """A name of a Ray cluster (CLUSTER_BYTES). session: Ray's name of the cluster's session."""
+    """Return an id of a Ray cluster, of CLUSTER_BYTES. session: Ray's name of the cluster's session."""
     return hashlib.sha256(session.encode()).digest()[:CLUSTER_BYTES]
 
 
 def clusters() -> set[bytes]:
-    """The `cluster_id` of each Ray cluster that has nodes here."""
+    """The `cluster_id` of each Ray cluster that has nodes on this machine."""
     return {cluster_id(options(process).get("session-name", "")) for process in processes()}
 
 
@@ -28,12 +28,12 @@ def processes(proc: str = "/proc") -> Iterator[Path]:
         try:
             if process.name.isdigit() and (process / "comm").read_bytes().strip() == b"raylet":
                 yield process
-        except OSError:  # it has just ended
+        except OSError:  # the process has just ended
             continue
 
 
 def options(process: Path) -> dict[str, str]:
-    """A raylet's options `--name=value`; empty if it has just ended."""
+    """Return a raylet's options `--name=value`; empty if the raylet has just ended."""
     try:
         words = (process / "cmdline").read_bytes().decode(errors="replace").split("\0")
     except OSError:

@@ -1,4 +1,4 @@
-"""SHA-256 of many short pieces in one call: by the libcrypto that Python's hashlib links to, or else by hashlib itself.
+"""SHA-256 of many short pieces in one call, by the libcrypto that Python's hashlib links to, else by hashlib itself.
 
 hashlib takes 600 ns to make and finish an object. A processor with SHA instructions hashes a block in 100 ns.
 """
@@ -16,19 +16,19 @@ from raykv.system.intrinsics import address, call
 from raykv.system.jit import compile_all, kernel
 
 DIGEST_BYTES = 32
-CONTEXT_BYTES = 256  # a SHA256_CTX has 112
-LIBRARY = "libcrypto.so.3"  # the system's, for a Python with libcrypto built in
+CONTEXT_BYTES = 256  # a SHA256_CTX has 112 bytes
+LIBRARY = "libcrypto.so.3"  # the system's libcrypto, for a Python with a built-in one
 
 Bytes = NDArray[np.uint8]
 Ends = NDArray[np.int64]
-_BYTES = types.Array(types.uint8, 1, "C", readonly=True)  # types of arguments of kernels
+_BYTES = types.Array(types.uint8, 1, "C", readonly=True)  # types of the kernel's arguments
 _WRITABLE = types.Array(types.uint8, 1, "C")
 _WORDS = types.Array(types.int64, 1, "C", readonly=True)
 
 
 def _functions() -> NDArray[np.int64] | None:
-    """Addresses of libcrypto's functions. None where there is no libcrypto."""
-    # not its SHA256(): since OpenSSL 3 each call looks up an implementation
+    """Return the addresses of libcrypto's functions. None if there is no libcrypto."""
+    # SHA256() is not used: since OpenSSL 3, each call of it looks up an implementation
     names = ("SHA256_Init", "SHA256_Update", "SHA256_Final")
     for path in (getattr(importlib.import_module("_hashlib"), "__file__", None), LIBRARY):
         try:
@@ -63,16 +63,16 @@ def _digest(
 
 @functools.cache
 def load() -> None:
-    """Load the kernel (4 ms), or compile it (0.3 s, once a user and machine), before the first `digests` has to."""
+    """Load the kernel (4 ms), or compile it (0.3 s, once per user and machine), so that `digests` need not do it."""
     if _FUNCTIONS is not None:
         compile_all("raykv.system")
 
 
 def digests(parent: bytes, data: Bytes, ends: Ends, chained: bool) -> Bytes:
-    """SHA-256 of (parent, piece) for every piece: (n, 32) uint8. chained: each digest is the parent of the next piece.
+    """Return SHA-256 of (parent, piece) for every piece: (n, 32) uint8. chained: a digest is the next piece's parent.
 
-    parent: 32 bytes. data: 1-D uint8, contiguous, the pieces one after the other. ends: (n,) int64, the end of each
-    piece in `data`.
+    parent: 32 bytes. data: 1-D uint8, contiguous, all pieces in sequence. ends: (n,) int64, the end of each piece in
+    `data`.
     """
     if _FUNCTIONS is None:
         return by_hashlib(parent, data, ends, chained)

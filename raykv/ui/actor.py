@@ -1,4 +1,4 @@
-"""The actor that watches a pool and serves its page. The pool does not know the actor, and does not need it."""
+"""The actor that watches a pool and serves its page. The pool does not depend on this actor."""
 
 import logging
 import os
@@ -19,15 +19,15 @@ from raykv.ui.history import History
 from raykv.ui.overview import look
 
 log = logging.getLogger("raykv")
-LOOK_S = 2.0  # between looks while a page is open
-IDLE_LOOK_S = 10.0  # between looks while no page is open: a look costs the directory 5 ms per million slots
-OPEN_S = 10.0  # after the last question of a page, the page counts as closed
+LOOK_S = 2.0  # seconds between two looks while a page is open
+IDLE_LOOK_S = 10.0  # seconds between two looks while no page is open; a look costs the directory 5 ms per million slots
+OPEN_S = 10.0  # seconds after the last request of a page, until the page counts as closed
 BACKLOG = 64
-CONNECTIONS = 256  # at once; the server tells further clients to try again
+CONNECTIONS = 256  # maximum number of connections; the server tells further clients to try again
 
 
 class Place(NamedTuple):
-    """Where a page is served. node: Ray's address of the node."""
+    """Where a page is served. node: the node's address in Ray."""
 
     host: str
     port: int
@@ -40,7 +40,7 @@ class PageActor:
     def __init__(self, pool: str, host: str, port: int) -> None:
         """port: 0 for any free port.
 
-        Raises RayKVError if Starlette or uvicorn is missing, or if the port is not available.
+        Raises RayKVError if Starlette or uvicorn is not installed, or if the port is not available.
         """
         self._pool = pool
         events.begin(named_actors.restarted(), role="ui", pool=pool, pid=os.getpid())
@@ -61,11 +61,11 @@ class PageActor:
         return os.getpid()
 
     def place(self) -> Place:
-        """Where the page is."""
+        """Where the page is served."""
         return self._place
 
     def _state(self, after: float) -> dict[str, Any]:
-        """The page's JSON: History.since, and `time`, `run` (this process) and `trouble` (why the last look failed)."""
+        """The page's JSON: History.since, `time`, `run` (the process id) and `trouble` (why the last look failed)."""
         if time.monotonic() > self._asked + OPEN_S:
             self._loop.wake()
         self._asked = time.monotonic()

@@ -6,7 +6,7 @@ from typing import NamedTuple
 from raykv.config import MIB
 from raykv.ui.overview import Member, Overview
 
-TOLERANCE_S = 5.0  # when comparing uptimes: Ray's head and this process may have different clocks
+TOLERANCE_S = 5.0  # tolerance in comparisons of uptimes: the clocks of Ray's head and of this process may differ
 
 
 class Event(NamedTuple):
@@ -18,7 +18,7 @@ class Event(NamedTuple):
 
 
 def changes(before: Overview | None, after: Overview, took_over: bool, now: float) -> Iterator[Event]:
-    """Events between two looks.
+    """Yield the events between two looks.
 
     before: None at the first look. took_over: whether a new directory took over. now: Unix time.
     """

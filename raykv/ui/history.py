@@ -1,4 +1,4 @@
-"""A pool's history since its page was first served: sums that never fall, and events."""
+"""A pool's history since its page was first served: sums that never decrease, and events."""
 
 import threading
 from collections import Counter, deque
@@ -8,7 +8,7 @@ from typing import Any
 from raykv.ui.changes import Event, changes
 from raykv.ui.overview import Overview, fault_text, hit_sources
 
-SAMPLES = 1500  # to keep
+SAMPLES = 1500  # maximum number of samples
 EVENTS = 500
 COUNTED = ("stored", "evicted", "refused")
 Sums = dict[str, float]
@@ -17,7 +17,7 @@ Sums = dict[str, float]
 class History:
     """Samples of counts, and the latest EVENTS events. Older samples are further apart. Thread-safe.
 
-    A sample is a time and the sums until then. The difference of two samples' sums is the count between them.
+    A sample is a time and the sums up to this time. The difference of two samples is what was counted between them.
     """
 
     def __init__(self) -> None:
@@ -27,14 +27,14 @@ class History:
         self._sums: Counter[str] = Counter()
         self._counted: dict[tuple[str, str], int] = {}  # latest count by (counter's owner, what it counts)
         self._latest: Overview | None = None
-        self._epoch: int | None = None  # of the last directory that answered
+        self._epoch: int | None = None  # epoch of the last directory that answered
 
     def add(self, overview: Overview, now: float) -> None:
         """Add a look. now: Unix time, in seconds."""
         with self._lock:
             for who, what, count in _counts(overview):
                 before = self._counted.get((who, what), 0)
-                # A restarted store counts from 0. A new directory goes on from counts that are a few seconds old.
+                # A restarted store counts from 0. A new directory continues from counts that are a few seconds old.
                 new = count - before if count >= before else 0 if who == "directory" else count
                 self._counted[who, what] = count
                 self._sums[what] += new
@@ -47,10 +47,10 @@ class History:
             self._latest = overview
 
     def since(self, after: float) -> dict[str, Any]:
-        """For JSON: `Overview.for_page` of the latest look as `now`, samples and events later than `after` (Unix time).
+        """Return samples and events later than `after` (Unix time), for JSON. now: `for_page` of the latest `Overview`.
 
-        samples: lists of one length: `t`, and each sum, with None before its first count. faults: texts of the sums of
-        faults.
+        samples: lists of equal length: `t` and each sum, which is None before its first count. events: see `Event`.
+        faults: text for each sum that counts faults.
         """
         with self._lock:
             samples = [sample for sample in self._samples if sample[0] > after]
@@ -68,7 +68,7 @@ class History:
 
 
 def _counts(overview: Overview) -> Iterator[tuple[str, str, int]]:
-    """(counter's owner, what it counts, count). Leaves out counts that are unknown now."""
+    """Yield (counter's owner, what it counts, count) for all counts that are known now."""
     if counts := overview.counts:
         yield "directory", "asked", counts["lookups"]
         yield "directory", "fault:corrupt", counts["corrupt"]

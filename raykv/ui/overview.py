@@ -15,8 +15,8 @@ from raykv.protocol.location import host_of
 from raykv.ui.pool_actors import Actor, look_up
 from raykv.ui.ray_nodes import SHORT, RayNode, living_nodes, short_ids
 
-ANSWER_S = 1.0  # for the directory, its successor and the supervisor to answer
-UPKEEP = ("directory", "successor", "supervisor")  # a pool has one of each, on some node
+ANSWER_S = 1.0  # seconds for the directory, its successor and the supervisor to answer
+UPKEEP = ("directory", "successor", "supervisor")  # roles of which a pool has one actor each, on some node
 TIERS = {"cpu": "memory", "gpu": "gpu"}
 FAULTS = {  # texts that follow a number
     "corrupt": "blocks dropped that were not what was stored",
@@ -33,10 +33,10 @@ class Member:
     """A living Ray node, and its part in the pool.
 
     roles: some of "head" (Ray's), UPKEEP and "store". state: see `state_of`. why: why the node is not alive; "" if it
-    is alive. uptime_s: of its store; None while the store does not run. restarts: of its store by Ray; None without a
-    store. pulled: blocks that its store has copied from other nodes or a tier since it started; None if it does not
-    answer. faults: counts of its store since it started, by kind. refusal: why its external tier can't be written; ""
-    if it can, or if there is no tier.
+    is alive. uptime_s: seconds since the store started; None while it does not run. restarts: number of times that Ray
+    restarted the store; None without a store. pulled: number of blocks that the store has copied from other nodes or a
+    tier since it started; None if it does not answer. faults: number of the store's faults since it started, by kind.
+    refusal: why the external tier can't be written; "" if it can be written, or if there is no tier.
     """
 
     host: str
@@ -53,9 +53,9 @@ class Member:
 
 @dataclass(frozen=True)
 class Overview:
-    """counts: of Directory.stats; empty while the directory does not answer. failed: why nodes have no store.
+    """counts: result of Directory.stats; empty while the directory does not answer. failed: why nodes have no store.
 
-    members: by Ray node id. upkeep: the fault of each actor of UPKEEP; "" if it is well.
+    members: nodes by Ray node id. upkeep: fault of each actor of UPKEEP; "" if it works.
     """
 
     pool: str
@@ -84,12 +84,12 @@ class Overview:
         return memory["limit"] * memory["slab_bytes"] if memory else None
 
     def memory_name(self, name: str) -> str:
-        """The shown name of a node's memory. The name of a GPU's memory has the end of its UUID, too."""
+        """The displayed name of a node's memory. For a GPU, it includes the end of the GPU's UUID."""
         node_id, _, gpu = name.partition("/")
         return self.shown.get(node_id, node_id) + (f" (gpu {gpu[-8:]})" if gpu else "")
 
     def tier_bytes(self, node_id: str) -> dict[str, tuple[int, int]]:
-        """(bytes used, bytes) of a node by tier, for all tiers that some node has; (0, 0) where this node has none."""
+        """Return a node's (bytes used, bytes) for each tier that any node has; (0, 0) for a tier that it lacks."""
         sizes: dict[str, tuple[int, int]] = {"memory": (0, 0)}
 
         def add(tier: str, used: int, size: int, mine: bool) -> None:
@@ -127,16 +127,17 @@ class Overview:
         }
 
     def for_page(self) -> dict[str, Any]:
-        """For JSON, as static/page.js reads it.
+        """Return what static/page.js reads, for JSON.
 
         nodes: each Member with its `faults` in words, its `id`, its short id as `shown`, and `fills`: (bytes used,
-        bytes) by tier, of its tiers.
-        counts: of the directory; empty while it does not answer. hit_curve: hit rates by multiples of the memory, and
-        the `ceiling`; empty before a block was asked for.
-        routes: memories that read from each other. bytes, failed: by transport, since the reader's store started.
-        prefixes: the prefixes that gave look-ups most blocks. key: of the last block, in hex. blocks: number of blocks.
-        bytes: their size. hits: number of look-ups that found exactly the prefix. idle_s: seconds since the last of
-        these look-ups. nodes: short ids of the nodes whose memory has the last block.
+        bytes) of each of its tiers.
+        counts: the directory's counts; empty while it does not answer. hit_curve: hit rates by multiples of the memory,
+        and with unlimited memory (`ceiling`); empty before the first look-up.
+        routes: pairs of memories, of which one reads from the other. bytes, failed: counts by transport, since the
+        reader's store started.
+        prefixes: the prefixes that provided the most blocks to look-ups. key: the last block's key, in hex. blocks:
+        number of blocks. bytes: size of the blocks. hits: number of look-ups that found exactly this prefix. idle_s:
+        seconds since the latest of these look-ups. nodes: short ids of the nodes whose memory has the last block.
         """
         counts, shown = self.counts, self.shown
         return {
@@ -166,7 +167,7 @@ class Overview:
 
 
 def hit_sources(counts: dict[str, Any]) -> dict[str, int]:
-    """Numbers of found blocks, by their place as seen from the reader's node."""
+    """Number of found blocks by source, as seen from the reader's node."""
     elsewhere = counts["remote_hits"] + counts["external_hits"] + counts["gpu_hits"]
     return {
         "this node": counts["hits"] - elsewhere,
@@ -177,7 +178,7 @@ def hit_sources(counts: dict[str, Any]) -> dict[str, int]:
 
 
 def fault_text(kind: str) -> str:
-    """Text for a kind of `Overview.faults`."""
+    """Return the text for a kind of `Overview.faults`."""
     by, _, what = kind.partition("_")
     if by == "transport":
         return f"transfers failed by {what}"
@@ -208,9 +209,9 @@ def look(pool: str) -> Overview:
 
 @dataclass(frozen=True)
 class Seen:
-    """A node's store. actor: as Ray knows it. counts: the directory's counts of the node's memory, if it has any.
+    """A node's store. actor: the store's actor in Ray. counts: the directory's counts of the node's memory, if known.
 
-    directory_answers: whether a missing `counts` means that the directory does not know the node.
+    directory_answers: if true, missing `counts` mean that the directory does not know the node.
     """
 
     actor: Actor | None
@@ -220,13 +221,13 @@ class Seen:
 
 
 def state_of(store: Seen, failed: str | None, supervisor: str, idle: bool = False) -> tuple[str, str]:
-    """(state of a node, why it is not alive).
+    """Return (state of a node, why it is not alive).
 
-    failed: why its store could not start. supervisor: the supervisor's fault; "" if the supervisor is well. idle:
-    nothing but the pool ran there; see PoolConfig.idle_node_s.
-    States: alive; joining: the directory takes up its blocks; leaving: it is being drained; starting: the store's first
-    process starts; restarting: the store died, and Ray starts another; silent: the store does not answer; idle: the
-    store ended, since nothing else runs there; no store: see `why`.
+    failed: why its store could not start. supervisor: the supervisor's fault; "" if the supervisor works. idle: whether
+    nothing but the pool ran on the node; see PoolConfig.idle_node_s.
+    States: alive; joining: the directory adopts the node's blocks; leaving: the node is being drained; starting: the
+    store's first process starts; restarting: the store died, and Ray restarts it; silent: the store does not answer;
+    idle: the store ended, since nothing else runs on the node; no store: the reason is returned.
     """
     actor, counts = store.actor, store.counts
     if failed is not None:
@@ -274,7 +275,7 @@ def _member(
 
 
 def _upkeep_actors(pool: str) -> dict[str, Actor | None]:
-    """The actors of UPKEEP, as Ray knows them."""
+    """Return the actors of UPKEEP by role; None for an actor that Ray does not know."""
     names = [named_actors.directory_name(pool, number) for number in (1, 2)]
     with contextlib.suppress(ValueError):  # no directory is in charge
         names.sort(key=lambda name: name != internal_kv.in_charge(pool).name)
@@ -282,7 +283,7 @@ def _upkeep_actors(pool: str) -> dict[str, Actor | None]:
 
 
 def _what_is_wrong(upkeep: dict[str, Actor | None]) -> dict[str, str]:
-    """Faults by role; "" for none."""
+    """Return the fault of each role's actor; "" if it works."""
     asked = {role: actor.handle.ping.remote() for role, actor in upkeep.items() if actor and actor.is_alive}
     done = set(ray_calls.finished(asked.values(), ANSWER_S))
     return {role: _what(actor, asked.get(role), done) for role, actor in upkeep.items()}

@@ -1,4 +1,4 @@
-"""Ray's knowledge of a pool's actors. Asking Ray costs the actors nothing."""
+"""What Ray knows about a pool's actors. Queries to Ray cost the actors nothing."""
 
 import time
 from typing import Any, NamedTuple
@@ -11,7 +11,7 @@ from raykv.cluster import named_actors
 class Actor(NamedTuple):
     """An actor as Ray sees it.
 
-    handle: to call it. state: Ray's word. node_id: of its Ray node. restarts: by Ray, since it was created.
+    handle: handle for calls. state: state, as Ray names it. node_id: Ray node. restarts: number of restarts by Ray.
     uptime_s: seconds since its process was ready; None while the process is not ready.
     """
 
@@ -27,7 +27,7 @@ class Actor(NamedTuple):
 
 
 def look_up(name: str) -> Actor | None:
-    """The actor of that name (see `named_actors`). None if Ray knows no such actor, or it is dead for good."""
+    """Return the actor of this name (see `named_actors`). None if Ray does not know it, or if it is dead for good."""
     try:
         handle = named_actors.find(name)
     except ValueError:
@@ -35,6 +35,6 @@ def look_up(name: str) -> Actor | None:
     found = actors(handle._actor_id.hex())
     if not found or found["State"] == "DEAD":
         return None
-    alive = found["State"] == "ALIVE"  # then `Timestamp` is when the state began, by the clock of Ray's head
+    alive = found["State"] == "ALIVE"  # if so, `Timestamp` is when the state began, by the clock of Ray's head
     uptime = max(0.0, time.time() - found["Timestamp"] / 1000) if alive else None
     return Actor(handle, found["State"], found["Address"]["NodeID"], found["NumRestarts"], uptime)

@@ -1,4 +1,4 @@
-"""Ray nodes by the names that users give them: a prefix of the id, a host name, an address."""
+"""Ray nodes, and how users name them: by a prefix of the id, by a host name, or by an address."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -7,11 +7,11 @@ import ray
 
 from raykv import cluster
 
-SHORT = 8  # characters of a node id that are shown, if these tell the nodes apart
+SHORT = 8  # number of characters of a node id to show, if they distinguish all nodes
 
 
 class RayNode(NamedTuple):
-    """A living node. host: its machine's host name. name: of `ray start --node-name`, else its address."""
+    """A living node. host: its machine's host name. name: from `ray start --node-name`, else its address."""
 
     node_id: str
     host: str
@@ -21,7 +21,7 @@ class RayNode(NamedTuple):
 
 
 def living_nodes() -> list[RayNode]:
-    """All living nodes of this process's Ray cluster: first the head, then the others by host name."""
+    """Return all living nodes of this process's Ray cluster: the head first, then the others by host name."""
     nodes = [
         RayNode(
             str(node["NodeID"]),
@@ -37,7 +37,7 @@ def living_nodes() -> list[RayNode]:
 
 
 def short_ids(nodes: Sequence[RayNode]) -> dict[str, str]:
-    """Shown names by node id: a prefix of each id that no other id has."""
+    """Return a unique prefix of each node id, by node id."""
     ids = sorted(node.node_id for node in nodes)
     shown = {}
     for before, node_id, after in zip(["", *ids], ids, [*ids[1:], ""], strict=False):
@@ -47,9 +47,9 @@ def short_ids(nodes: Sequence[RayNode]) -> dict[str, str]:
 
 
 def find_node(asked: str, nodes: Sequence[RayNode]) -> RayNode:
-    """The node that a user names by its id or a prefix of it, its host name, address or name.
+    """Return the node that a user names by its id, a prefix of its id, its host name, address or name.
 
-    ValueError if no node or several nodes fit; the text lists the candidates.
+    Raises ValueError, which lists the candidates, if no node or several nodes match.
     """
     exact = [node for node in nodes if asked in (node.node_id, node.host, node.address, node.name)]
     meant = exact or [node for node in nodes if asked and node.node_id.startswith(asked.lower())]

@@ -1,4 +1,4 @@
-"""The page over HTTP: the files in static/, and the history as JSON. It asks for Ray's token if token auth is on."""
+"""Serves the page over HTTP: the files in static/, and the history as JSON. With token auth, requires Ray's token."""
 
 import hmac
 import ipaddress
@@ -34,7 +34,10 @@ Answer = Callable[[Request], Awaitable[Response]]
 
 
 def application(state: Callable[[float], dict[str, Any]], host: str) -> Starlette:
-    """The page's application. state: the page's JSON after a Unix time; see History.since. host: where it listens."""
+    """The page's application. state: returns the JSON of what is later than a Unix time; see History.since.
+
+    host: the address on which the server listens.
+    """
 
     async def page(_: Request) -> Response:
         return FileResponse(STATIC / "index.html")
@@ -62,7 +65,7 @@ def application(state: Callable[[float], dict[str, Any]], host: str) -> Starlett
 
 
 async def _guarded(request: Request, answer: Answer) -> Response:
-    """Answer, or give the reason for a refusal. If the token is missing, "/" shows the page that asks for the token."""
+    """Answer or refuse a request. If the token is missing, "/" shows the page that asks for the token."""
     refusal = _refusal(request)
     if refusal is None:
         response = await answer(request)
@@ -83,7 +86,7 @@ _WHY = {
 
 
 def _refusal(request: Request) -> HTTPStatus | None:
-    """Why a request is refused. None if the request has Ray's token in a header, or the right cookie."""
+    """Return why a request is refused. None if it has Ray's token in a header, or the right cookie."""
     if not is_token_auth_enabled():
         return None if _is_ours(request) else HTTPStatus.MISDIRECTED_REQUEST
     if request.scope["path"] in BEFORE_TOKEN:  # not `request.url`: it contains the Host header of the client
@@ -96,7 +99,7 @@ def _refusal(request: Request) -> HTTPStatus | None:
 
 
 def _is_ours(request: Request) -> bool:
-    """Whether the request names this host. Otherwise another site's page could make a browser read this page."""
+    """Whether the request names this host. Without this check, other sites could make a browser read this page."""
     asked = (request.url.hostname or "").lower()
     try:
         ipaddress.ip_address(asked)
@@ -106,13 +109,13 @@ def _is_ours(request: Request) -> bool:
 
 
 def _cookie() -> str:
-    """The cookie's value. It proves that a browser had the token, but does not tell the token."""
+    """The cookie's value. It proves that a browser had the token, but does not reveal the token."""
     token: str = AuthenticationTokenLoader.instance().get_raw_token()
     return hmac.digest(token.encode(), b"raykv ui", "sha256").hex()
 
 
 async def _authenticate(request: Request) -> Response:
-    """Set the cookie if a header has the token. The cookie opens only this page, and no page of Ray."""
+    """Set the cookie if a header has the token. The cookie is valid for this page, but not for Ray's pages."""
     given = request.headers.get(names.AUTHORIZATION_HEADER_NAME, "")
     if not is_token_auth_enabled() or not validate_request_token(given):
         return PlainTextResponse(_WHY[HTTPStatus.FORBIDDEN], HTTPStatus.FORBIDDEN)

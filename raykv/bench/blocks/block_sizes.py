@@ -1,4 +1,4 @@
-"""Stores and reads by number of blocks and block size, calls included, beside memcpy: the table of `bench local`."""
+"""Times whole calls of store and read by number of blocks and block size, beside memcpy: a table of `bench local`."""
 
 import itertools
 import statistics
@@ -17,16 +17,16 @@ from raykv.config import MIB, parse_size
 from raykv.keys import Keys
 
 POOL, POOL_BYTES = "bench-sizes", 1024 * MIB
-FILL = 1280 * MIB  # stored ahead, more than the pool can hold: so every slot is mapped, and timed stores evict
-SPAN = 768 * MIB  # bytes of slots that copies take in turn: a slot has left the CPU caches when its turn comes again
-BUFFERS = 256 * MIB  # bytes of the caller's buffers: calls take them in turn, so that buffers too have left the caches
-LARGEST = 128 * MIB  # bytes of a call, at most
+FILL = 1280 * MIB  # bytes stored before timing; more than the pool holds, so that timed stores evict
+SPAN = 768 * MIB  # bytes of slots that copies use in turn; more than the CPU caches hold
+BUFFERS = 256 * MIB  # bytes of the caller's buffers, which calls use in turn; more than the CPU caches hold
+LARGEST = 128 * MIB  # maximum bytes of a call
 CHUNK = 32 * MIB
 PAIRS_MIN, PAIRS_MAX, PAIRS_BYTES = 16, 200, 1024 * MIB
 
 
 class Shape(NamedTuple):
-    """A call's number of blocks and bytes of a block."""
+    """Number of blocks of a call, and bytes of a block."""
 
     blocks: int
     block_bytes: int
@@ -41,7 +41,7 @@ class Shape(NamedTuple):
 
 
 class Times(NamedTuple):
-    """Seconds of a call, and of a memcpy of as many bytes by one thread and by an arena's threads."""
+    """Seconds of a call, and of a memcpy of the same number of bytes, by one thread and by an arena's threads."""
 
     call: float
     one: float
@@ -81,7 +81,7 @@ class Worker:
         self.filled = FILL // shape.block_bytes
         self.keys = self.cache.keys(np.arange((self.filled + 2 * shape.pairs * shape.blocks) * 16))
         block = np.random.default_rng(0).integers(0, 255, shape.block_bytes, np.uint8)
-        self.buffers = np.tile(block, (BUFFERS // shape.block_bytes, 1))  # equal, so a floor may overwrite any
+        self.buffers = np.tile(block, (BUFFERS // shape.block_bytes, 1))  # equal, so memcpy may overwrite any
 
     def fill(self) -> None:
         """Store blocks until every slot has been used. Later stores evict the oldest blocks."""
@@ -92,7 +92,7 @@ class Worker:
         self._find(self.filled)
 
     def stores(self) -> tuple[int, list[Times]]:
-        """(number of keys stored so far, times of stores). The floors copy into slots that are in use."""
+        """Time stores. Returns (number of keys stored so far, times). The memcpys copy into slots that are in use."""
 
         def store(turn: int) -> tuple[float, int]:
             at = self.filled + turn * self.shape.blocks
@@ -110,7 +110,7 @@ class Worker:
         return self.filled + turns * self.shape.blocks, rows
 
     def reads(self, written: int) -> list[Times]:
-        """Times of reads of another process's blocks. The floors copy out of the same slots."""
+        """Time reads of another process's blocks. The memcpys copy from the same slots."""
         self._find(written)
         first, last = written - len(self.slots), written - self.shape.blocks
 
@@ -127,9 +127,9 @@ class Worker:
     def _pairs(
         self, call: Callable[[int], tuple[float, int]], copy: Callable[[Memcpy, int], float]
     ) -> tuple[int, list[Times]]:
-        """(number of turns, times of turns whose call moved all blocks). A call whose answer is late moves fewer.
+        """Return (number of turns, times of the turns whose call moved all blocks). A late call moves fewer blocks.
 
-        call: returns (its seconds, number of blocks that it moved). copy: returns its seconds.
+        call: returns (seconds that it took, number of blocks that it moved). copy: returns the seconds that it took.
         """
         rows: list[Times] = []
         for turn in range(2 * self.shape.pairs):
@@ -147,8 +147,8 @@ class Worker:
         """Find the slots of the newest SPAN bytes of blocks before keys[stop]. A read maps the slots."""
         first, step = stop - SPAN // self.shape.block_bytes, CHUNK // self.shape.block_bytes
         self.slots = []
-        # by pieces: a match touches its blocks last to first, so one match of all blocks would reverse the order of
-        # eviction
+        # in pieces: a match touches its blocks from last to first, so a single match of all blocks would reverse the
+        # order of eviction
         for at in range(first, stop, step):
             runs = self._views(self.keys[at : min(at + step, stop)])
             self.slots += [block for run in runs for block in run.reshape(-1, self.shape.block_bytes)]
@@ -172,10 +172,10 @@ class Worker:
 
 
 def table(node: str, wanted: list[Shape]) -> list[dict[str, float]]:
-    """A row for each shape: median GB/s (1e9 bytes), and shares of one thread's and of all threads' memcpy."""
+    """Return a row per shape: median GB/s (1e9 bytes), also as a share of memcpy by one thread and by all threads."""
     rows: dict[Shape, dict[str, float]] = {}
     for block_bytes in {shape.block_bytes: None for shape in wanted}:
-        with local_pool(POOL, POOL_BYTES) as pool:  # a new pool for each size, so that all slabs serve that size
+        with local_pool(POOL, POOL_BYTES) as pool:  # a new pool for each size, so that all slabs have this size class
             rows |= _measure(pool, node, [shape for shape in wanted if shape.block_bytes == block_bytes])
     return [rows[shape] for shape in wanted]
 

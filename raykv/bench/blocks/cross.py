@@ -16,7 +16,7 @@ from raykv.config import MIB
 from raykv.keys import Keys
 
 POOL = "bench-cross"
-BLOCK_BYTES, BLOCKS = 2 * MIB, 64  # 128 MiB a read
+BLOCK_BYTES, BLOCKS = 2 * MIB, 64  # 128 MiB per read
 WARM, PAIRS = 24, 24
 
 
@@ -38,7 +38,7 @@ class Writer:
         return self.blocks
 
     def listen(self) -> int:
-        """Listen for one TCP peer, and send it all blocks for each byte that it sends. Returns the port."""
+        """Listen for one TCP peer, and answer each of its bytes with all blocks. Returns the port."""
         server = socket.create_server(("127.0.0.1", 0))
 
         def serve() -> None:
@@ -96,7 +96,7 @@ class Reader:
 def run(transport: str) -> dict[str, Any]:
     """Median GB/s (1e9 bytes), and the transport that the pool used.
 
-    Each read of the pool reads blocks that the reader's node has not seen.
+    Each read from the pool asks for blocks that were never on the reader's node.
     """
     import ray
 

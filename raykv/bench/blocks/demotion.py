@@ -1,7 +1,7 @@
 """`raykv bench demotion`: reads, stores and matches while blocks are demoted to a disk, and without demotion.
 
-Only matched blocks are demoted. The bench matches the blocks of a backlog, but not the blocks that a timed window
-stores.
+Only matched blocks are demoted. The bench stores and matches a backlog of blocks, which are then demoted while windows
+are timed. The blocks that a window stores are not matched.
 """
 
 import statistics
@@ -21,17 +21,17 @@ from raykv.config import MIB
 T = TypeVar("T")
 POOL = "bench-demotion"
 CPU_MEMORY = 4096 * MIB
-CAPACITY = "3GiB"  # full after two backlogs: demoted blocks then evict older ones from the tier
+CAPACITY = "3GiB"  # capacity of the tier; two backlogs fill it, and later demoted blocks evict older blocks from it
 BACKLOG = 48  # batches of 32 MiB
 READ = 12  # batches that windows read in turn
-STORES, READS, MATCHES = 6, 6, 24  # of a window
-WINDOWS = 4  # at most, while a backlog is demoted
+STORES, READS, MATCHES = 6, 6, 24  # calls per window
+WINDOWS = 4  # maximum number of windows while a backlog is demoted
 WARM, PAIRS = 2, 8
-DEADLINE_S = 60.0  # for a call to succeed, and for a backlog to be demoted
+DEADLINE_S = 60.0  # seconds for a call to succeed, and for a backlog to be demoted
 
 
 class Window(NamedTuple):
-    """Seconds of a batch's copies, and of a match."""
+    """Seconds of the copies of each batch, and of each match."""
 
     stores: list[float]
     reads: list[float]
@@ -49,7 +49,7 @@ class Engine(local.Worker):
     def prepare(self) -> None:
         """Store the blocks that every window reads and matches."""
         stored = 0
-        while stored < MATCH_KEYS:  # first, slabs of the other blocks must become slabs of this size
+        while stored < MATCH_KEYS:  # slabs of large blocks must first become slabs of this size
             stored += self.small.store(self.prompt, np.zeros((MATCH_KEYS, 4096), np.uint8))
         self.read_batches = [_until_done(self._store)[0] for _ in range(READ)]
 
@@ -59,7 +59,7 @@ class Engine(local.Worker):
             _until_done(lambda batch=batch: self._ask_for(batch))  # type: ignore[misc]
 
     def window(self) -> Window:
-        """Stores, reads and matches, mixed."""
+        """Time stores, reads and matches, interleaved."""
         seconds = Window([], [], [])
         for i in range(MATCHES):
             if i % (MATCHES // STORES) == 0:
@@ -70,7 +70,7 @@ class Engine(local.Worker):
         return seconds
 
     def _store(self) -> tuple[int, float]:
-        """Store a batch that was never stored. Returns its number and the seconds of its copies."""
+        """Store a new batch. Returns its number and the seconds of its copies."""
         self.fresh += 1
         return self.fresh, self.store(self.fresh)[0]
 
@@ -95,7 +95,7 @@ class Bench:
         self.pool, self.engine = pool, engine
 
     def demoted(self) -> int:
-        """How many blocks were demoted so far."""
+        """Number of blocks that were demoted so far."""
         (tier,) = self.pool.stats()["tiers"].values()
         return int(tier["demoted"])
 
@@ -107,7 +107,7 @@ class Bench:
             time.sleep(0.05)
 
     def pair(self) -> tuple[list[Window], list[Window], float]:
-        """(windows during demotion, as many windows without it, GB/s of the demotion)."""
+        """Return (windows during demotion, the same number of windows without demotion, GB/s of the demotion)."""
         import ray
 
         before = self.demoted()
@@ -128,11 +128,14 @@ class Bench:
 
 
 def run(directory: str) -> dict[str, float]:
-    """Median GB/s (1e9 bytes) and microseconds; ratios of busy to idle speed. directory: on the disk to write to."""
+    """Return median GB/s (1e9 bytes) and microseconds, and ratios of the speed during demotion to the speed without it.
+
+    directory: a folder on the disk to write to.
+    """
     import ray
 
     with tempfile.TemporaryDirectory(dir=directory, prefix="raykv-bench-") as folder:
-        settings: dict[str, Any] = {"write": "through", "min_hits": 1, "deadline": 10.0}  # late calls count too
+        settings: dict[str, Any] = {"write": "through", "min_hits": 1, "deadline": 10.0}  # slow calls count too
         settings["external"] = f"file://{folder}?capacity={CAPACITY}"
         with local_cluster(1) as (node,), local_pool(POOL, CPU_MEMORY, secret=b"bench", **settings) as pool:
             engine = on_node(Engine, node)
@@ -153,7 +156,7 @@ def run(directory: str) -> dict[str, float]:
 
 
 def _until_done(call: Callable[[], T]) -> T:
-    """Call until a call succeeds: while a busy node's heartbeat is late, the directory does not offer that node."""
+    """Repeat a call until it succeeds. While a busy node's heartbeat is late, the directory does not use that node."""
     end = time.monotonic() + DEADLINE_S
     while True:
         try:

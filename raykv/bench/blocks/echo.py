@@ -1,4 +1,4 @@
-"""The floor of a question to another process: an actor and a socket that answer with as many bytes as the process."""
+"""The floor (baseline) of a call to another process: an actor and a socket whose answers have the same size."""
 
 import socket
 import threading
@@ -10,7 +10,7 @@ from raykv.protocol.packing import packed
 
 
 class Echo:
-    """An actor that answers with as many bytes as the directory's answer to a match, and does nothing else."""
+    """An actor that only answers, with as many bytes as the directory's answer to a match has."""
 
     def __init__(self, answer_bytes: int) -> None:
         self.answer = (1, bytes(answer_bytes), b"")
@@ -19,7 +19,7 @@ class Echo:
         return self.answer
 
     def listen(self, request_bytes: int) -> tuple[int, int, int]:
-        """Answer one peer over a bare socket, too. Returns the arguments of RoundTrip."""
+        """Also answer one peer over a bare socket. Returns the arguments of RoundTrip."""
         server = socket.create_server(("127.0.0.1", 0))
         answer = bytes(len(packed(self.answer)))
 
@@ -51,7 +51,7 @@ class RoundTrip:
 
 
 def _received(peer: socket.socket, view: memoryview) -> bool:
-    """Fill the view. Returns whether the peer is still there."""
+    """Fill the view from the peer. Returns whether the peer is still connected."""
     while len(view):
         got = peer.recv_into(view)
         if not got:

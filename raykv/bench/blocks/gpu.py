@@ -24,7 +24,7 @@ from raykv.protocol.location import COUNTER_BITS, KEY_BYTES, LOCATION, Locations
 from raykv.protocol.transfers import PULLED
 from raykv.transports import nccl_pair
 
-BLOCK_BYTES, BLOCKS = 2 * MIB, 64  # 128 MiB a copy
+BLOCK_BYTES, BLOCKS = 2 * MIB, 64  # 128 MiB per copy
 LAYER_BYTES = 32 << 10
 SLAB, SLABS = 64 * MIB, 4
 WARM, PAIRS = 3, 12
@@ -34,11 +34,11 @@ FIRST = 1 << COUNTER_BITS | 1
 
 
 def run() -> dict[str, Any]:
-    """Median GB/s (1e9 bytes). `<what>_of_hand`: time of the copy by hand, divided by the time of raykv's copy.
+    """Return median GB/s (1e9 bytes). `<what>_of_hand`: time of the copy by hand, divided by the time of raykv's copy.
 
-    Blocks lie scattered at source and target. raykv and the copy by hand both hash blocks that come to host memory. The
-    copy by hand hashes after all copies. `pages_...`: an engine's pages of LAYER_BYTES, beside whole blocks by hand.
-    ValueError if this process can use no GPU.
+    Blocks are scattered at the source and at the target. Both raykv and the copy by hand hash blocks in host memory;
+    the copy by hand does so after all copies. `pages_...`: raykv copies an engine's pages of LAYER_BYTES, and the copy
+    by hand copies whole blocks. Raises ValueError if this process can use no GPU.
     """
     gpu = device.device(device.uuid_of(0))
     fast = GpuArena.open_new("bench-gpu", bytes(16), gpu, SLAB, SLABS)
@@ -89,7 +89,7 @@ def _in_process(gpu: str, fast: GpuArena, memory: Arena) -> dict[str, float]:
 
 
 def _over_ipc(path: str, nonce: bytes, gpu: str, handle: bytes) -> dict[str, float]:
-    """Figures of the same copies in another process, as in an engine's."""
+    """Measure the same copies in another process, as an engine makes them."""
     arena = GpuArena.map(path, nonce, gpu, handle)
     try:
         return _store_and_load("ipc_", gpu, arena, _engine(), _Turns(1 << 20))
@@ -98,7 +98,7 @@ def _over_ipc(path: str, nonce: bytes, gpu: str, handle: bytes) -> dict[str, flo
 
 
 def _nccl_to_self(gpu: str, fast: GpuArena) -> dict[str, float]:
-    """One rank that sends to itself."""
+    """Measure NCCL with one rank that sends to itself."""
     from cupy.cuda import nccl
 
     turns, stream = _Turns(), cuda.cupy().cuda.Stream(non_blocking=True)
@@ -117,7 +117,7 @@ def _nccl_to_self(gpu: str, fast: GpuArena) -> dict[str, float]:
 
 
 def _nccl_between_two(gpu: str, fast: GpuArena) -> dict[str, float]:
-    """Two processes on one GPU. NCCL takes them for two hosts and joins them by sockets: a check, not a measurement."""
+    """Copy by NCCL between two processes on one GPU. NCCL treats them as two hosts and uses sockets: only a check."""
     os.environ.update(NCCL_HOSTID="reader", NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1")
     turns, unique, context = _Turns(), nccl_pair.new_unique(), get_context("spawn")
     pipe, theirs = context.Pipe()
@@ -166,7 +166,7 @@ def _store_and_load(name: str, gpu: str, arena: Arena, rows: Rows, turns: "_Turn
 
     def by_hand() -> None:
         _hand(gpu, into)
-        if not isinstance(arena, GpuArena):  # nothing hashes on a GPU
+        if not isinstance(arena, GpuArena):  # blocks in a GPU's memory are not hashed
             block_copy.sums(slots, BLOCK_BYTES)
 
     return {
@@ -184,7 +184,7 @@ class _Turns:
         self._order = np.random.default_rng(0).permutation(2 * BLOCKS).reshape(2, BLOCKS)
 
     def locations(self, into: int = 0) -> Locations:
-        """into: 0 or 1, for two sets of slots without a common slot."""
+        """into: 0 or 1, the number of one of two disjoint sets of slots."""
         self._gen += 1 << 10
         at = np.zeros(BLOCKS, LOCATION)
         at["slab"], at["slot"] = np.divmod(self._order[into], SLAB // BLOCK_BYTES)
@@ -204,7 +204,7 @@ def _table(to: NDArray[np.int64], of: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def _hand(gpu: str, table: NDArray[np.int64]) -> None:
-    """Do the copies of a table by cudaMemcpyAsync, one by one, on a stream."""
+    """Make the copies that a table lists one by one, by cudaMemcpyAsync on a stream."""
     cupy = cuda.cupy()
     runtime = cupy.cuda.runtime
     stream = _streams.setdefault(gpu, cupy.cuda.Stream(non_blocking=True))

@@ -1,7 +1,7 @@
 """`raykv bench cross --link`: blocks over a link of a given rate, delay and loss, beside iperf3 on the same link.
 
-A virtual cable joins two network namespaces of this machine. A process in each has an arena and a node store's
-transport. It needs root, iproute2, nftables and iperf3.
+A virtual cable joins two network namespaces of this machine. In each namespace, a process has an arena and a node
+store's transport. The bench needs root, iproute2, nftables and iperf3.
 
 python -m raykv.bench.blocks.link serve|read OFFER    the two processes; they answer on stdout
 """
@@ -24,7 +24,7 @@ from raykv.bench.blocks import networks
 from raykv.config import MIB
 
 BLOCK_BYTES, SLAB_BYTES = 2 * MIB, 64 * MIB
-LARGE, SMALL = 512 * MIB, 8 * MIB  # bytes of pulls
+LARGE, SMALL = 512 * MIB, 8 * MIB  # bytes of a large and of a small pull
 WARM, PAIRS = 3, 6
 IPERF_S = 2
 THERE, HERE = "10.78.0.1", "10.78.0.2"
@@ -32,7 +32,7 @@ EXAMPLE = "--link 10gbit or --link 10gbit,1ms,0.1%"
 
 
 class Link(NamedTuple):
-    """rate: gbit/s. delay: ms of one way. loss: % of packets. 0: rate, delay or loss of this machine itself."""
+    """rate: Gbit/s. delay: milliseconds in one direction. loss: percent of packets. 0 sets no rate, delay or loss."""
 
     rate: float = 0.0
     delay: float = 0.0
@@ -40,7 +40,7 @@ class Link(NamedTuple):
 
 
 def parse(text: str) -> Link:
-    """A Link from a text such as "10gbit,1ms,0.1%". Parts may be missing. ValueError for other texts."""
+    """Parse a link such as "10gbit,1ms,0.1%". Parts may be missing. Raises ValueError for other texts."""
     units = {"gbit": "rate", "ms": "delay", "%": "loss"}
     parts = [re.fullmatch(r"(\d+(?:\.\d+)?)(gbit|ms|%)", part.strip()) for part in text.split(",")]
     found = {units[part[2]]: float(part[1]) for part in parts if part}
@@ -54,7 +54,7 @@ def parse(text: str) -> Link:
 
 @contextmanager
 def ends(link: Link) -> Iterator[tuple[int, int]]:
-    """Two processes, each in its own network namespace, at the two ends of the link. Yields their ids."""
+    """Run two processes in network namespaces at the two ends of the link. Yields their process ids."""
     with networks.namespaces(2, ("nft", "iperf3")) as (there, here):
         networks.run("ip", "link", "add", "lane", "netns", there, "type", "veth", "peer", "name", "lane", "netns", here)
         for pid, address in ((there, THERE), (here, HERE)):
@@ -73,7 +73,7 @@ def _shape(pid: int, link: Link) -> None:
         )
     if link.rate:
         where = ["parent", "1:"] if link.delay else ["root"]
-        limits = ["burst", "1mb", "latency", "4ms"]  # of the queue before the link
+        limits = ["burst", "1mb", "latency", "4ms"]  # limits of the queue before the link
         networks.inside(pid, "tc", "qdisc", "add", "dev", "lane", *where, "tbf", "rate", f"{link.rate}gbit", *limits)
     if link.loss:
         networks.inside(pid, "nft", "add", "table", "ip", "lane")
@@ -88,7 +88,7 @@ def _shape(pid: int, link: Link) -> None:
 
 
 def _arena(name: str) -> Any:
-    """(an arena for LARGE bytes, a location for each slot, a key for each). Each turn raises the locations' `gen`."""
+    """Return (arena of LARGE bytes, location of each slot, key of each slot). Each turn raises the locations' `gen`."""
     from raykv.arena.arena import Arena
     from raykv.protocol.location import COUNTER_BITS, LOCATION
     from raykv.system.jit import compile_all
@@ -151,18 +151,18 @@ class Reader:
         return time.perf_counter() - begin
 
     def iperf3(self) -> float:
-        """Bytes per second that four flows bring."""
+        """Bytes per second that iperf3 transfers with four flows."""
         sizes = ["-P", "4", "-t", str(IPERF_S), "-O", "1"]
         done = networks.run("iperf3", "-c", THERE, "-R", "-J", *sizes)
         return float(json.loads(done)["end"]["sum_received"]["bits_per_second"]) / 8
 
     def two(self) -> list[float]:
-        """Seconds of two readers at once. Each pulls half of the blocks."""
+        """Seconds of two concurrent readers, each of which pulls half of the blocks."""
         with ThreadPoolExecutor(2) as threads:
             return list(threads.map(lambda start: self.pull(start, LARGE // 2), (0, LARGE // 2)))
 
     def small_beside_large(self) -> float:
-        """Seconds of a small pull that begins while a large pull is under way."""
+        """Seconds of a small pull that starts during a large pull."""
         with ThreadPoolExecutor(1) as threads:
             large = threads.submit(self.pull, SMALL, LARGE - SMALL)
             time.sleep(LARGE / 8e9)
@@ -197,7 +197,7 @@ def _read(offer: list[Any]) -> None:
 
 
 def run(text: str) -> dict[str, Any]:
-    """Median GB/s (1e9 bytes) over the link. ValueError for a bad `text`, RuntimeError if the link can't be made."""
+    """Return median GB/s (1e9 bytes) over the link. Raises ValueError for a bad text, RuntimeError without a link."""
     link = parse(text)
     command = [sys.executable, "-m", "raykv.bench.blocks.link"]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}

@@ -24,14 +24,14 @@ POOL = "bench-local"
 BLOCK_BYTES, BATCH = 2 * MIB, 16
 BATCH_BYTES = BATCH * BLOCK_BYTES
 BATCHES = 24  # 768 MiB: far more than a processor's caches hold
-ROUNDS = 3  # the first warms up
+ROUNDS = 3  # the first round is a warm-up
 MATCH_KEYS, MATCH_CALLS, MATCH_TURN = 512, 400, 5
 
-Times = tuple[float, float, float]  # seconds of a batch: its copies, the whole call, the floor's copies
+Times = tuple[float, float, float]  # seconds of a batch: of its copies, of the whole call, of memcpy
 
 
 class Worker:
-    """A process with enough buffers that a buffer has left the CPU caches when its turn comes again."""
+    """A process with enough buffers that a buffer has left the CPU caches when it is used again."""
 
     def __init__(self, pool: str = POOL) -> None:
         import raykv
@@ -43,7 +43,7 @@ class Worker:
         assert self.pool.session.local is not None
         self.arena = self.pool.session.local.arena
         block = np.random.default_rng(0).integers(0, 255, BLOCK_BYTES, np.uint8)
-        self.buffers = [np.tile(block, (BATCH, 1)) for _ in range(8)]  # equal, so the floor may overwrite any
+        self.buffers = [np.tile(block, (BATCH, 1)) for _ in range(8)]  # equal: memcpy may overwrite any
         self.floor = Memcpy(block_copy.THREADS)  # as many threads as the arena uses
 
     def keys(self, batch: int) -> Keys:
@@ -94,7 +94,7 @@ class Worker:
         return rows
 
     def matches(self, echo: Any) -> tuple[list[float], list[float], list[float]]:
-        """Seconds of matches of MATCH_KEYS keys, of empty actor calls with as many bytes, and of socket round trips."""
+        """Seconds of matches of MATCH_KEYS keys, and of empty actor calls and socket round trips of the same size."""
         import ray
 
         cache = self.pool.cache(model="bench", dtype="uint8", layout="rows", block_tokens=16, block_bytes=4096)
@@ -106,7 +106,7 @@ class Worker:
         def ask() -> None:
             ray.get(echo.call.remote(*message), timeout=60)
 
-        for _ in range(MATCH_CALLS // MATCH_TURN):  # the first call of a turn warms the answering process up
+        for _ in range(MATCH_CALLS // MATCH_TURN):  # the first call of a turn is a warm-up
             floor += [seconds_of(ask) for _ in range(MATCH_TURN)][1:]
             bare += [socket.seconds() for _ in range(MATCH_TURN)][1:]
             matched = [self._match_s(cache, keys) for _ in range(MATCH_TURN)][1:]
@@ -114,7 +114,7 @@ class Worker:
         return ours, floor, bare
 
     def _match_s(self, cache: Any, keys: Keys) -> float:
-        """Seconds of a match; 0.0 if the answer was late: the machine is busy with something else."""
+        """Seconds of a match; 0.0 if the answer was late, which happens on a busy machine."""
         begin = time.perf_counter()
         with cache.match(keys) as match:
             seconds = time.perf_counter() - begin
@@ -125,7 +125,7 @@ class Worker:
 
 
 def run(shapes: list[Shape] | None = None) -> dict[str, Any]:
-    """Median GB/s (1e9 bytes), microseconds and keys/s. shapes: for a table of them under `results`."""
+    """Return median GB/s (1e9 bytes), microseconds and keys/s. shapes: shapes to measure for the table `results`."""
     import ray
 
     with local_cluster(1) as (node,):

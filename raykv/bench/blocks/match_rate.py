@@ -1,4 +1,4 @@
-"""How many keys per second one directory finds for several clients, over its socket and through Ray in turn."""
+"""Keys per second that one directory finds for several clients, alternately over its socket and through Ray."""
 
 import contextlib
 import statistics
@@ -20,7 +20,7 @@ class Asker:
     """A client in a process of its own."""
 
     def __init__(self, pool: str, count: int) -> None:
-        """count: keys of a match."""
+        """count: number of keys of a match."""
         import raykv
 
         self.pool = raykv.attach(pool)
@@ -42,7 +42,7 @@ class Asker:
             with self.cache.match(self.keys) as match:
                 found += match.num_blocks
             if not match.num_blocks:
-                time.sleep(0.01)  # for the client to find the directory again
+                time.sleep(0.01)  # time for the client to find the directory again
         return found / passed
 
 
@@ -52,7 +52,7 @@ def run(pool: str, node: str, count: int) -> tuple[float, float]:
 
     askers = [on_node(Asker, node, pool, count) for _ in range(CLIENTS)]
     rates: dict[str, list[float]] = {"socket_rate": [], "ray_rate": []}
-    for _ in range(1 + PHASES):  # the first warms up
+    for _ in range(1 + PHASES):  # the first phase is a warm-up
         for way, found in rates.items():
             found.append(sum(ray.get([getattr(asker, way).remote() for asker in askers])))
     for asker in askers:

@@ -1,4 +1,4 @@
-"""The floor of every copy: numpy copies the same bytes, with a number of threads."""
+"""The floor (baseline) of every copy: numpy copies the same bytes with one or several threads."""
 
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -10,7 +10,7 @@ Blocks = list[NDArray[np.uint8]]
 
 
 class Memcpy:
-    """Copies blocks with `threads` threads. A single thread is the caller's own."""
+    """Copies blocks with `threads` threads. A single thread is the caller's thread."""
 
     def __init__(self, threads: int) -> None:
         self._shares = threads

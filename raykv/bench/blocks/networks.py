@@ -14,9 +14,9 @@ HOLD = ["setpriv", "--pdeathsig=KILL", "unshare", "--net", "sleep", "infinity"] 
 
 @contextmanager
 def namespaces(count: int, tools: Sequence[str] = ()) -> Iterator[list[int]]:
-    """Processes, each in its own network namespace. Yields their ids.
+    """Start processes, each in its own network namespace. Yields their process ids.
 
-    tools: programs that this needs beside TOOLS. FileNotFoundError where a program is missing.
+    tools: programs that the caller needs besides TOOLS. Raises FileNotFoundError if a program is missing.
     """
     missing = [tool for tool in (*TOOLS, *tools) if not shutil.which(tool)]
     if missing:
@@ -37,17 +37,17 @@ def _namespace(pid: int | str) -> str:
 
 
 def enter(pid: int) -> list[str]:
-    """The words before a command that run it in the network of a process."""
+    """Return the prefix that runs a command in the network namespace of a process."""
     return ["nsenter", f"--target={pid}", "--net"]
 
 
 def inside(pid: int, *command: Any) -> str:
-    """Like `run`, in the network of a process."""
+    """Like `run`, but in the network namespace of a process."""
     return run(*enter(pid), *command)
 
 
 def run(*command: Any) -> str:
-    """Run a command. Returns its output. RuntimeError if it fails."""
+    """Run a command. Returns its output. Raises RuntimeError if it fails."""
     done = subprocess.run([str(part) for part in command], capture_output=True, text=True)
     if done.returncode:
         why = done.stderr.strip() or done.stdout.strip()

@@ -8,12 +8,12 @@ from numpy.typing import NDArray
 from raykv.client.cache import KVCache
 from raykv.keys import Keys
 
-LATE_S = 0.2  # to wait after a late answer, for the client to find the directory again
+LATE_S = 0.2  # seconds to wait after a late answer, until the client finds the directory again
 TRIES = 20
 
 
 def store_all(cache: KVCache, keys: Keys, blocks: NDArray[np.uint8]) -> None:
-    """Store blocks until all are there: the directory may first have to take slabs from blocks of another size."""
+    """Repeat a store until all blocks are stored. The directory may first have to reassign slabs of another size."""
     for _ in range(TRIES):
         cache.store(keys, blocks, wait=True)
         with cache.match(keys) as match:

@@ -1,4 +1,4 @@
-"""`raykv bench tiers`: blocks on their way to external tiers and back, beside bare direct I/O and bare redis-py."""
+"""`raykv bench tiers`: stores to and loads from external tiers, beside bare direct I/O and bare redis-py."""
 
 import mmap
 import os
@@ -31,12 +31,12 @@ from raykv.tiers.guarded import GuardedTier
 BLOCK_BYTES, BLOCKS = 2 * MIB, 64
 CAPACITY = "1GiB"
 WARM, PAIRS = 2, 10
-START_S = 10.0  # for a redis server
+START_S = 10.0  # seconds for a Redis server to start
 Keys = NDArray[np.uint8]
 
 
 class Floor(Protocol):
-    """Moves the same bytes with the tier's library alone."""
+    """The floor (baseline) of a tier: it moves the same bytes with only the tier's library."""
 
     def store(self, blocks: list[memoryview]) -> None: ...
 
@@ -44,7 +44,7 @@ class Floor(Protocol):
         """Load the blocks of the last `store`."""
 
     def delete(self) -> None:
-        """Delete these blocks. Does nothing if the tier overwrites deleted blocks too."""
+        """Delete the blocks of the last `store`. Does nothing if the next `store` overwrites them, as in the tier."""
 
     def close(self) -> None: ...
 
@@ -71,7 +71,7 @@ class Node(TierCopier):
         self._arena.close(unlink=True)
 
     def fill(self, turn: int) -> tuple[Keys, list[memoryview]]:
-        """New keys for every turn, and their blocks in the arena."""
+        """Return new keys for this turn, and their blocks in the arena."""
         keys = np.random.default_rng(turn).integers(0, 255, (BLOCKS, KEY_BYTES), np.uint8)
         assert self._arena.write(_locations(0, turn), keys, self._blocks).all()
         return keys, [self._arena.views(location)[0].data for location in np.split(_locations(0, turn), BLOCKS)]
@@ -111,7 +111,7 @@ class DirectIo:
         assert done == BLOCKS * BLOCK_BYTES
 
     def delete(self) -> None:
-        """Does nothing: as in the tier, the next `store` overwrites these blocks."""
+        """Do nothing: as in the tier, the next `store` overwrites these blocks."""
 
     def close(self) -> None:
         self._threads.shutdown()
@@ -151,7 +151,7 @@ class RedisPy:
 
 
 def run(directory: str) -> dict[str, Any]:
-    """Median GB/s (1e9 bytes) and ratios to a floor. directory: on the disk to measure."""
+    """Return median GB/s (1e9 bytes), and ratios to the floors. directory: a folder on the disk to measure."""
     with _folder(directory) as folder:
         figures: dict[str, Any] = _figures("file", f"file://{folder}/tier?capacity={CAPACITY}", DirectIo(folder))
     missing = _missing()
@@ -193,7 +193,7 @@ def _ratio(seconds: dict[str, list[float]], what: str) -> float:
 
 
 def _locations(slab: int, turn: int) -> Locations:
-    """All slots of a slab, granted anew every turn."""
+    """Locations of all slots of a slab, with a new generation in every turn."""
     locations = np.zeros(BLOCKS, LOCATION)
     locations["slab"], locations["slot"], locations["bytes"] = slab, np.arange(BLOCKS), BLOCK_BYTES
     locations["slab_gen"], locations["gen"] = 1 << COUNTER_BITS, (1 << COUNTER_BITS) + turn
@@ -202,7 +202,7 @@ def _locations(slab: int, turn: int) -> Locations:
 
 @contextmanager
 def _folder(directory: str) -> Iterator[str]:
-    """A temporary folder. ValueError if its file system does no direct I/O."""
+    """Yield a temporary folder. Raises ValueError if its file system does not support direct I/O."""
     with tempfile.TemporaryDirectory(dir=directory, prefix="raykv-bench-") as folder:
         try:
             os.close(os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_DIRECT))
@@ -212,7 +212,7 @@ def _folder(directory: str) -> Iterator[str]:
 
 
 def _missing() -> str | None:
-    """The missing requirement of the redis bench."""
+    """Return what is missing for the Redis bench; None if nothing is missing."""
     try:
         import redis  # noqa: F401
     except ModuleNotFoundError:
@@ -222,7 +222,7 @@ def _missing() -> str | None:
 
 @contextmanager
 def _redis_server() -> Iterator[int]:
-    """A server that keeps nothing on disk. Yields its port."""
+    """Run a Redis server that keeps nothing on disk. Yields its port."""
     port = free_port()
     with tempfile.TemporaryDirectory() as folder:
         words = ["redis-server", "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--dir", folder]

@@ -1,6 +1,6 @@
-"""The directory's costs at size: bytes per entry, match, release, store with eviction, loss of a node.
+"""Costs of a large directory: bytes per entry, and times of match, release, store with eviction, and loss of a node.
 
-The bench calls public methods of `raykv.directory.directory.Directory`. The floor to compare with is a plain model. It
+The bench calls public methods of `raykv.directory.directory.Directory`. The floor (baseline) is a plain model that
 keeps the same state in dicts.
 """
 
@@ -23,28 +23,28 @@ from raykv.protocol.stores import ArenaDescription, Inventory
 
 KeyArray = NDArray[np.uint64]  # (n, 2)
 
-LENGTHS = (64, 512, 8192)  # keys of a match
+LENGTHS = (64, 512, 8192)  # numbers of keys of a match
 SHORT, LONG = 512, 8192  # blocks of a chain: short chains have half of the entries, long chains the other half
 MIN_ENTRIES = 200_000
-FLOOR_ENTRIES = 1_000_000  # at most: the plain model would take minutes and gigabytes for more
+FLOOR_ENTRIES = 1_000_000  # maximum for the plain model, which would take minutes and gigabytes for more
 MIN_NODES, NODE_BLOCKS = 8, 1_000_000
 SLAB_SLOTS = 16_384
 BLOCK_BYTES = 4096
-PER_CALL = 4096  # keys of a call while filling
+PER_CALL = 4096  # keys per call while the directory is filled
 STORE = 1024  # blocks of a timed store: a prompt of 16,384 tokens
 TURNS = 12
-IN_A_TURN = 5  # calls on one side; the first call does not count, since the caches hold the other side's data
-WRITERS = 16 * LONG  # blocks of the chains that grow at the same time, interleaved at random
+IN_A_TURN = 5  # calls of one side; the first is not counted, since the CPU caches hold the other side's data
+WRITERS = 16 * LONG  # blocks of the chains that grow concurrently, interleaved at random
 CHURN = 0.4  # share of blocks that are replaced before the first timing
 
 
 def run(entries: int) -> dict[str, Any]:
-    """Figures of a directory of `entries` blocks. floor: figures of the plain model with at most a million blocks.
+    """Measure a directory of `entries` blocks. floor: figures of the plain model with at most a million blocks.
 
-    match_us, release_us: by number of keys, for chains that were not used lately. insert_per_s: blocks a second, in
-    stores of `store_blocks` new blocks that evict as many blocks. remove_node_ms: for a node of `remove_node_blocks`.
-    metrics: see `metrics_cost.cost`. Times are medians; the two sides take turns. Raises ValueError below 200,000
-    entries.
+    match_us, release_us: by number of keys, for chains that were not used recently. insert_per_s: stored blocks per
+    second, in stores of `store_blocks` new blocks that evict the same number of blocks. remove_node_ms: time to remove
+    a node of `remove_node_blocks` blocks. metrics: see `metrics_cost.cost`. Times are medians. The directory and the
+    model are timed in turn. Raises ValueError below 200,000 entries.
     """
     if entries < MIN_ENTRIES:
         raise ValueError(f"entries={entries}: give at least {MIN_ENTRIES}, so that every node holds long chains")
@@ -70,11 +70,11 @@ def run(entries: int) -> dict[str, Any]:
 
 
 def _metrics_cost(pool: "_Pool", load: "_Load") -> dict[str, Any]:
-    """Cost of metrics for matches of the fewest keys, where it weighs most."""
+    """Measure the cost of metrics for the shortest matches, where its share is highest."""
     few = min(LENGTHS)
     prompts = [(node, load._prepared(chain, few)) for node, chain in load.chains[SHORT]]
 
-    def request(number: int) -> tuple[Any, ...]:  # each call releases the lease of the call before
+    def request(number: int) -> tuple[Any, ...]:  # each call releases the lease of the previous call
         node, keys = prompts[number % len(prompts)]
         return tuple(pool._call()), (1, str(node), keys, BLOCK_BYTES, KEYS_PER_CALL)
 
@@ -82,7 +82,7 @@ def _metrics_cost(pool: "_Pool", load: "_Load") -> dict[str, Any]:
 
 
 class _Side(Protocol):
-    """A side to time. `prepare` turns keys into the argument of its other methods."""
+    """A directory to time: the real one or the model. `prepare` converts keys to the argument of the other methods."""
 
     def prepare(self, keys: KeyArray) -> Any: ...
     def match(self, node: int, keys: Any) -> int: ...  # also leases; returns the number of blocks found on `node`
@@ -222,7 +222,7 @@ class _Load:
         self.bytes = 0.0
 
     def fill(self) -> None:
-        """Fill all room, use the chains in random order, replace CHURN of the blocks, and use the chains again."""
+        """Fill all slots, use the chains in random order, replace CHURN of the blocks, and use the chains again."""
         per_node = self.entries // self.nodes
         self._grow(per_node)
         self._use()
@@ -249,7 +249,7 @@ class _Load:
             self.side.store(node, self.side.prepare(_keys(ids[writer[call]], block[call])))
 
     def _use(self) -> None:
-        """Match every chain once, in random order. Keep only chains that are whole."""
+        """Match every chain once, in random order. Keep only chains whose blocks are all found."""
         for length, chains in self.chains.items():
             kept = []
             for i in self.random.permutation(len(chains)):
@@ -263,7 +263,7 @@ class _Load:
         return self.side.prepare(_keys(np.full(length, chain), np.arange(length)))
 
     def match(self, length: int, timed: bool) -> None:
-        """Time a match and a release of the chain whose last use is longest ago."""
+        """Time a match and a release of the least recently used chain."""
         chains = self.chains[max(SHORT, length)]
         node, chain = chains.pop(0)
         chains.append((node, chain))
@@ -280,7 +280,7 @@ class _Load:
             raise RuntimeError(f"a chain of {length} blocks matched {n}: it should have been whole")
 
     def store(self, timed: bool) -> None:
-        """Time a store of new blocks that evicts as many blocks."""
+        """Time a store of new blocks that evicts the same number of blocks."""
         keys = self._prepared(next(self.ids), STORE)
         node = next(self.writer) % self.nodes
         start = time.perf_counter()
@@ -296,7 +296,7 @@ class _Load:
         self.lost.append((time.perf_counter() - start, slots))
 
     def figures(self) -> dict[str, Any]:
-        """Medians."""
+        """Return the medians."""
         return {
             "entries": self.entries,
             "bytes_per_entry": round(self.bytes, 1),

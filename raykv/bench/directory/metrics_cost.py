@@ -18,7 +18,7 @@ from raykv.protocol.packing import packed, unpacked
 from raykv.system.hints import takers
 
 POOL = "bench-directory"
-TURNS, CALLS = 300, 100  # turns of each of the two alternating sides; calls of a turn
+TURNS, CALLS = 300, 100  # turns of each of the two alternating sides; calls per turn
 EXPORTS = 6
 PATIENCE_S = 10.0
 
@@ -28,9 +28,9 @@ TAKES = takers(MATCH)
 
 
 class _Timed(DirectoryServer):
-    """A server with a connection to it. It notes its thread's processor time at the first and the last call.
+    """A server and a connection to it. It records its thread's processor time at the first and at the last call.
 
-    The same thread answers counted and uncounted calls: two threads would differ by their processors.
+    The same thread answers counted and uncounted calls, since two threads might run on unequal processors.
     """
 
     def __init__(self, directory: Directory) -> None:
@@ -45,7 +45,7 @@ class _Timed(DirectoryServer):
         return super()._answer(connection, request)
 
     def seconds(self, requests: list[bytes]) -> float:
-        """Processor seconds of the directory's thread for one of these calls, including the socket."""
+        """Mean processor seconds of the directory's thread for one of these calls, including the socket."""
         self._began = 0.0
         for body in requests:
             request = Request()
@@ -72,12 +72,12 @@ class _Timed(DirectoryServer):
 
 
 def cost(directory: Directory, request: Callable[[int], Message]) -> dict[str, Any]:
-    """Figures of a directory that does nothing but match.
+    """Measure the cost of metrics in a directory that only answers matches. Starts a Ray node.
 
-    request: arguments of a match, by number. plain_us: the thread's processor time for a call over the socket.
-    with_metrics_us: the same for counted calls. Both are first quartiles of turns. calls_percent: the difference, per
-    cent. export_ms: mean processor time of an export, which happens every 5 s; every other export looks at every slot.
-    percent: share of a fully loaded directory's time that counting and exports take. Starts a Ray node.
+    request: returns the arguments of the match with a given number. plain_us: the thread's processor time for a call
+    over the socket. with_metrics_us: the same for counted calls. Both are first quartiles of turns. calls_percent: the
+    difference in percent. export_ms: mean processor time of an export. Exports run every 5 s, and every other one looks
+    at every slot. percent: share of a fully loaded directory's time that counting and exports take.
     """
     server = _Timed(directory)
     sides: tuple[list[float], list[float]] = ([], [])
@@ -86,7 +86,7 @@ def cost(directory: Directory, request: Callable[[int], Message]) -> dict[str, A
         server.count(side == 1)
         sides[side].append(server.seconds([packed(("match", *request(turn * CALLS + i))) for i in range(CALLS)]))
     server.close()
-    plain, counted = (statistics.quantiles(times)[0] for times in sides)  # low: other work only adds time
+    plain, counted = (statistics.quantiles(times)[0] for times in sides)  # other work only adds time
     calls = 100 * (counted / plain - 1)
     export = _export_s(directory, server._metrics)
     return {
@@ -99,7 +99,7 @@ def cost(directory: Directory, request: Callable[[int], Message]) -> dict[str, A
 
 
 def _export_s(directory: Directory, metrics: DirectoryMetrics) -> float:
-    """Mean seconds of EXPORTS exports. Two exports before them, not timed, create Ray's metrics."""
+    """Mean processor seconds of EXPORTS exports. Two untimed exports before them create Ray's metrics."""
     with local_cluster(1):
         internal_kv.put_in_charge(POOL, "", None)
         metrics.saved()

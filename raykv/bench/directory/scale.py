@@ -1,4 +1,4 @@
-"""`raykv bench scale`: how many nodes one directory carries, and how it takes over after a SIGKILL.
+"""`raykv bench scale`: how many nodes one directory carries, and how fast another takes over after a SIGKILL.
 
 The directory's server runs without Ray, in its own process, with its socket and kernels. A few processes simulate the
 nodes (scale_load.py). Each number of nodes gets a new directory and new nodes.
@@ -28,14 +28,14 @@ from raykv.protocol.location import Address
 
 LOADS = 2  # processes that simulate nodes
 WARM_S = 3.0
-P99_MS = 20.0  # a directory carries its nodes only if the p99 of its matches is below this
-CARRIED = 0.95  # and only if it answers at least this share of the offered calls
+P99_MS = 20.0  # milliseconds; a directory carries its nodes only if the p99 of its matches is below this
+CARRIED = 0.95  # a directory carries its nodes only if it answers at least this share of the offered calls
 SPAWN = multiprocessing.get_context("spawn")
 
 
 def serve(epoch: int, orders: Connection) -> None:
-    """The main function of a directory's process. The directory takes charge when it is ordered to."""
-    Directory()  # loads the kernels, as a directory that stands by has done
+    """The main function of a directory's process. The directory takes charge when it receives an order."""
+    Directory()  # loads the kernels, as a standby directory has already done
     orders.send("ready")
     orders.recv()
     server = DirectoryServer("bench-scale", DirectoryMetrics("bench-scale", ""))  # exports no counts
@@ -48,7 +48,7 @@ def serve(epoch: int, orders: Connection) -> None:
 
 
 class Process(NamedTuple):
-    """A process that takes orders."""
+    """A process that receives orders over a pipe."""
 
     process: BaseProcess
     orders: Connection
@@ -82,7 +82,7 @@ class Server(NamedTuple):
         return cls(process, *process.orders.recv())
 
     def cpu_s(self) -> float:
-        """CPU seconds of the thread that answers."""
+        """CPU seconds of the thread that answers calls."""
         task = Path(f"/proc/{self.process.process.pid}/task/{self.thread}/schedstat")
         return int(task.read_text(encoding="utf-8").split()[0]) / 1e9
 
@@ -94,11 +94,11 @@ class Server(NamedTuple):
 def run(nodes: list[int], entries: int, seconds: float, take_over: int = 0) -> dict[str, Any]:
     """Measure a directory with each of these numbers of nodes, and then a take-over.
 
-    entries: blocks in the directory, of all nodes together. seconds: how long to measure each number of nodes.
-    take_over: number of nodes of a pool whose directory is killed; 0: no directory is killed.
+    entries: total number of blocks of all nodes. seconds: how long to measure each number of nodes.
+    take_over: number of nodes of a pool whose directory is killed; 0 to kill no directory.
 
-    Returns a dict. results: figures for each number of nodes. largest_nodes: the largest number of nodes that one
-    directory carries; 0 if it carries none of them. take_over: figures of the take-over, if there was one.
+    Returns a dict. results: figures for each number of nodes. largest_nodes: the largest of these numbers of nodes that
+    one directory carries; 0 if it carries none of them. take_over: figures of the take-over, if there was one.
     """
     results = [_measured(count, entries, seconds) for count in nodes]
     carried = [row["nodes"] for row in results if row["carried"]]
@@ -114,7 +114,7 @@ def _measured(nodes: int, entries: int, seconds: float) -> dict[str, Any]:
 
 
 def _watched(server: Server, loads: list[Process], seconds: float) -> tuple[list[Figures], float, float]:
-    """(figures of each process, CPU seconds of the directory's thread, seconds), after WARM_S of load."""
+    """Watch after WARM_S. Returns (figures of each process, CPU seconds of the directory's thread, seconds passed)."""
     _order(loads, "ask", True)
     time.sleep(WARM_S)
     _order(loads, "reset")
@@ -143,7 +143,7 @@ def _figures(figures: list[Figures], nodes: int, busy: float, seconds: float) ->
 
 
 def _killed(nodes: int, entries: int, seconds: float) -> dict[str, Any]:
-    """Seconds from when a successor is told to take charge to the first match, the last inventory, and a low p99."""
+    """Seconds from the successor's order to take charge until the first match, the last inventory, and a low p99."""
     with _pool(nodes, entries) as (server, loads, _), _running(serve, 3) as successor:
         successor.orders.recv()
         _watched(server, loads, seconds)
@@ -165,7 +165,7 @@ def _killed(nodes: int, entries: int, seconds: float) -> dict[str, Any]:
 
 
 def _until_joined(loads: list[Process], nodes: int, seconds: float) -> list[Figures]:
-    """Figures until all stores have joined, and for `seconds` after that."""
+    """Return the figures until all stores have joined, and for `seconds` after that."""
     while len(_array(_collect(loads), "joined")) < nodes:
         time.sleep(0.2)
     time.sleep(seconds)
@@ -173,7 +173,7 @@ def _until_joined(loads: list[Process], nodes: int, seconds: float) -> list[Figu
 
 
 def _low_from(at: NDArray[np.float64], waited_ms: NDArray[np.float64]) -> float:
-    """End of the last quarter of a second whose p99 of matches was too high."""
+    """Return the end of the last quarter second in which the p99 of matches was too high."""
     quarters = (at * 4).astype(np.int64)
     high = [i for i in range(quarters.max() + 1) if _p99(waited_ms[quarters == i]) >= P99_MS]
     return (max(high, default=-1) + 1) / 4
@@ -185,7 +185,7 @@ def _p99(values: NDArray[np.float64]) -> float:
 
 @contextlib.contextmanager
 def _pool(nodes: int, entries: int) -> Iterator[tuple[Server, list[Process], int]]:
-    """(a directory, the processes of its nodes, its bytes before the nodes joined)."""
+    """Yield (a directory, the processes that simulate its nodes, its resident bytes before the nodes joined)."""
     count = min(LOADS, nodes)
     firsts = [nodes * i // count for i in range(count + 1)]
     shares = [Share(a, b - a, entries // nodes, 1) for a, b in itertools.pairwise(firsts)]

@@ -1,9 +1,9 @@
-"""A process that simulates nodes for `raykv bench scale`, and puts their load on a directory by its protocol.
+"""A process that simulates nodes for `raykv bench scale`, and sends their calls to a directory by its protocol.
 
-A node is a store, with a connection for its inventory and heartbeats, and ENGINES clients. Each client has its own
-connection, as in production. Each second RATE requests of an engine fall due, even if earlier requests wait for
-answers. A request matches KEYS keys, of which earlier requests have stored the first half. Then the request reserves
-the second half, and commits without waiting for the answer.
+A node consists of a store, which has a connection for its inventory and heartbeats, and of ENGINES clients. Each client
+has its own connection, as in production. Each second, RATE requests of an engine become due, even if earlier requests
+still wait for answers. A request matches KEYS keys, the first half of which earlier requests have stored. Then the
+request reserves slots for the second half, and commits these keys without waiting for the answer.
 """
 
 import heapq
@@ -28,17 +28,17 @@ from raykv.protocol.location import KEY_BYTES, LOCATION, Address, Locations
 from raykv.protocol.packing import packed, unpacked
 from raykv.protocol.stores import ArenaDescription, Inventory, Joined, SlabReport
 
-ENGINES, RATE = 8, 5.0  # of a node; requests a second of an engine
-KEYS = 200  # of a request; the engine has stored the first half
-PROMPTS = 32  # prompts that an engine has stored and asks for in turn, at most; fewer if the node has less room
+ENGINES, RATE = 8, 5.0  # engines per node; requests per second of an engine
+KEYS = 200  # keys of a request; the engine has stored the first half
+PROMPTS = 32  # maximum number of stored prompts that an engine asks for in turn; small nodes store fewer
 BLOCK_BYTES, SLAB_SLOTS = 2 << 20, 512
-MIN_WINDOW, WINDOW_SHARE = 128, 50  # free slots for staging: one for each WINDOW_SHARE blocks, at least MIN_WINDOW
-HEARTBEAT_S = 1.0  # between two heartbeats of a store
-CONNECTS = 4  # new connections between two rounds of answers
-CONNECT_AGAIN_S = 0.25  # to wait after the directory refused a connection
+MIN_WINDOW, WINDOW_SHARE = 128, 50  # staging slots: one for each WINDOW_SHARE blocks, at least MIN_WINDOW
+HEARTBEAT_S = 1.0  # seconds between two heartbeats of a store
+CONNECTS = 4  # maximum number of new connections in a round
+CONNECT_AGAIN_S = 0.25  # seconds to wait after the directory refused a connection
 RECEIVE_BYTES = 1 << 20
-SEND_S = 30.0  # for a directory to take bytes again
-NICENESS = 10  # these processes stand for other machines, so they leave the directory its core
+SEND_S = 30.0  # maximum seconds to wait until a directory accepts more bytes
+NICENESS = 10  # these processes simulate other machines, so they must not take the directory's core
 OLD_BYTES = KEYS // 2 * KEY_BYTES
 
 Deliver = Callable[[Any], None]
@@ -49,25 +49,25 @@ class Share(NamedTuple):
 
     first: int  # number of its first node
     nodes: int
-    blocks: int  # of each node
+    blocks: int  # blocks of each node
     epoch: int  # newest epoch that the arenas know
 
 
 class Figures(NamedTuple):
-    """Counts and times since `reset`. The last three are arrays of float64."""
+    """Counts and times since `reset`. The last three fields are the bytes of float64 arrays."""
 
     calls: int  # answered calls
     requests: int  # requests whose commit was sent
-    keys: int  # of matches
+    keys: int  # keys that matches asked for
     hits: int
     errors: int  # refused calls, and connections that failed or ended
     matched: bytes  # when each match was answered (time.monotonic())
-    waited: bytes  # seconds from when each match was due to its answer
-    joined: bytes  # when the directory had taken up each inventory
+    waited: bytes  # seconds from the due time of each match to its answer
+    joined: bytes  # when the directory had adopted each inventory
 
 
 class Line:
-    """A connection. Answers come in the order of the calls."""
+    """A connection to the directory, which answers in the order of the calls."""
 
     period = HEARTBEAT_S  # seconds between two ticks
     side = CLIENT
@@ -86,7 +86,7 @@ class Line:
         self.on_connected()
 
     def ask(self, deliver: Deliver | None, method: str, *arguments: Any) -> None:
-        """Send a call. deliver: called with the answer. None: nobody reads the answer."""
+        """Send a call. deliver: called with the answer; None to ignore the answer."""
         assert self.socket is not None
         call = (method, *arguments) if deliver or method == "heartbeat" else (None, method, *arguments)
         data = memoryview(wire.frame(packed(call)))
@@ -98,7 +98,7 @@ class Line:
                 select.select([], [self.socket], [], SEND_S)
 
     def read(self) -> None:
-        """Deliver the answers that came. Raises OSError if the directory is gone."""
+        """Deliver the answers received so far. Raises OSError if the directory is gone."""
         assert self.socket is not None
         data = self.socket.recv(RECEIVE_BYTES)
         if not data:
@@ -131,7 +131,7 @@ class Store(Line):
         super().__init__(load)
         self.name, self.nonce, self.epoch = f"{number:056x}", b"%016d" % number, epoch
         self.index, self.beats = -1, False
-        self.written: list[tuple[bytes, bytes]] = []  # (locations, keys) that `inventory` has not noted yet
+        self.written: list[tuple[bytes, bytes]] = []  # (locations, keys) that `inventory` has not recorded yet
         self.slabs = -(-(blocks + max(MIN_WINDOW, blocks // WINDOW_SHARE)) // SLAB_SLOTS)
         self.report = tuple(SlabReport(self.slabs, self.slabs, b""))
         self.keys = np.random.default_rng(number).integers(0, 1 << 63, (self.slabs * SLAB_SLOTS, 2), np.uint64)
@@ -168,7 +168,7 @@ class Store(Line):
             self.ask(None, "heartbeat", self.name, self.report)
 
     def _note(self, locations: Locations, keys: bytes) -> None:
-        """Note that blocks lie in these slots now."""
+        """Record that these slots now hold the blocks of these keys."""
         if (locations["node"] != self.index).any():  # another node has some of the blocks
             return
         slots = locations["slab"].astype(np.int64) * SLAB_SLOTS + locations["slot"]
@@ -176,7 +176,7 @@ class Store(Line):
         self.slab_gens[locations["slab"]] = locations["slab_gen"]
 
     def inventory(self) -> Inventory:
-        """An inventory of all blocks. Blocks that were stored later have later stamps."""
+        """Return an inventory of all blocks. Blocks that were stored later have later stamps."""
         for written, keys in self.written:
             self._note(np.frombuffer(written, LOCATION), keys)
         self.written.clear()
@@ -193,7 +193,7 @@ class Store(Line):
 
 
 class Engine(Line):
-    """A client with one request at a time. Requests that fall due meanwhile wait."""
+    """A client that sends one request at a time. Requests that become due in the meantime wait."""
 
     period = 1 / RATE
 
@@ -201,8 +201,8 @@ class Engine(Line):
         super().__init__(load)
         self.store, self.prompts = store, deque(prompts)
         self.client, self.seq, self.hold = random.getrandbits(63), 0, 0
-        self.waiting: deque[float] = deque()  # when requests were due
-        self.since = 0.0  # when the present request was due; 0: there is none
+        self.waiting: deque[float] = deque()  # due times of waiting requests
+        self.since = 0.0  # due time of the current request; 0 if there is none
 
     def on_connected(self) -> None:
         self.since = 0.0
@@ -246,7 +246,7 @@ class Engine(Line):
             self._match(self.waiting.popleft())
 
     def _keys_at(self, indices: bytes) -> bytes:
-        """Keys that were granted a slot: as a rule, all new keys."""
+        """Keys that were granted a slot; normally all new keys."""
         if len(indices) == len(self.new) // KEY_BYTES * 4:
             return self.new
         return np.frombuffer(self.wanted, np.uint64).reshape(-1, 2)[np.frombuffer(indices, np.int32)].tobytes()
@@ -299,15 +299,15 @@ class Load:
     def on_written(self, locations: bytes, keys: bytes) -> None:
         self.requests += 1
         store = self.by_index.get(int.from_bytes(locations[:4], "little"))
-        if store is not None:  # the node may be another process's
+        if store is not None:  # another process may simulate the node
             store.written.append((locations, keys))
 
     # ------------------------------------------------------------------ the loop
 
     def connect(self, address: Address) -> None:
-        """Have all lines connect, in a random order."""
+        """Connect all lines to a directory, in random order."""
         for line in self.lines:
-            if line.socket is not None:  # this connection leads to the earlier directory
+            if line.socket is not None:  # a connection to the previous directory
                 self._lose(line)
         self.address, self.connect_at = address, 0.0
         self.to_connect = deque(random.sample(self.lines, len(self.lines)))
@@ -360,9 +360,10 @@ class Load:
 
 
 def simulate(share: Share, orders: Connection) -> None:
-    """The main function of a load process: follow orders, and put load on a directory meanwhile.
+    """The main function of a load process: follow orders, and meanwhile send the nodes' calls to a directory.
 
-    Orders: ("connect", Address); ("ask", whether engines ask); ("reset",); ("figures",), to send Figures; ("end",).
+    Orders: ("connect", Address); ("ask", whether engines send requests); ("reset",); ("figures",), which sends Figures;
+    ("end",).
     """
     os.nice(NICENESS)
     load = Load(share)

@@ -14,11 +14,11 @@ POOL = "bench-flight"
 PROMPT_TOKENS, REQUESTS = 3000, 8
 ARENA_BYTES = 2048 * MIB
 WARM, ROUNDS = 2, 8
-SETTLE_S = 0.2  # for earlier prompts' blocks to be stored
+SETTLE_S = 0.2  # seconds for the blocks of earlier prompts to be stored
 
 
 class Answers(NamedTuple):
-    """Answers to equal prompts. computed: computed tokens of all prompts. last_ms: until each has its first token."""
+    """Answers to equal prompts. computed: computed tokens of all prompts. last_ms: until all have a first token."""
 
     computed: int
     last_ms: float
@@ -26,7 +26,7 @@ class Answers(NamedTuple):
 
 
 class Engine(ttft.Engine):
-    """vLLM with random weights, which gets several requests at once."""
+    """vLLM with random weights. It receives several requests at once."""
 
     def ask(self, turn: int, count: int) -> Answers:
         outputs = self.generate(turn, PROMPT_TOKENS, count)
@@ -38,7 +38,7 @@ class Engine(ttft.Engine):
 
 
 def run() -> dict[str, Any]:
-    """Median number of computed prompts of REQUESTS, and median milliseconds until each request has its first token.
+    """Return the median number of computed prompts of REQUESTS, and median milliseconds until all have a first token.
 
     alone_ms: milliseconds until the first token of a single request to one engine.
     """
@@ -72,9 +72,9 @@ def run() -> dict[str, Any]:
 
 
 def _round(turn: int, pool: Any, engines: dict[str, list[Any]]) -> dict[str, float]:
-    """First one engine computes a prompt alone.
+    """Run a round. First one engine computes a prompt alone.
 
-    In rounds that warm up, every engine computes the prompt, to learn its speed.
+    In warm-up rounds every engine computes the prompt, to learn its own speed.
     """
     import ray
 

@@ -1,4 +1,4 @@
-"""Floors: time to bring a prompt's KV without an engine, by Ray, by the pool, and by memcpy."""
+"""Floors (baselines): the time to move a prompt's KV without an engine, by Ray, by the pool, and by memcpy."""
 
 import time
 from typing import Any
@@ -10,11 +10,11 @@ from raykv.bench.blocks.memcpy import Memcpy
 from raykv.config import MIB
 from raykv.keys import Keys
 
-BLOCK_BYTES = 2 * MIB  # 64 KiB a token: 16 layers of 4 heads of 128, keys and values, in float32
+BLOCK_BYTES = 2 * MIB  # 64 KiB per token: 16 layers of 4 heads of 128, keys and values, in float32
 
 
 class Bytes:
-    """An actor with as many bytes as a prompt's KV, to time how Ray brings them to another node."""
+    """An actor that holds as many bytes as a prompt's KV, to time how Ray moves them to another node."""
 
     def __init__(self, size: int) -> None:
         self.bytes = np.random.default_rng(0).integers(0, 255, size, np.uint8)
@@ -36,7 +36,7 @@ class Bytes:
 
 
 class Lane:
-    """An actor with as many bytes in blocks of a pool, to time how the pool brings them to another node."""
+    """An actor that stores the same number of bytes in a pool, to time how the pool moves them to another node."""
 
     def __init__(self, pool: str, size: int) -> None:
         import raykv

@@ -1,7 +1,7 @@
 """Runs vLLM's scheduler and worker in the calling process, as vLLM itself does with one GPU.
 
-On CPUs vLLM by default runs scheduler and worker in their own processes. These processes poll for messages, and on few
-cores they take time from a transfer. With a GPU and one rank vLLM has no such processes.
+By default, vLLM on CPUs runs its scheduler and worker in separate processes. These processes poll for messages, which
+slows down transfers on a machine with few cores. With a GPU and one rank, vLLM has no such processes.
 """
 
 import gc
@@ -12,12 +12,12 @@ ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 
 
 def prepare() -> None:
-    """Make vLLM start, and start quickly, in a process that has imported raykv. Call it before `LLM`."""
+    """Let vLLM start, and start quickly, in a process that has imported raykv. Call this before creating an `LLM`."""
     import llvmlite.binding.ffi
 
-    # vLLM looks for kernels in all imported modules. It fails on this object, which takes any attribute for a function
+    # vLLM searches all imported modules for kernels. It fails on this object, which treats any attribute as a function
     llvmlite.binding.ffi.lib._fntab["__dict__"] = {}
-    gc.freeze()  # saves a second: vLLM collects garbage five times as it starts, and now skips all that is imported
+    gc.freeze()  # saves a second: vLLM collects garbage five times at its start, and now skips imported objects
 
 
 def end(llm: Any) -> None:

@@ -1,4 +1,4 @@
-"""`raykv bench pd`: one engine prefills a prompt, another decodes it. How soon does the other have its first token?"""
+"""`raykv bench pd`: one engine prefills a prompt, another decodes it. When does the decoder have its first token?"""
 
 import statistics
 import tempfile
@@ -16,14 +16,14 @@ POOL = "bench-pd"
 PROMPT_TOKENS = 1537
 BYTES = PROMPT_TOKENS * BLOCK_BYTES // ttft.BLOCK_TOKENS
 ARENA_BYTES = 2048 * MIB
-DELAYS_MS = (0, 10, 30, 100, 500)  # from the prefill's answer to the decode request
+DELAYS_MS = (0, 10, 30, 100, 500)  # milliseconds from the prefill's answer to the decode request
 TOKENS = 8
 FLOOR_FACTOR = 1.3
 WARM, ROUNDS = 1, 8
 
 
 class Said(NamedTuple):
-    """ms: until the first token. computed: computed tokens of the prompt. tokens: the generated tokens."""
+    """ms: milliseconds until the first token. computed: number of computed prompt tokens. tokens: generated tokens."""
 
     ms: float
     computed: int
@@ -43,10 +43,10 @@ class Engine(ttft.Engine):
 
 
 def run() -> dict[str, Any]:
-    """Median milliseconds until the decode engine's first token, by the delay of its request.
+    """Return median milliseconds until the decode engine's first token, by the delay of its request.
 
-    The floor is this engine's own prefix hit plus FLOOR_FACTOR times Ray's time to bring as many bytes from the other
-    node.
+    The floor is the time of a hit in this engine's own prefix cache, plus FLOOR_FACTOR times the time that Ray takes to
+    move the same number of bytes from the other node.
     """
     import ray
 

@@ -1,4 +1,4 @@
-"""`raykv bench route`: time that PrefixRouter adds to a request's way to a replica, beside an empty actor call."""
+"""`raykv bench route`: the time that PrefixRouter adds to the routing of a request, beside an empty actor call."""
 
 import asyncio
 import statistics
@@ -52,7 +52,7 @@ class Echo:
 
 
 class Loop:
-    """An event loop in a thread, as a router's."""
+    """An event loop in its own thread, like a router's."""
 
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
@@ -68,7 +68,7 @@ class Loop:
 
 
 def run() -> dict[str, Any]:
-    """Median milliseconds and counts over rounds. A round sends each kind of request once, one after another."""
+    """Return median milliseconds and counts over rounds. A round sends each kind of request once, one after another."""
     with local_cluster(2) as (here, _), local_pool(POOL, 64 * MIB):
         serve.start(proxy_location="Disabled", logging_config={"log_level": "ERROR"})
         try:
@@ -105,7 +105,7 @@ def _figures(times: dict[str, list[float]]) -> dict[str, Any]:
         return statistics.median(a - b for a, b in zip(times[name], times[without], strict=True))
 
     return {
-        "empty_call_ms": empty * 1e3,  # with as many bytes, awaited on an event loop as routers do
+        "empty_call_ms": empty * 1e3,  # with the same number of bytes, awaited on an event loop as by routers
         "request_ms": statistics.median(times["plain"]) * 1e3,
         "added_ms": added("known", "plain") * 1e3,
         "added_calls": added("known", "plain") / empty,

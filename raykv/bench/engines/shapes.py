@@ -1,4 +1,4 @@
-"""Small models of random weights by their real configuration classes, for each kind of KV that layers keep."""
+"""Small models with random weights and real configuration classes, for each kind of KV that layers keep."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ QWENS["shared_expert_intermediate_size"] = 128
 DEEPSEEKS: dict[str, Any] = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
 DEEPSEEKS |= {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "num_key_value_heads": 4, "q_lora_rank": None}
 DELTA: dict[str, Any] = {"linear_num_key_heads": 1, "linear_num_value_heads": 2, "linear_conv_kernel_dim": 4}
-DELTA |= {"linear_key_head_dim": 128, "linear_value_head_dim": 128}  # the kernel takes no smaller heads
+DELTA |= {"linear_key_head_dim": 128, "linear_value_head_dim": 128}  # the kernel supports no smaller heads
 
 
 class Shape(NamedTuple):
-    """kind: how the model's class in transformers begins. more: fields of its configuration. dtype: for vLLM.
+    """kind: prefix of the model's class name in transformers. more: fields of its configuration. dtype: vLLM's dtype.
 
-    config: how the configuration's class begins, if not with `kind`.
+    config: prefix of the configuration's class name, if it differs from `kind`.
     """
 
     kind: str
@@ -37,7 +37,7 @@ class Shape(NamedTuple):
 SHAPES = {
     "llama": Shape("Llama", {}),
     "qwen3": Shape("Qwen3", {}),
-    "qwen3-moe": Shape("Qwen3Moe", {**QWENS, "norm_topk_prob": True}),  # as released
+    "qwen3-moe": Shape("Qwen3Moe", {**QWENS, "norm_topk_prob": True}),  # as in the released model
     "mixtral": Shape("Mixtral", EXPERTS),
     "gemma2": Shape("Gemma2", {"layer_types": IN_TURN, "sliding_window": WINDOW, "tie_word_embeddings": True}),
     "gemma3": Shape(
@@ -68,7 +68,7 @@ def save(name: str, folder: Path) -> dict[str, Any]:
 
 
 def configuration(name: str, **fields: Any) -> Any:
-    """A model's transformers configuration. fields: replace the fields above. `layer_types` repeats for all layers."""
+    """A model's transformers configuration. fields: override the fields above. `layer_types` is repeated as needed."""
     import transformers
 
     shape = SHAPES[name]

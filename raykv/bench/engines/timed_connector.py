@@ -1,4 +1,4 @@
-"""The vLLM connector with a clock."""
+"""The vLLM connector, with measurement of the time spent in it."""
 
 import functools
 import inspect
@@ -13,14 +13,14 @@ from raykv.integrations.vllm.connector import RayKVConnector
 
 
 def kv_transfer_config(pool: str, folder: str, role: str = "kv_both") -> dict[str, Any]:
-    """Like the integration's function. folder: each process of the engine adds up its seconds there in a file."""
+    """Like the integration's function. folder: each process of the engine keeps its total seconds in a file there."""
     transfer = connector.kv_transfer_config(pool, role)
     transfer["kv_connector_extra_config"]["seconds"] = folder
     return {**transfer, "kv_connector": TimedConnector.__name__, "kv_connector_module_path": __name__}
 
 
 class TimedConnector(RayKVConnector):
-    """Adds up the time that vLLM spends in its methods."""
+    """Sums the time that vLLM spends in its methods."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         folder = vllm_config.kv_transfer_config.kv_connector_extra_config["seconds"]

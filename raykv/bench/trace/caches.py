@@ -1,6 +1,6 @@
-"""Floors and ceilings of a pool: exact caches that serve a trace.
+"""Exact caches that serve a trace: lower and upper bounds of what a pool serves.
 
-Each function counts the served leading blocks of each request.
+Each cache function returns the number of served leading blocks of each request.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ from collections.abc import Container, Sequence
 
 from raykv.bench.trace.formats import Request
 
-NEVER = 1 << 60  # in place of the number of a request that does not come
+NEVER = 1 << 60  # number of the next request for a block that no later request asks for
 
 
 def leading(request: Request, cache: Container[int]) -> int:
-    """How many leading blocks of a request a cache has."""
+    """Number of leading blocks of a request that a cache has."""
     return next((i for i, block in enumerate(request.ids) if block not in cache), len(request.ids))
 
 
 def lru(requests: Sequence[Request], capacities: list[int], nodes: Sequence[int]) -> list[int]:
-    """Isolated LRUs. nodes: by request, index of the LRU that serves it. A request touches its blocks last to first."""
+    """Isolated LRUs. nodes: index of the LRU of each request. A request touches its blocks from last to first."""
     caches: list[OrderedDict[int, None]] = [OrderedDict() for _ in capacities]
     hits = []
     for request, node in zip(requests, nodes, strict=True):
@@ -51,16 +51,16 @@ def optimum(requests: Sequence[Request], capacity: int) -> list[int]:
         hits.append(leading(request, due))
         for depth, (block, again) in enumerate(zip(request.ids, later, strict=True)):
             due[block] = again
-            heapq.heappush(farthest, (-again, -depth, block))  # of blocks due together, a child goes before its parent
+            heapq.heappush(farthest, (-again, -depth, block))  # of blocks due together, children are evicted first
         while len(due) > capacity:
             again, _, block = heapq.heappop(farthest)
-            if due.get(block) == -again:  # else the entry is old: the block was asked for since
+            if due.get(block) == -again:  # otherwise the entry is outdated: the block was requested again
                 del due[block]
     return hits
 
 
 def _following(requests: Sequence[Request]) -> list[list[int]]:
-    """By request and block, the number of the next request for that block."""
+    """Return, by request and block, the number of the next request for the same block."""
     due, found = dict[int, int](), list[list[int]]()
     for number in reversed(range(len(requests))):
         ids = requests[number].ids

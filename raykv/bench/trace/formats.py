@@ -1,11 +1,11 @@
 """Request traces in three public formats. A prompt is a list of ids of its blocks. Equal ids mean equal prefixes.
 
-- Mooncake's (github.com/kvcache-ai/Mooncake, FAST'25): a request a line, blocks of 512 tokens, `timestamp` in ms. A
-  line may have `session`, `turn` and `last` (whether it is the session's last request).
-- Alibaba Bailian's (github.com/alibaba-edu/qwen-bailian-usagetraces-anon): a request a line, blocks of 16 tokens,
-  `timestamp` in s. `parent_chat_id` is the `chat_id` of the turn before, -1 for a first turn.
-- AgentX's (semianalysisai/cc-traces at Hugging Face): a session a line, with `requests`. The requests of a sub-agent
-  are nested. Blocks have 64 tokens. Each session has ids of its own, unless its `hash_id_scope` is `global`.
+- Mooncake's (github.com/kvcache-ai/Mooncake, FAST'25): one request per line, blocks of 512 tokens, `timestamp` in ms.
+  A line may have `session`, `turn` and `last` (whether it is the session's last request).
+- Alibaba Bailian's (github.com/alibaba-edu/qwen-bailian-usagetraces-anon): one request per line, blocks of 16 tokens,
+  `timestamp` in s. `parent_chat_id` is the `chat_id` of the previous turn, or -1 for a first turn.
+- AgentX's (semianalysisai/cc-traces at Hugging Face): one session per line, with `requests`. The requests of a
+  sub-agent are nested. Blocks have 64 tokens. Each session has its own ids, unless its `hash_id_scope` is `global`.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from collections.abc import Iterator, Mapping
 from os import PathLike
 from typing import Any, NamedTuple
 
-MOONCAKE_TOKENS, BAILIAN_TOKENS, AGENTX_TOKENS = 512, 16, 64  # of a block
-SESSION_IDS = 1 << 32  # ids that a session gets for itself, if each session of a trace counts its ids from 0
+MOONCAKE_TOKENS, BAILIAN_TOKENS, AGENTX_TOKENS = 512, 16, 64  # tokens of a block
+SESSION_IDS = 1 << 32  # size of a session's own range of ids, if each session of a trace counts its ids from 0
 
 
 class Request(NamedTuple):
-    """A prompt. ids: of its blocks. tokens: of the prompt; its last block may be shorter than the others.
+    """A prompt. ids: ids of its blocks. tokens: number of its tokens; the last block may be shorter than the others.
 
-    at: seconds. output: tokens of the answer. session: None where a trace does not tell. last: whether this is the last
-    request of the session, as far as the trace tells.
+    at: time in seconds. output: number of tokens of the answer. session: None if the trace does not name it. last:
+    whether the trace shows that this is the session's last request.
     """
 
     ids: list[int]
@@ -35,16 +35,16 @@ class Request(NamedTuple):
 
 
 class Trace(NamedTuple):
-    """Requests in the order of their times, and the tokens of a block."""
+    """Requests in the order of their times, and the number of tokens of a block."""
 
     requests: list[Request]
     block_tokens: int
 
 
 def read(path: str | PathLike[str]) -> Trace:
-    """A trace in any of the formats.
+    """Read a trace in any of the formats.
 
-    ValueError for a malformed line, which it names, and for a trace without requests.
+    Raises ValueError for a malformed line, whose number it names, and for a trace without requests.
     """
     requests, sizes, parents = list[Request](), set[int](), dict[int, int]()
     with open(path, encoding="utf-8") as file:
@@ -68,7 +68,7 @@ def read(path: str | PathLike[str]) -> Trace:
 
 
 def _parsed(given: Mapping[str, Any], number: int, parents: dict[int, int]) -> tuple[int, list[Request]]:
-    """(tokens of a block, requests) of a line. parents: gets the session of each Bailian turn."""
+    """Parse a line. Returns (tokens of a block, requests). parents: receives the session of each Bailian turn."""
     if "requests" in given:
         return int(given.get("block_size", AGENTX_TOKENS)), list(_of_session(given, number))
     if "chat_id" in given:
@@ -94,7 +94,7 @@ def _of_session(given: Mapping[str, Any], session: int) -> Iterator[Request]:
 
 
 def _nested(requests: list[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
-    """The requests of a session and of its sub-agents. The sub-agents' times are by the session's clock too."""
+    """Yield the requests of a session and of its sub-agents, whose times use the session's clock, too."""
     for request in requests:
         if request.get("type") == "subagent":
             yield from _nested(request["requests"])

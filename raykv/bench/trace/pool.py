@@ -16,19 +16,19 @@ from raykv.protocol.location import ALIGN, KEY_BYTES, LOCATION
 from raykv.protocol.stores import ArenaDescription, Inventory
 from raykv.protocol.tiers import DemotionReport, ExistingBlocks, TierReport
 
-BLOCK_BYTES = 4 * MIB - ALIGN  # in a tier a block and its header take 4 MiB, so tiers have few spare slots
+BLOCK_BYTES = 4 * MIB - ALIGN  # a block and its header take 4 MiB in a tier, so tiers have few spare slots
 CLIENT = 1
-PLAN_EVERY = 50  # requests between two plans of the directory: where stored blocks should go
-LONG_WAIT_S = 10.0  # a longer wait is for a person, not a tool
-MIN_WINDOW = 64  # staging slots of a node, at least
+PLAN_EVERY = 50  # requests between two plans, in which the directory decides where stored blocks should go
+LONG_WAIT_S = 10.0  # seconds; a session that waits longer waits for a person, not for a tool
+MIN_WINDOW = 64  # minimum number of staging slots of a node
 
 KeyArray = NDArray[np.uint64]  # (n, 2)
 
 
 class Served(NamedTuple):
-    """Per cent of a trace's tokens that were read: in all, on the reader's node, and from other nodes.
+    """Percent of a trace's tokens that were read: in all, on the reader's node, and from other nodes.
 
-    crossed_bytes: bytes from other nodes for each token that was read, if blocks have BLOCK_BYTES.
+    crossed_bytes: bytes read from other nodes, per token read, if blocks have BLOCK_BYTES.
     """
 
     percent: float
@@ -41,7 +41,7 @@ class Pool:
     """The real directory, and a simulated `KVCache` on every node."""
 
     def __init__(self, shares: list[int], locality: float, tiers: Sequence[int] = ()) -> None:
-        """shares: blocks of each node. tiers: blocks of each node's external tier, or of the single shared tier."""
+        """shares: number of blocks of each node. tiers: number of blocks of each node's tier, or of a shared tier."""
         self.directory = Directory(locality=locality)
         self.window = max(MIN_WINDOW, sum(shares) // len(shares) // 50)
         self.calls, self.asked = itertools.count(1), itertools.count(1)
@@ -60,10 +60,10 @@ class Pool:
                 self.directory.report_existing(str(node), ExistingBlocks(b"", b"", True), 0.0)
 
     def serve(self, trace: Trace, nodes: Sequence[int], waits: Sequence[float] = ()) -> Served:
-        """Send each request to its node. nodes: of the requests.
+        """Send each request to its node. nodes: the node of each request.
 
-        waits: seconds from each request to the next of its session; inf: the session ends. Before a long wait, a
-        session tells the pool that it is done with its own blocks: those that its first request did not find.
+        waits: seconds from each request to the session's next request; inf after the last. Before a long wait, a
+        session tells the pool that it is done with its own blocks: the blocks that its first request did not find.
         """
         asked, own, begin = [], dict[int | None, int](), self.now
         for number, (node, request) in enumerate(zip(nodes, trace.requests, strict=True)):
@@ -92,7 +92,7 @@ class Pool:
             self.directory.heartbeat(node, 1, self.now)
 
     def ask(self, node: int, ids: list[int]) -> tuple[int, int]:
-        """Serve a prompt on a node: read its stored blocks, store the rest.
+        """Serve a prompt on a node: read its stored blocks, and store the others.
 
         Returns the number of blocks that were read, and how many of them came from other nodes.
         """
@@ -107,9 +107,9 @@ class Pool:
         return read, crossed
 
     def read(self, node: int, keys: KeyArray) -> tuple[int, int]:
-        """Match and read.
+        """Match and read blocks. Returns the same as `ask`.
 
-        Remote blocks come through the staging slots, one window of blocks after another. Returns the same as `ask`.
+        Remote blocks are copied through the staging slots, one window of blocks after another.
         """
         lease = next(self.calls)
         held = np.uint64(lease).tobytes()
@@ -135,11 +135,11 @@ class Pool:
             pulled = b""
             if missing[read]:
                 break
-        self.directory.client_heartbeat(self._call(pulled=pulled), self.now)  # does not list the lease, which so ends
+        self.directory.client_heartbeat(self._call(pulled=pulled), self.now)  # ends the lease, which it does not list
         return read, int(np.count_nonzero(remote[:read]))
 
     def store(self, node: int, keys: KeyArray, start: int) -> None:
-        """Store the blocks that were not read. This takes several calls: a call may store few blocks on other nodes."""
+        """Store the blocks that were not read, by several calls, since a call may store few blocks on other nodes."""
         index = self.directory.nodes[str(node)].index
         while start < len(keys):
             reservation = next(self.calls)
@@ -177,7 +177,7 @@ def keys_of(ids: list[int]) -> KeyArray:
 
 
 def served(trace: Trace, hits: Sequence[int]) -> int:
-    """Number of served tokens. hits: number of served leading blocks, by request."""
+    """Number of served tokens. hits: number of served leading blocks of each request."""
     return sum(
         min(blocks * trace.block_tokens, request.tokens) for request, blocks in zip(trace.requests, hits, strict=True)
     )

@@ -17,19 +17,19 @@ from raykv.config import PoolConfig
 
 
 def run(path: str | PathLike[str], nodes: int, capacities: list[int], external: int = 0) -> dict[str, Any]:
-    """Token-weighted hit percent of a trace whose requests go to `nodes` nodes in turn, by capacity.
+    """Return the token-weighted hit percent of a trace whose requests go to `nodes` nodes in turn, by capacity.
 
-    capacities: blocks of all nodes together, without staging slots. A block has as many tokens as the trace's blocks.
-    external: blocks of all external tiers together; 0: no tiers.
-    ceiling: hit percent of an endless cache.
+    capacities: total number of blocks of all nodes, without staging slots. Blocks have as many tokens as in the trace.
+    external: total number of blocks of all external tiers; 0 for no tiers.
+    ceiling: hit percent of a cache that never evicts.
     results: one row for each capacity. Caches: exact_lru, isolated, optimum (a cache that knows all later requests).
-    Pools: pool_strict (locality 1) and pool. With all requests on one node: pool_one_writer, pool_one_writer_strict.
+    Pools: pool_strict (locality 1) and pool. If all requests go to one node: pool_one_writer, pool_one_writer_strict.
     local_stores: percent of the pool's stores that stayed on the writer's node. hit_curve: the pool's own estimate of
-    exact_lru, by blocks. `pool` has three more figures (see Served): tokens read here, tokens crossed, crossed_bytes.
+    exact_lru, in percent of blocks. `pool` has three more figures: the other fields of `Served`.
     If the trace has sessions, there are two more pools: `sticky`, in which each session stays on a node (with the same
     three figures), and `told`, in which sessions report long waits and their end.
-    With `external` there are exact_lru_external (an LRU of as many blocks), pool_shared_tier (all nodes share a tier)
-    and pool_own_tiers (each node has a tier).
+    With `external` there are exact_lru_external (an LRU of `external` blocks), pool_shared_tier (all nodes share a
+    tier) and pool_own_tiers (each node has a tier).
     Raises ValueError for a malformed trace, nodes < 1, or less than one block for each node.
     """
     if nodes < 1 or any(blocks < nodes for blocks in [*capacities, external or nodes]):
@@ -87,7 +87,7 @@ def run(path: str | PathLike[str], nodes: int, capacities: list[int], external: 
 
 
 def sticky(trace: Trace, nodes: int) -> list[int]:
-    """The node of each request: sessions go to the nodes in turn, and stay there. [] for a trace without sessions."""
+    """Return the node of each request. Sessions are assigned to nodes in turn. [] if requests have no session."""
     homes = dict[int, int]()
     if any(request.session is None for request in trace.requests):
         return []
@@ -104,5 +104,5 @@ def waits(trace: Trace) -> list[float]:
 
 
 def divided(capacity: int, parts: int) -> list[int]:
-    """A capacity, divided into shares that differ by at most one."""
+    """Divide a capacity into shares that differ by at most one."""
     return [capacity // parts + (i < capacity % parts) for i in range(parts)]

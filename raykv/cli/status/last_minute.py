@@ -1,17 +1,17 @@
-"""A pool's rates in the last minute, from the differences between looks."""
+"""A pool's rates in the last minute, computed from the differences between successive looks at the pool."""
 
 from collections import deque
 from collections.abc import Sequence
 
 from raykv.ui.overview import Overview
 
-LOOKS = 60  # looks to keep, of one a second
+LOOKS = 60  # number of looks to keep, at one look per second
 BARS = "▁▂▃▄▅▆▇█"
-Rates = deque[float | None]  # oldest first; None: not known
+Rates = deque[float | None]  # oldest first; None if unknown
 
 
 class LastMinute:
-    """Rates between the latest LOOKS looks. hit_rate: found blocks as a share of the blocks asked for.
+    """Rates between the latest LOOKS looks. hit_rate: share of the requested blocks that were found.
 
     pulled, evicted: blocks per second. pulled_by: `pulled` by node id, for nodes whose store answered the last two
     looks.
@@ -25,7 +25,7 @@ class LastMinute:
         self._last: tuple[Overview, float] | None = None
 
     def add(self, overview: Overview, now: float) -> None:
-        """Add a look. now: seconds, of any monotonic clock."""
+        """Add a look. now: seconds of any monotonic clock."""
         if self._last is not None:
             before, then = self._last
             self._add_counts(before, overview, now - then)
@@ -34,7 +34,7 @@ class LastMinute:
         self._last = overview, now
 
     def _add_counts(self, before: Overview, after: Overview, seconds: float) -> None:
-        """Add None if a new directory took charge: such a directory counts from 0."""
+        """Add None if a new directory took charge, since its counts start from 0."""
         old, new = before.counts, after.counts
         same = bool(old and new) and old["epoch"] == new["epoch"]
         asked = new["lookups"] - old["lookups"] if same else 0
@@ -43,7 +43,7 @@ class LastMinute:
 
 
 def _pulled(before: Overview, after: Overview, seconds: float) -> dict[str, float]:
-    """Pulled blocks per second, by node id. A restarted store counts from 0."""
+    """Pulled blocks per second, by node id. The counts of a restarted store start from 0."""
     rates = {}
     for node_id, member in after.members.items():
         old = before.members[node_id].pulled if node_id in before.members else None
@@ -53,9 +53,9 @@ def _pulled(before: Overview, after: Overview, seconds: float) -> dict[str, floa
 
 
 def sparkline(values: Sequence[float | None], width: int, top: float = 0.0) -> str:
-    """The latest `width` values as bars, the newest on the right; a blank for None.
+    """Draw the latest `width` values as bars, the newest on the right; None as a blank.
 
-    top: the highest bar stands for at least this value, so that small values stay low.
+    top: minimum value of the highest bar, so that small values have low bars.
     """
     shown = list(values)[-width:]
     highest = max([top, *(value for value in shown if value is not None)])

@@ -17,14 +17,14 @@ from raykv.protocol.location import host_of
 from raykv.ui.overview import ANSWER_S, Member, Overview, fault_text, hit_sources
 
 GIB = 1 << 30
-LOOK_S = 0.2  # between looks whether the size is reached
-STANDSTILL_S = 30.0  # if no slab comes for so long, growth has failed: a slab of 1 GiB takes a tenth of this time
+LOOK_S = 0.2  # seconds between two checks whether the memory has its full size
+STANDSTILL_S = 30.0  # seconds without a new slab, until growth counts as failed; a slab of 1 GiB takes 3 s
 COLORS = {"alive": "green", "silent": "red", "no store": "red"}  # all other states are yellow
 Row = dict[str, str]  # cells by column
 
 
 def show(overview: Overview) -> None:
-    """Print a status. Then raises ClickException if the directory does not answer."""
+    """Print a status. Raises ClickException after that if the directory does not answer."""
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
     click.echo("\n".join(lines(overview, width)))
     if not overview.counts:
@@ -35,10 +35,10 @@ def show(overview: Overview) -> None:
 
 
 def grow(pool: str) -> None:
-    """Show progress until all nodes offer all their memory, or offer no more for STANDSTILL_S."""
+    """Show progress until all nodes offer all their memory, or until no node offers more for STANDSTILL_S."""
     before, since = -1, time.monotonic()
     text = f"preparing the memory of pool {pool}"
-    with contextlib.suppress(KeyboardInterrupt), spinner(text) as progress:  # the nodes go on without this command
+    with contextlib.suppress(KeyboardInterrupt), spinner(text) as progress:  # the nodes continue without this command
         while time.monotonic() < since + STANDSTILL_S:
             if counts := directory_stats(pool, ANSWER_S):
                 offered, planned = growth(counts)
@@ -52,7 +52,7 @@ def grow(pool: str) -> None:
 
 
 def lines(overview: Overview, width: int | None) -> list[str]:
-    """The whole status. width: of the terminal; None: lines may be as long as they get."""
+    """Return the whole status. width: width of the terminal; None for lines of any length."""
     found = [f"pool {overview.pool}", "", *node_lines(overview, node_rows(overview), width), ""]
     for text in (*_upkeep(overview), *_tiers(overview), *_routes(overview)):
         found += wrapped(text, width)
@@ -67,7 +67,7 @@ def lines(overview: Overview, width: int | None) -> list[str]:
 
 
 def node_rows(overview: Overview) -> dict[str, Row]:
-    """A row of cells for each living Ray node, by its id."""
+    """Return a row of cells for each living Ray node, by node id."""
     return {
         node_id: {
             "node": overview.shown[node_id],
@@ -83,7 +83,7 @@ def node_rows(overview: Overview) -> dict[str, Row]:
 
 
 def node_lines(overview: Overview, rows: dict[str, Row], width: int | None) -> list[str]:
-    """The nodes as a table, and below it why nodes are not alive. Paragraphs if the table is too wide."""
+    """Return the nodes as a table, followed by why nodes are not alive; as paragraphs if the table is too wide."""
     found = table(list(rows.values()))
     if width is not None and max(map(len, found)) > width:
         return [line for node_id, row in rows.items() for line in _paragraph(row, overview.members[node_id], width)]
@@ -91,7 +91,7 @@ def node_lines(overview: Overview, rows: dict[str, Row], width: int | None) -> l
 
 
 def with_reasons(overview: Overview, rows: dict[str, Row], found: list[str], width: int | None) -> list[str]:
-    """A table of nodes with states in colour, and below it why nodes are not alive. found: the table of these rows."""
+    """Return a table of nodes with colored states, followed by why nodes are not alive. found: the table's lines."""
     members = [overview.members[node_id] for node_id in rows]
     shown = [found[0], *(colored(line, member) for line, member in zip(found[1:], members, strict=True))]
     for row, member in zip(rows.values(), members, strict=True):
@@ -100,7 +100,7 @@ def with_reasons(overview: Overview, rows: dict[str, Row], found: list[str], wid
 
 
 def _paragraph(row: Row, member: Member, width: int) -> Iterator[str]:
-    """Lines of a node for a narrow terminal."""
+    """Yield the lines of a node for a narrow terminal."""
     up = f" for {row['up']}" if member.uptime_s is not None else ""
     yield from (colored(line, member) for line in wrapped(f"{row['node']}  {row['host']}  {row['state']}{up}", width))
     known = set(row) - {"node", "host", "state", "up", "restarts", "roles"}
@@ -112,7 +112,7 @@ def _paragraph(row: Row, member: Member, width: int) -> Iterator[str]:
 
 
 def colored(line: str, member: Member) -> str:
-    """The line with its state in a colour. click drops the colour where the output is no terminal."""
+    """Return the line with its state in color. click drops the color if the output is not a terminal."""
     before, state, after = line.partition(f"  {member.state}")
     return before + click.style(state, fg=COLORS.get(member.state, "yellow")) + after
 
@@ -121,7 +121,7 @@ def colored(line: str, member: Member) -> str:
 
 
 def _growing(counts: dict[str, Any]) -> Iterator[str]:
-    """How much memory the nodes offer so far, while they still prepare slabs."""
+    """Say how much memory the nodes already offer, while they still prepare slabs."""
     offered, planned = growth(counts)
     if offered < planned:
         yield f"{size_text(offered)} of {size_text(planned)} of memory are there: the nodes are preparing the rest"
@@ -144,7 +144,7 @@ def _listens(counts: dict[str, Any]) -> str:
 
 
 def _tiers(overview: Overview) -> Iterator[str]:
-    """External tiers: the facts that the table has no column for."""
+    """Facts about external tiers for which the table has no column."""
     for name, tier in overview.counts.get("tiers", {}).items():
         whose = f"of {overview.shown.get(name, name)}" if name else "of all nodes"
         state = {"up": "answers", "down": "does not answer", "listing": "is being listed"}[tier["state"]]
@@ -156,7 +156,7 @@ def _tiers(overview: Overview) -> Iterator[str]:
 
 
 def _routes(overview: Overview) -> Iterator[str]:
-    """How memories read from each other."""
+    """Which memories read from which others, and how."""
     for route in overview.transports:
         reader, source = (overview.memory_name(route[end]) for end in ("reader", "from"))
         failed = "".join(f", {name} failed {count} times" for name, count in route["failed"].items())
@@ -174,7 +174,7 @@ def _blocks(counts: dict[str, Any]) -> str:
 
 
 def hit_rate(counts: dict[str, Any]) -> str:
-    """The hit rate in all, and by source."""
+    """The total hit rate, and the hit rate by source."""
     asked = counts["lookups"]
     if not asked:
         return "hit rate: no block was asked for yet"
@@ -183,7 +183,7 @@ def hit_rate(counts: dict[str, Any]) -> str:
 
 
 def hit_curve(counts: dict[str, Any]) -> Iterator[str]:
-    """A line on the hit rates that other sizes of memory would give, if these are known."""
+    """A line with the hit rates that other sizes of memory would give, if these rates are known."""
     if curve := counts.get("hit_curve"):
         names = {"0.5": "half", "1": "as now", "2": "twice", "4": "four times", "ceiling": "any"}
         yield "hit rate by memory: " + ", ".join(f"{names[times]} {rate:.1%}" for times, rate in curve.items())
@@ -199,7 +199,7 @@ def _tenants(counts: dict[str, Any]) -> Iterator[str]:
 
 
 def quota_rows(tenants: dict[str, dict[str, Any]]) -> list[Row]:
-    """A row for each tenant with a quota, then a row of all other tenants."""
+    """Return a row for each tenant with a quota, and then one row for all other tenants."""
     return [
         {
             "tenant": tenant or "(others)",
@@ -221,14 +221,14 @@ def _faults(overview: Overview) -> str:
 
 
 def table(rows: Sequence[Row]) -> list[str]:
-    """Rows of equal columns as lines, the header first. A column is as wide as its widest cell."""
+    """Format rows with the same columns as lines, the header first. A column is as wide as its widest cell."""
     header = {name: name.upper() for name in rows[0]}
     widths = {name: max(len(row[name]) for row in (header, *rows)) for name in header}
     return ["  ".join(f"{row[name]:<{width}}" for name, width in widths.items()).rstrip() for row in (header, *rows)]
 
 
 def wrapped(text: str, width: int | None) -> list[str]:
-    """Lines of whole words, the later ones indented. A word that is too long keeps its line."""
+    """Wrap a text between words, and indent all lines but the first. A word longer than a line is not broken."""
     if width is None or len(text) <= width:
         return [text]
     indent = " " * (len(text) - len(text.lstrip()) + 4)
@@ -236,12 +236,12 @@ def wrapped(text: str, width: int | None) -> list[str]:
 
 
 def fill(used: int, size: int) -> str:
-    """As "61% of 20.00 GiB"; "-" for size 0."""
+    """Format a fill level, as "61% of 20.00 GiB"; "-" for size 0."""
     return f"{used / size:.0%} of {size_text(size)}" if size else "-"
 
 
 def size_text(size: int) -> str:
-    """As "20.00 GiB" or "64 MiB"."""
+    """Format a size, as "20.00 GiB" or "64 MiB"."""
     return f"{size / GIB:.2f} GiB" if size >= GIB else f"{size / MIB:.0f} MiB"
 
 
@@ -256,7 +256,7 @@ def resized(asked: str, got: int) -> str:
 
 
 def held_by(pool: str) -> str:
-    """A pool's blocks, memory and nodes in words; "" if its directory does not answer."""
+    """Describe a pool's blocks, memory and nodes; "" if its directory does not answer."""
     counts = directory_stats(pool, ANSWER_S)
     if not counts:
         return ""
@@ -266,14 +266,14 @@ def held_by(pool: str) -> str:
 
 
 def growth(counts: dict[str, Any]) -> tuple[int, int]:
-    """(bytes of memory that all nodes offer now, bytes that they will offer)."""
+    """Return (bytes of memory that all nodes offer now, bytes that they will offer)."""
     nodes = counts["nodes"].values()
     offered = sum((node["slabs"] + node["spare_slabs"]) * node["slab_bytes"] for node in nodes)
     return offered, sum(node["limit"] * node["slab_bytes"] for node in nodes)
 
 
 def duration(seconds: float | None) -> str:
-    """As 12s, 3m04s, 5h07m, 12d03h; "-" for None."""
+    """Format a duration, as 12s, 3m04s, 5h07m or 12d03h; "-" for None."""
     if seconds is None:
         return "-"
     whole = int(seconds)

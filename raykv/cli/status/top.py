@@ -22,17 +22,17 @@ from raykv.client.session import settings_of
 from raykv.errors import PoolNotFound, RayKVError
 from raykv.ui.overview import Overview, look
 
-LOOK_S = 1.0  # between two looks
-STALE_S = 3.0  # without news: the terminal shows a warning
-GIVE_UP_S = 20.0  # without news: the command ends; Ray would end it after 60 s without restoring the terminal
-STOP_S = 2.0  # for a look under way to end
+LOOK_S = 1.0  # seconds between two looks
+STALE_S = 3.0  # seconds without news, until the terminal shows a warning
+GIVE_UP_S = 20.0  # seconds without news, until the command ends; Ray would take 60 s and not restore the terminal
+STOP_S = 2.0  # seconds for a look in progress to end
 SORTS = ("node", "state", "memory", "pulled")
 DROPPED = ("roles", "restarts", "up", "host")  # columns to leave out, in this order, in a narrow terminal
 LABEL = 21  # characters before a sparkline
 
 
 class Watch:
-    """A thread that looks at a pool once a second. So a key press never waits for an actor that does not answer."""
+    """A thread that looks at a pool once a second, so that a key press never waits for an actor that hangs."""
 
     def __init__(self, pool: str) -> None:
         self.minute = LastMinute()
@@ -53,7 +53,7 @@ class Watch:
         self._thread.join(STOP_S)
 
     def latest(self) -> tuple[Overview, str]:
-        """(latest look, warning if the look is older than STALE_S, else "").
+        """Return (latest look, warning if the look is older than STALE_S, else "").
 
         Raises RayKVError if the pool has ended, or if the latest look is older than GIVE_UP_S.
         """
@@ -73,7 +73,7 @@ class Watch:
             try:
                 self._look_once()
                 self._error = None
-            except Exception as error:  # Ray raises while a cluster changes: shown until a look succeeds
+            except Exception as error:  # Ray raises errors while a cluster changes; shown until a look succeeds
                 self._error = error
 
     def _look_once(self) -> None:
@@ -115,7 +115,7 @@ def run(pool: str) -> None:
 
 @contextmanager
 def _keys_at_once() -> Iterator[None]:
-    """Have the terminal hand out each key press at once, without showing the key."""
+    """Make the terminal deliver each key press at once, without echo."""
     before = termios.tcgetattr(sys.stdin)
     tty.setcbreak(sys.stdin)
     try:
@@ -125,7 +125,7 @@ def _keys_at_once() -> Iterator[None]:
 
 
 def _key(seconds: float) -> str:
-    """The key that a user presses within `seconds`; "" for no key, "q" if the terminal is gone."""
+    """Return the key that a user presses within `seconds`; "" for no key, "q" if the terminal is gone."""
     if not select.select([sys.stdin], [], [], seconds)[0]:
         return ""
     return os.read(sys.stdin.fileno(), 1).decode(errors="replace") or "q"
@@ -135,7 +135,7 @@ def _key(seconds: float) -> str:
 
 
 def screen(overview: Overview, minute: LastMinute, sort: str, trouble: str, width: int, height: int) -> list[str]:
-    """At most `height` lines of `width` characters. trouble: the warning of `Watch.latest`."""
+    """Return at most `height` lines of `width` characters. trouble: the warning of `Watch.latest`."""
     head = [*wrapped(_title(overview), width), *wrapped(trouble, width), *_rates(minute, width)]
     if counts := overview.counts:
         head += [line for text in (hit_rate(counts), *hit_curve(counts)) for line in wrapped(text, width)]
@@ -167,8 +167,8 @@ def _latest(what: str, rates: Rates) -> str:
 
 
 def _nodes(overview: Overview, minute: LastMinute, sort: str, width: int, room: int) -> list[str]:
-    """The table of nodes, in at most `room` lines. Below it, if there is room, why nodes are not alive."""
-    order = sorted(overview.members, key=lambda node_id: _rank(overview, minute, sort, node_id))  # stable
+    """Return the table of nodes in at most `room` lines, followed by why nodes are not alive if there is room."""
+    order = sorted(overview.members, key=lambda node_id: _rank(overview, minute, sort, node_id))  # stable sort
     cells = node_rows(overview)
     rows = {node_id: {**cells[node_id], "pulled/s": _per_second(minute, node_id)} for node_id in order}
     shown = with_reasons(overview, rows, _fitting(list(rows.values()), width), width)
@@ -178,7 +178,7 @@ def _nodes(overview: Overview, minute: LastMinute, sort: str, width: int, room: 
 
 
 def _fitting(rows: list[dict[str, str]], width: int) -> list[str]:
-    """As `table`, without columns of DROPPED that do not fit."""
+    """Like `table`, but without the columns of DROPPED that do not fit."""
     for count in range(len(DROPPED) + 1):
         kept = [{name: row[name] for name in row if name not in DROPPED[:count]} for row in rows]
         lines = table(kept)
@@ -188,7 +188,7 @@ def _fitting(rows: list[dict[str, str]], width: int) -> list[str]:
 
 
 def _rank(overview: Overview, minute: LastMinute, sort: str, node_id: str) -> Any:
-    """The node's sort key: smaller is further up."""
+    """Return the node's sort key. Nodes with smaller keys come first."""
     if sort == "state":
         return overview.members[node_id].state == "alive"
     if sort == "memory":
