@@ -4,8 +4,8 @@
 
 starts two Ray nodes on this machine and asks 32 questions about 4 documents, in random order. The documents are the
 system prompts. `prefix_ordered` puts questions about one document next to each other. When one engine has computed a
-document, the other engine reads it from the pool, and so do the engines of the next job. The model is a small Llama of
-random weights, made on the spot.
+document, the other engine reads it from the pool, and so do the engines of the next job. The script creates the model:
+a small Llama with random weights.
 """
 
 import random
@@ -29,7 +29,7 @@ Row = dict[str, Any]
 
 
 def build(model: str, pool: str | None, engines: int = ENGINES) -> Processor:
-    """A processor of rows with `messages`. pool: the pool's name; with None the engines have no pool."""
+    """Build a processor for rows with `messages`. pool: the pool's name, or None for engines without a pool."""
     attached = {"kv_transfer_config": kv_transfer_config(pool)} if pool else {}
     config = vLLMEngineProcessorConfig(
         model_source=model,
@@ -42,9 +42,9 @@ def build(model: str, pool: str | None, engines: int = ENGINES) -> Processor:
             "kv_cache_memory_bytes": 256 * MIB,
         },
         concurrency=(engines, engines),
-        batch_size=2,  # no more rows than a block of prefix_ordered has
-        max_concurrent_batches=1,  # an engine takes twice as many blocks ahead, whichever engine they suit
-        # with GPUs, and more than two CPUs a node, leave the next four options out
+        batch_size=2,  # at most the number of rows in a block of prefix_ordered
+        max_concurrent_batches=1,  # an engine reserves twice this number of blocks, even if they suit another
+        # omit the next four options on nodes with GPUs and more than two CPUs
         placement_group_config={"bundles": [{"CPU": 1}]},
         chat_template_stage=SMALL,
         tokenize_stage=SMALL,
@@ -65,7 +65,7 @@ def _answer(row: Row) -> Row:
 
 
 def rows(questions: range) -> list[Row]:
-    """These questions about every document, in random order."""
+    """Return a row for each question about each document, in random order."""
     asked = [
         {"id": f"{document}/{question}", "messages": _messages(words(document, 1500), words(100 + question, 20))}
         for document in range(DOCUMENTS)
@@ -80,8 +80,8 @@ def _messages(document: str, question: str) -> list[dict[str, str]]:
 
 
 def answers(processor: Processor, model: str, asked: list[Row]) -> dict[str, str]:
-    """The answer to each row, by the row's id. model: its folder, which has the tokenizer for `prefix_ordered`."""
-    ray.data.DataContext.get_current().wait_for_min_actors_s = 600  # both engines run before the first row
+    """Return each row's answer by the row's id. model: folder of the model, whose tokenizer `prefix_ordered` uses."""
+    ray.data.DataContext.get_current().wait_for_min_actors_s = 600  # start both engines before the first row
     tokenizer = AutoTokenizer.from_pretrained(model)
 
     def tokens(messages: list[dict[str, str]]) -> list[int]:

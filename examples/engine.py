@@ -8,7 +8,7 @@ computed. In a cluster that has a pool (`raykv start`):
     serve run examples.engine:build
 
 `BlockPool` finds prefixes among the engine's own blocks. `Engine.step` plans, loads from the pool, computes a batch and
-stores new blocks. The model is a small Llama of random weights, and a token is a byte. Put your own model in
+stores new blocks. The model is a small Llama with random weights, and each byte is a token. Put your own model in
 `load_model`.
 """
 
@@ -36,14 +36,14 @@ from raykv.integrations.serve import PrefixRouter, announce
 from raykv.integrations.transformers import block_shape, model_cache
 from raykv.scheduling import Budget, Request, plan
 
-MODEL, TOKENS, PATIENCE_S = "random-llama", 512, 10.0  # TOKENS: how many a step computes at most
+MODEL, TOKENS, PATIENCE_S = "random-llama", 512, 10.0  # TOKENS: maximum number of tokens per step
 
 
 class BlockPool:
-    """The engine's blocks. A full block's name is its key's bytes. Blocks without holders are reused, oldest first."""
+    """The engine's blocks. The name of a full block is its key. Blocks without holders are reused, oldest first."""
 
     def __init__(self, blocks: int) -> None:
-        self._resting: OrderedDict[int, None] = OrderedDict.fromkeys(range(blocks))  # the first is reused first
+        self._resting: OrderedDict[int, None] = OrderedDict.fromkeys(range(blocks))  # first block is reused first
         self._holders: Counter[int] = Counter()
         self._by_name: dict[bytes, int] = {}
         self._names: dict[int, bytes] = {}
@@ -53,11 +53,11 @@ class BlockPool:
         return len(self._resting)
 
     def find(self, names: Sequence[bytes]) -> list[int]:
-        """The blocks with these names, up to the first name that no block has."""
+        """Return the blocks with these names, up to the first name that no block has."""
         return [self._by_name[name] for name in itertools.takewhile(self._by_name.__contains__, names)]
 
     def held(self, blocks: Sequence[int]) -> int:
-        """How many of the leading blocks requests hold."""
+        """Return how many leading blocks are held by requests."""
         return sum(1 for _ in itertools.takewhile(self._holders.__contains__, blocks))
 
     def hold(self, blocks: Sequence[int]) -> None:
@@ -74,13 +74,13 @@ class BlockPool:
         return taken
 
     def name(self, blocks: Sequence[int], names: Sequence[bytes]) -> None:
-        """Name full blocks. If another block has the name already, the block stays without a name."""
+        """Name full blocks. A block stays unnamed if another block already has its name."""
         for block, name in zip(blocks, names, strict=False):
             if name not in self._by_name:
                 self._by_name[name], self._names[block] = block, name
 
     def release(self, blocks: Sequence[int]) -> None:
-        """End a hold. Nameless blocks are reused first, and a prompt's last blocks before its first blocks."""
+        """Release blocks. Unnamed blocks are reused first, and a prompt's last blocks before its first blocks."""
         for block in reversed(blocks):
             self._holders[block] -= 1
             if not self._holders[block]:
@@ -92,7 +92,7 @@ class BlockPool:
 class PagedKV(Cache):  # type: ignore[misc]
     """KV that the model's layers read and write in one step. kv: (blocks, layers, 2, heads, block_tokens, dim).
 
-    write: (2, n) int64: block, and place in the block, of each token to compute. read: the same of each token to read.
+    write: (2, n) int64, the block and the place in it for each token to compute. read: the same for each token to read.
     """
 
     def __init__(self, kv: torch.Tensor, write: torch.Tensor, read: torch.Tensor) -> None:
@@ -108,7 +108,7 @@ class PagedKV(Cache):  # type: ignore[misc]
 
 @dataclass(eq=False)
 class Job:
-    """A request in the engine. computed: tokens whose KV lies in `blocks`. stored: blocks that are in the pool."""
+    """A request in the engine. computed: number of tokens with KV in `blocks`. stored: number of blocks in the pool."""
 
     prompt: list[int]
     max_tokens: int
@@ -124,10 +124,10 @@ class Job:
 
 
 class Engine:
-    """Continuous batching. computed_tokens: how many prompt tokens the model has computed."""
+    """An engine with continuous batching. computed_tokens: number of prompt tokens that the model has computed."""
 
     def __init__(self, model: Any, cache: raykv.KVCache, blocks: int, schedule: Any = plan) -> None:
-        """blocks: how many the engine's own memory has. schedule: a function like `raykv.scheduling.plan`."""
+        """blocks: number of blocks in the engine's own memory. schedule: a function like `raykv.scheduling.plan`."""
         self.model, self.cache, self.schedule = model, cache, schedule
         self.kv = torch.zeros((blocks, *block_shape(model.config, cache.block_tokens)), dtype=model.dtype)
         self.pages = self.kv.view(blocks, -1).view(torch.uint8).numpy()
@@ -137,7 +137,7 @@ class Engine:
         self.computed_tokens = 0
 
     def add(self, prompt: Sequence[int], max_tokens: int) -> Future[list[int]]:
-        """A future of the tokens that follow a prompt. Thread-safe. Raises ValueError for a bad or too long prompt."""
+        """Return a future of the tokens that follow a prompt. Thread-safe. Raises ValueError for an invalid prompt."""
         if len(prompt) + max_tokens > self.blocks * self.cache.block_tokens:
             raise ValueError(f"{len(prompt)} + {max_tokens} tokens do not fit into {self.blocks} blocks")
         if not prompt or not 0 <= min(prompt) <= max(prompt) < self.model.config.vocab_size:
@@ -153,13 +153,13 @@ class Engine:
             try:
                 if not self.step():
                     self.waiting.append(self.new.get())
-            except Exception as error:  # present requests fail, and later requests are served
+            except Exception as error:  # current requests fail, but later requests are served
                 for job in self.waiting + self.running:
                     self._end(job)
                     job.answer.set_exception(error)
 
     def step(self) -> bool:
-        """Compute one batch. False if there is nothing to do."""
+        """Compute one batch. Returns False if there is nothing to do."""
         while not self.new.empty():
             self.waiting.append(self.new.get())
         waiting = {self._as_request(job): job for job in self.waiting}
@@ -186,11 +186,11 @@ class Engine:
         return Request(job.keys, len(job.tokens), job.arrival, cached, self.pool.held(own))
 
     def _most(self, job: Job) -> int:
-        """Number of blocks that may come from a cache. The last token must be computed, so its block may not."""
+        """Return how many blocks may come from a cache: not the last token's block, as this token must be computed."""
         return (len(job.tokens) - 1) // self.cache.block_tokens
 
     def _start(self, job: Job) -> None:
-        """Take the blocks of the job's prefix that the engine has, and read further blocks from the pool."""
+        """Start a job with the blocks of its prefix that the engine has, and read further blocks from the pool."""
         self.waiting.remove(job)
         self.running.append(job)
         job.blocks = self.pool.find(job.names[: self._most(job)])
@@ -207,14 +207,14 @@ class Engine:
 
     @torch.no_grad()
     def _forward(self, jobs: list[Job], news: list[int]) -> list[int]:
-        """Compute further tokens of each job. news: how many. Returns the token that follows them in each job."""
+        """Compute the next tokens of each job. news: their number, by job. Returns the token that follows, by job."""
         ends = [job.computed + new for job, new in zip(jobs, news, strict=True)]
         places = [np.arange(job.computed, end) for job, end in zip(jobs, ends, strict=True)]
         write = np.concatenate([self._at(job, at) for job, at in zip(jobs, places, strict=True)], axis=1)
         read = np.concatenate([self._at(job, np.arange(end)) for job, end in zip(jobs, ends, strict=True)], axis=1)
         mask = torch.full((write.shape[1], read.shape[1]), torch.finfo(self.model.dtype).min, dtype=self.model.dtype)
         row = column = 0
-        for at, end in zip(places, ends, strict=True):  # a token sees its own job's tokens, up to itself
+        for at, end in zip(places, ends, strict=True):  # a token attends to its own job's tokens, up to itself
             own = mask[row : row + len(at), column : column + end]
             own[torch.arange(end)[None] <= torch.from_numpy(at)[:, None]] = 0
             row, column = row + len(at), column + end
@@ -253,7 +253,7 @@ class Engine:
         job.blocks = []
 
     def _preempt(self) -> bool:
-        for job in self.running[-1:]:  # no job can go on: the last started job waits again
+        for job in self.running[-1:]:  # no job can continue, so the job that started last waits again
             self._end(job)
             job.match, job.computed = self.cache.match(job.keys), 0
             self.waiting.insert(0, job)
@@ -268,7 +268,7 @@ def load_model() -> Any:
 
 @serve.deployment(num_replicas=2, max_replicas_per_node=1, max_ongoing_requests=1000, ray_actor_options={"num_cpus": 1})
 class Replica:
-    """Answers with the greedy tokens that follow a prompt. The engine runs in a thread of its own."""
+    """Answers a prompt with the greedy tokens that follow it. The engine runs in its own thread."""
 
     def __init__(self, pool: str, blocks: int = 1000, schedule: Any = plan) -> None:
         model = load_model()
@@ -284,7 +284,7 @@ class Replica:
 
 
 def build(arguments: dict[str, Any]) -> serve.Application:
-    """For `serve run`; arguments: `pool`, default "default"; `schedule`, a function in place of `plan`."""
+    """Build the application for `serve run`. arguments: `pool` (default: "default"); `schedule`, to replace `plan`."""
     known = {"pool": arguments.get("pool", "default"), "model": MODEL}
     router = RequestRouterConfig(request_router_class=PrefixRouter, request_router_kwargs=known)
     return Replica.options(request_router_config=router).bind(  # type: ignore[attr-defined]

@@ -1,18 +1,18 @@
-"""An OpenAI-compatible application on Ray Serve: vLLM engines that prefill, one that decodes, and a pool between them.
+"""An OpenAI-compatible application on Ray Serve: prefill engines and a decode engine of vLLM, and a pool between them.
 
     python -m examples.serve_pd
 
 starts two Ray nodes on this machine, asks over HTTP, and shows how much of each prompt the second engine computed. In a
-cluster that has a pool (`raykv start`), on nodes that all see the model's folder:
+cluster that has a pool (`raykv start`), on nodes that can all read the model's folder:
 
     serve run examples.serve_pd:build model=/path/to/model
 
     curl -N localhost:8000/v1/chat/completions -H 'Content-Type: application/json' \\
         -d '{"model": "llm", "messages": [{"role": "user", "content": "..."}], "max_tokens": 16, "stream": true}'
 
-All engines are attached to the pool, and know nothing of each other. So there are no ports to choose, and no engine
+All engines are attached to the pool, and do not know each other. So there are no ports to choose, and no engine
 prefills a prompt that another engine has prefilled. Among several prefill engines (`prefills=2`), the router chooses
-the engine that has the least left to compute. The model is a small Llama of random weights, made on the spot.
+the engine with the least work to do. The first command creates its own model: a small Llama with random weights.
 """
 
 import tempfile
@@ -31,7 +31,10 @@ from raykv.integrations.vllm.router import VLLMPrefixRouter, routed_config
 
 
 def build(arguments: dict[str, str]) -> serve.Application:
-    """For `serve run`; arguments: `model`, a folder; `pool`, default "default"; `prefills`, default "1"."""
+    """Build the application for `serve run`.
+
+    arguments: `model`, a folder; `pool` (default: "default"); `prefills` (default: "1").
+    """
     pool = arguments.get("pool", "default")
 
     def config(transfer: dict[str, Any], **deployment: Any) -> LLMConfig:
@@ -39,7 +42,7 @@ def build(arguments: dict[str, str]) -> serve.Application:
             model_loading_config={"model_id": MODEL, "model_source": arguments["model"]},
             engine_kwargs={
                 "kv_transfer_config": transfer,
-                "dtype": "float32",  # in bfloat16 some CPUs answer otherwise if less of a prompt is computed
+                "dtype": "float32",  # with bfloat16, some CPUs answer differently if less of a prompt is computed
                 "max_model_len": 2048,
                 "block_size": 32,
                 "enforce_eager": True,
@@ -47,7 +50,7 @@ def build(arguments: dict[str, str]) -> serve.Application:
                 "enable_prompt_tokens_details": True,
             },
             deployment_config={"num_replicas": 1} | deployment,
-            # With its engine a replica takes two CPUs, a whole node. With GPUs, leave the next two arguments out.
+            # A replica and its engine need two CPUs, a whole node. With GPUs, omit the next two arguments.
             placement_group_config={"bundles": [{"CPU": 1}]},
             accelerator_config={"kind": "cpu"},
             runtime_env={"env_vars": ENVIRONMENT},

@@ -2,14 +2,14 @@
 
     python examples/serve_transformers.py
 
-starts two Ray nodes on this machine, asks over HTTP, and shows which replica answered and where its prefix came from.
+starts two Ray nodes on this machine, asks over HTTP, and shows which replica answered and where the prefix came from.
 In a cluster that has a pool (`raykv start`):
 
     serve run examples.serve_transformers:build
 
     curl -N localhost:8000/ -H 'Content-Type: application/json' -d '{"prompt": "...", "max_tokens": 16}'
 
-The model is a small Llama of random weights, and a token is a byte. Put your own model in `Engine.__init__`.
+The model is a small Llama with random weights, and each byte is a token. Put your own model in `Engine.__init__`.
 """
 
 import asyncio
@@ -70,7 +70,7 @@ class Engine:
 
 
 class Question(BaseModel):
-    """The body of a request. FastAPI answers other bodies with 422 and the reason."""
+    """The body of a request. FastAPI rejects invalid bodies with status 422 and the reason."""
 
     prompt: str = Field(min_length=1)
     max_tokens: int = Field(16, ge=1)
@@ -87,10 +87,10 @@ async def _lines(answer: Any) -> AsyncIterator[str]:
         yield json.dumps(item) + "\n"
 
 
-@serve.deployment(max_ongoing_requests=100)  # the default of 5 fills one engine: the other engine would get none
+@serve.deployment(max_ongoing_requests=100)  # with the default of 5, one engine would get all requests
 @serve.ingress(app)
 class Frontend:
-    """Turns text into tokens, and streams JSON lines: first the hit, then each token."""
+    """Tokenizes text, and streams JSON lines: first the cache hit, then each token."""
 
     def __init__(self, engine: DeploymentHandle[Engine]) -> None:
         self.engine = engine.options(stream=True)
@@ -103,7 +103,7 @@ class Frontend:
 
 
 def build(arguments: dict[str, str]) -> serve.Application:
-    """For `serve run`; arguments: `pool`, default "default"."""
+    """Build the application for `serve run`. arguments: `pool` (default: "default")."""
     pool = arguments.get("pool", "default")
     router = RequestRouterConfig(
         request_router_class=PrefixRouter, request_router_kwargs={"pool": pool, "model": MODEL}
@@ -113,7 +113,7 @@ def build(arguments: dict[str, str]) -> serve.Application:
 
 
 def ask(prompt: str, max_tokens: int = 16, url: str = URL, session: str = "") -> Iterator[dict[str, Any]]:
-    """The application's answer, line by line as it comes."""
+    """Yield the lines of the application's answer as they arrive."""
     body = json.dumps({"prompt": prompt, "max_tokens": max_tokens}).encode()
     with urlopen(Request(url, body, {"Content-Type": "application/json", "x-session-id": session})) as answer:
         yield from map(json.loads, answer)

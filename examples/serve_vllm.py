@@ -3,14 +3,14 @@
     python examples/serve_vllm.py
 
 starts two Ray nodes on this machine, asks over HTTP, and shows how many tokens came from a cache. In a cluster that has
-a pool (`raykv start`), on nodes that all see the model's folder:
+a pool (`raykv start`), on nodes that can all read the model's folder:
 
     serve run examples.serve_vllm:build model=/path/to/model
 
     curl -N localhost:8000/v1/chat/completions -H 'Content-Type: application/json' \\
         -d '{"model": "llm", "messages": [{"role": "user", "content": "..."}], "max_tokens": 16, "stream": true}'
 
-The first command makes its own model: a small Llama of random weights.
+The first command creates its own model: a small Llama with random weights.
 """
 
 import json
@@ -40,13 +40,13 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # an engine on CPUs is then one process, not two
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # an engine on CPUs then has one process instead of two
     "VLLM_NO_USAGE_STATS": "1",
 }
 
 
 def build(arguments: dict[str, str]) -> serve.Application:
-    """For `serve run`; arguments: `model`, a folder; `pool`, default "default"."""
+    """Build the application for `serve run`. arguments: `model`, a folder; `pool` (default: "default")."""
     pool = arguments.get("pool", "default")
     router = RequestRouterConfig(
         request_router_class=VLLMPrefixRouter, request_router_kwargs={"pool": pool, "model": MODEL}
@@ -62,7 +62,7 @@ def build(arguments: dict[str, str]) -> serve.Application:
             "enable_prompt_tokens_details": True,
         },
         deployment_config={"num_replicas": 2, "request_router_config": router},
-        # With its engine a replica takes two CPUs, a whole node. With GPUs, leave the next two arguments out.
+        # A replica and its engine need two CPUs, a whole node. With GPUs, omit the next two arguments.
         placement_group_config={"bundles": [{"CPU": 1}]},
         accelerator_config={"kind": "cpu"},
         runtime_env={"env_vars": ENVIRONMENT},
@@ -73,7 +73,7 @@ def build(arguments: dict[str, str]) -> serve.Application:
 
 
 class Answer(NamedTuple):
-    """text: generated text. cached: tokens of the prompt that were not computed. ttft: seconds to the first token."""
+    """An answer's text. cached: number of prompt tokens that were not computed. ttft: seconds until the first token."""
 
     text: str
     cached: int
@@ -81,7 +81,7 @@ class Answer(NamedTuple):
 
 
 def ask(prompt: str, max_tokens: int = 8, url: str = URL, **more: Any) -> Answer:
-    """Ask one question, and stream the answer. more: further fields of the request, such as kv_transfer_params."""
+    """Ask one question, and stream the answer. more: additional fields of the request, such as kv_transfer_params."""
     begin, ttft, text, usage = time.perf_counter(), 0.0, "", dict[str, Any]()
     for event in _stream(prompt, max_tokens, url, more):
         for choice in event["choices"]:
@@ -114,7 +114,7 @@ def _stream(prompt: str, max_tokens: int, url: str, more: dict[str, Any]) -> Ite
 
 
 def make_model(folder: Path, seed: int = 0) -> str:
-    """Make a Llama of random weights. A token has 16 KiB of KV, and is a word: t3, t4, ... Returns its folder."""
+    """Make a Llama with random weights. Tokens are words: t3, t4, ... Each has 16 KiB of KV. Returns the folder."""
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -141,7 +141,7 @@ def words(seed: int, count: int) -> str:
 
 
 def shutdown() -> None:
-    """End Serve and its replicas, wait until the replicas' vLLM processes have ended, and remove their files."""
+    """Shut down Serve and its replicas, wait until the replicas' vLLM processes have ended, and remove their files."""
     ours = ("LLMServer", "Prefill:", "Decode:", "OpenAiIngress", "TelemetryAgent")  # processes that import vLLM
     named = [(str(process.info["cmdline"]), process) for process in psutil.process_iter(["cmdline"])]
     replicas = [process for name, process in named if any(part in name for part in ours)]
@@ -149,7 +149,7 @@ def shutdown() -> None:
     files = {memory.path for process in [*replicas, *engines] for memory in process.memory_maps()}
     serve.shutdown()
     psutil.wait_procs(engines, timeout=60)
-    for path in files:  # Ray has killed the process that would remove them
+    for path in files:  # Ray has killed the process that would have removed them
         if path.startswith(("/dev/shm/psm_", "/dev/shm/sem.mp-")):
             Path(path).unlink(missing_ok=True)
 

@@ -1,11 +1,11 @@
-"""Batches on Ray Data: rows that share a prefix go to the same engine, one after the other.
+"""Batch inference with Ray Data: rows that share a prefix go to the same engine, one after another.
 
     rows = prefix_ordered(dataset, tokenizer, engines=2)
     rows.map_batches(LLMPredictor, fn_constructor_kwargs={"model": ...}, compute=ActorPoolStrategy(size=2))
 
-Ray Data gives a whole block of rows to one actor. So the rows of a block follow each other in the order that
-`raykv.scheduling.order` makes. Ray Data gives the next block to any actor with room, so that actors take turns. So the
-order is cut into a stretch of rows for each engine, and the blocks come from these stretches in turn.
+Ray Data gives a whole block of rows to one actor, so the rows within a block follow the order that
+`raykv.scheduling.order` computes. Ray Data gives the next block to any actor with room, so actors take turns.
+So the ordered rows are divided into one stretch for each engine, and blocks are taken from the stretches in turn.
 """
 
 import itertools
@@ -28,28 +28,28 @@ from raykv.keys import ROOT_BYTES, chain
 from raykv.scheduling import split
 from raykv.scheduling.batches import Prompts
 
-BLOCK_TOKENS = 64  # prompts are compared in pieces of so many tokens: a shorter shared prefix saves next to nothing
-KEY_BYTES = 8  # kept of each key: if two keys are equal by chance, a row only gets a worse place
-BLOCKS = 8  # least number of Ray Data's blocks for each engine, so that loads are even
-ROWS = 1000  # about the most rows of a block
+BLOCK_TOKENS = 64  # tokens per compared piece of a prompt; a shorter shared prefix saves almost nothing
+KEY_BYTES = 8  # bytes kept of each key; if two keys are equal by chance, a row only gets a worse place
+BLOCKS = 8  # minimum number of Ray Data blocks per engine, so that the load is even
+ROWS = 1000  # approximate maximum number of rows in a block
 RANK = "__raykv_rank"
 
 
 def prefix_ordered(dataset: ray.data.Dataset, tokenizer: Any, engines: int, column: str = "prompt") -> ray.data.Dataset:
-    """The rows of a dataset, materialized and put in an order in which engines compute few prefixes twice.
+    """Return the materialized rows of a dataset, ordered so that engines compute few prefixes twice.
 
     tokenizer: the tokenizer of the engines' model, or a function from a value of `column`, such as messages, to token
-    ids. It runs in Ray tasks. engines: how many actors will take blocks. They get about equally many prompt tokens to
-    compute; generated tokens do not count.
+    ids. It runs in Ray tasks. engines: number of actors that will process blocks. Each actor gets about the same number
+    of prompt tokens to compute; generated tokens are not counted.
 
-    A block of the result has rows that share prefixes: all rows are in depth-first order of the tree of prefixes. If
-    batches are no larger than blocks, an actor gets a whole block, and its rows in order. Ray Data chooses which actor
-    gets which block. `preserve_order` is set for the result, so that later stages keep the order of blocks.
+    The rows of a block share prefixes: all rows are in depth-first order of the tree of prefixes. If batches are no
+    larger than blocks, an actor gets a whole block, with its rows in order. Ray Data chooses which actor gets which
+    block. `preserve_order` is set for the result, so that later stages keep the order of blocks.
 
-    Afterwards Ray's object store holds all rows. While the rows are put in order, the store holds them twice. This
-    process holds 8 bytes for every 64 tokens of every prompt, and about 550 bytes for each prompt. KeyError for an
-    unknown column. ValueError for less than one engine, or for prompts that the tokenizer does not turn into lists of
-    token ids.
+    Ray's object store then holds all rows. While the rows are being ordered, the store holds them twice. This process
+    holds 8 bytes for every 64 tokens of every prompt, and about 550 bytes for each prompt. Raises KeyError for an
+    unknown column, and ValueError for less than one engine, or for prompts that the tokenizer does not convert to lists
+    of token ids.
     """
     encode = getattr(tokenizer, "encode", tokenizer)
     tables, put = dataset.to_arrow_refs(), ray.put(encode)
@@ -69,7 +69,7 @@ def prefix_ordered(dataset: ray.data.Dataset, tokenizer: Any, engines: int, colu
 
 
 def dealt(prompts: Prompts, engines: int) -> list[list[int]]:
-    """For each block, the indices of its prompts. Blocks are in the order in which engines take turns."""
+    """Return the indices of each block's prompts. Blocks are in the order in which engines take turns."""
     stretches = split(prompts, engines)
     blocks = max(BLOCKS, -(-len(prompts) // (engines * ROWS)))
     cut = [[[part[i] for i in run] for run in split([prompts[i] for i in part], blocks)] for part in stretches]
@@ -78,8 +78,8 @@ def dealt(prompts: Prompts, engines: int) -> list[list[int]]:
 
 @ray.remote
 def _keys(table: pa.Table, column: str, encode: Callable[[Any], Any]) -> list[NDArray[np.uint8]]:
-    """Keys of each row's prompt: (blocks, KEY_BYTES) uint8."""
-    prompts = table.column(column).to_pylist() if table.num_rows else []  # without rows, Ray Data knows no columns
+    """Compute the keys of each row's prompt: (blocks, KEY_BYTES) uint8."""
+    prompts = table.column(column).to_pylist() if table.num_rows else []  # an empty table may lack columns
     return [chain(bytes(ROOT_BYTES), encode(prompt), BLOCK_TOKENS)[:, :KEY_BYTES].copy() for prompt in prompts]
 
 

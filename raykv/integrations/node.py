@@ -14,10 +14,10 @@ from raykv.config import NAMESPACE
 
 
 def attach(pool: str, gpu: str | None = None) -> pools.KVPool:
-    """Attach a process that a Ray actor has started to the pool, on the actor's node. gpu: `device` of `raykv.attach`.
+    """Attach this process, which a Ray actor has started, to the pool on the actor's node.
 
-    To Ray the process is a driver of its own. By itself it might join another raylet of the machine, which has another
-    arena.
+    Ray treats the process as a separate driver. Otherwise it might connect to another raylet of the machine, which has
+    another arena. gpu: argument `device` of `raykv.attach`.
     """
     with _own_random():
         raylet = _raylet()
@@ -31,10 +31,10 @@ def attach(pool: str, gpu: str | None = None) -> pools.KVPool:
 
 @contextmanager
 def _own_random() -> Iterator[None]:
-    """In the block, random numbers differ in every process, although engines seed all ranks alike.
+    """Context manager inside which random numbers differ in every process, although engines seed all ranks alike.
 
-    Ray names its subscriptions by random numbers. Two drivers with the same name would take each other's long polls, a
-    thousand times a second.
+    Ray names its subscriptions by random numbers. Two drivers with the same name would take over each other's long
+    polls, a thousand times a second.
     """
     state = random.getstate()
     random.seed()
@@ -45,7 +45,7 @@ def _own_random() -> Iterator[None]:
 
 
 def _raylet() -> tuple[str, str] | None:
-    """(node id, GCS address) of the raylet that started the actor above this process."""
+    """Return (node id, GCS address) of the raylet that started the actor above this process, or None if unknown."""
     try:
         line = Path(f"/proc/{os.environ['RAY_RAYLET_PID']}/cmdline").read_text(encoding="utf-8")
     except (KeyError, OSError):

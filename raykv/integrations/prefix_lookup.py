@@ -1,4 +1,4 @@
-"""Tells routers on which nodes a prompt's blocks are. A router asks the directory, but is no client of the pool."""
+"""Tells routers which nodes have a prompt's blocks. A router asks the directory, but is not a client of the pool."""
 
 import asyncio
 import json
@@ -18,13 +18,13 @@ from raykv.system import sha256
 
 log = logging.getLogger("raykv")
 
-SHARE = 0.2  # a router holds up a request for at most this part of the pool's deadline
+SHARE = 0.2  # maximum delay of a request by a router, as a fraction of the pool's deadline
 
 
 class PrefixLookup:
-    """Asks a pool's directory from an event loop. Keeps the announcements, which say how models' prompts become keys.
+    """Asks a pool's directory from an event loop. Keeps the announcements of how models' prompts become keys.
 
-    After a late answer of the directory, callers get None at once, and a background task asks the directory once a
+    After the directory has answered late, callers get None at once, and a background task asks the directory once a
     second until it answers in time. Not thread-safe.
     """
 
@@ -33,14 +33,14 @@ class PrefixLookup:
         self.announced: dict[str, Any] | None = None  # how prompts become keys; None until it is known
         self._pool, self._model = pool, model
         self._others: dict[str, dict[str, Any]] = {}  # announcements by name
-        self._wanted: set[str] = set()  # names that were asked for since the last look
+        self._wanted: set[str] = set()  # names requested since the last search
         self._line = DirectoryLine(pool)
-        self._deadline = 0.0  # seconds that a question may take; set from the pool's settings before the first question
+        self._deadline = 0.0  # maximum seconds for a question; set from the pool's settings before the first one
         self._answers = False  # whether the directory answered the last question in time
         self._search: asyncio.Task[None] | None = None
 
     def announced_of(self, other: str) -> dict[str, Any] | None:
-        """The announcement of another name, such as a LoRA adapter's. None until a look has found it."""
+        """Return the announcement of another name, such as a LoRA adapter's, or None until a search has found it."""
         found = self._others.get(other)
         if found is None:
             self._wanted.add(other)
@@ -48,12 +48,12 @@ class PrefixLookup:
         return found
 
     def look(self) -> None:
-        """Look for the directory and the announcements again, in the background. Meanwhile the old ones are used."""
+        """Search for the directory and the announcements again, in the background. Meanwhile, the old ones are used."""
         if self._search is None or self._search.done():
             self._search = asyncio.get_running_loop().create_task(self._look())
 
     async def locate_prefix(self, keys: NDArray[np.uint8]) -> Located | None:
-        """Which nodes have the longest ready prefix of `keys`, by Ray node id.
+        """Find the longest ready prefix of `keys`, and how much of it each node has, by Ray node id.
 
         keys: (n, 16) uint8, at most KEYS_PER_CALL. Returns None if the directory does not answer in time.
         """
@@ -81,13 +81,13 @@ class PrefixLookup:
     def _find(self, others: set[str]) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
         """Find the directory. Returns the announcement of the model, and the known announcements of `others`.
 
-        ValueError where the pool, its directory or the model's announcement is missing.
+        Raises ValueError if the pool, its directory or the model's announcement is missing.
         """
         settings = internal_kv.settings(self._pool)
         if settings is None:
             raise ValueError(f"there is no pool {self._pool!r}")
         self._deadline = SHARE * settings["deadline"]
-        sha256.load()  # load it in this thread: the event loop makes keys, and would wait for the load
+        sha256.load()  # otherwise the event loop, which makes keys, would wait for the load
         announced = self._announced(self._model)
         if announced is None:
             raise ValueError(f"nobody has announced {self._model!r} in pool {self._pool!r}")
@@ -101,8 +101,8 @@ class PrefixLookup:
 
 
 def announce(pool: str, model: str, **fields: Any) -> None:
-    """Announce in a pool how prompts of a model become keys, for a PrefixLookup. The last announcement counts.
+    """Announce in a pool how prompts of a model become keys, for a PrefixLookup.
 
-    fields: JSON values.
+    This replaces an earlier announcement. fields: JSON values.
     """
     internal_kv.put(pool, Kept.MODEL, json.dumps(fields).encode(), model)

@@ -1,4 +1,4 @@
-"""Ray Serve on a pool: a request goes to the replica that gives its first token soonest.
+"""Ray Serve on a pool: a request goes to the replica that can give its first token soonest.
 
 @serve.deployment(
     num_replicas=2,
@@ -45,15 +45,15 @@ from raykv.scheduling.routes import Found, Prompt, Replica, Routes
 
 log = logging.getLogger("raykv")
 
-ASKED = 64  # the directory is asked for at most so many blocks of a prompt, evenly spaced
-NAME_CHARS = 256  # only so many characters of a session's name count
+ASKED = 64  # maximum number of a prompt's blocks to ask the directory for, evenly spaced
+NAME_CHARS = 256  # maximum characters of a session's name; the rest is ignored
 NO_KEYS = np.zeros((0, 16), np.uint8)
 
 
 def announce(cache: KVCache, model: str) -> None:
     """Tell the routers of `model` how prompts become keys of `cache`. Call it in the constructor of a deployment.
 
-    model: the name in the routers' request_router_kwargs. RayError if Ray does not answer.
+    model: the name in the routers' request_router_kwargs. Raises RayError if Ray does not answer.
     """
     prefix_lookup.announce(cache.session.name, model, root=cache.root.hex(), block_tokens=cache.block_tokens)
 
@@ -74,13 +74,13 @@ class PrefixRouter(PowerOfTwoChoicesRequestRouter):  # type: ignore[misc]
     `raykv.scheduling.routes.Routes` counts this work. A session stays at its replica until another replica would be
     faster. For a request without a session's name and without keys, Serve chooses the less busy of two random replicas.
 
-    request_router_kwargs: `model`, as announced, and `pool`. A request's keyword argument `token_ids` is the prompt.
-    The arguments `lora` and `salt` are as in KVCache.keys. Override `keys` for requests of another form. The name of a
+    request_router_kwargs: `model`, the announced name, and `pool`. A request's argument `token_ids` is the prompt.
+    The arguments `lora` and `salt` are as in KVCache.keys. Override `keys` for other forms of requests. The name of a
     request's session is the header x-session-id, the handle's option `session_id`, or the keyword argument `session`.
     """
 
     def initialize_state(self, model: str, pool: str = "default") -> None:
-        """Serve calls this with request_router_kwargs. model: its announced name. pool: its name."""
+        """Serve calls this with request_router_kwargs. model: the model's announced name. pool: the pool's name."""
         self.lookup = prefix_lookup.PrefixLookup(pool, model)
         self.routes = Routes()
         self._warned = False
@@ -91,13 +91,13 @@ class PrefixRouter(PowerOfTwoChoicesRequestRouter):  # type: ignore[misc]
         self.lookup.look()  # new replicas may announce another cache
 
     def announced(self, request: PendingRequest) -> dict[str, Any] | None:
-        """The announcement of a request's model; None until it is known."""
+        """Return the announcement of a request's model, or None until it is known."""
         return self.lookup.announced
 
     async def keys(self, request: PendingRequest, announced: dict[str, Any]) -> NDArray[np.uint8]:
-        """Keys of a request's prompt, (n, 16) uint8; n is 0 if the pool can't help.
+        """Compute the keys of a request's prompt, (n, 16) uint8. n is 0 if the pool can't help.
 
-        announced: the fields that a replica gave to `announce`. A ValueError leaves the choice to Serve.
+        announced: the fields that a replica announced. If this raises ValueError, Serve chooses the replica.
         """
         token_ids = request.kwargs.get("token_ids")
         if token_ids is None or len(token_ids) < announced["block_tokens"]:
@@ -107,7 +107,7 @@ class PrefixRouter(PowerOfTwoChoicesRequestRouter):  # type: ignore[misc]
         return await asyncio.to_thread(keys.chain, root, token_ids, size, **fields)
 
     def session(self, request: PendingRequest) -> str:
-        """The name of a request's session; "" if it has none."""
+        """Return the name of a request's session, or "" if it has none."""
         return str(request.metadata.session_id or request.kwargs.get("session") or "")
 
     async def choose_replicas(
@@ -118,15 +118,15 @@ class PrefixRouter(PowerOfTwoChoicesRequestRouter):  # type: ignore[misc]
             return by_chance
         try:
             return await self._ranked(candidate_replicas, pending_request) or by_chance
-        except Exception as error:  # if this raised, the request would wait for ever
+        except Exception as error:  # if this raised, the request would wait forever
             self._warn(error)
             return by_chance
 
     async def _ranked(self, candidates: list[RunningReplica], request: PendingRequest) -> list[list[RunningReplica]]:
-        """[] if the router knows nothing of the request."""
+        """Rank the candidates for a request. Returns [] if the router knows nothing about the request."""
         adapter = request.metadata.multiplexed_model_id  # loading the adapter would take longer than computing a prefix
         able = [replica for replica in candidates if not adapter or adapter in replica.multiplexed_model_ids]
-        if not hasattr(request, "raykv_asked"):  # a request that found no room comes again, but is looked up once
+        if not hasattr(request, "raykv_asked"):  # a request comes again after finding no room; look it up once
             request.raykv_asked = await self._ask(request, able)
         prompt, found = request.raykv_asked
         if len(able) < 2 or not (prompt.keys or prompt.session):
@@ -136,7 +136,7 @@ class PrefixRouter(PowerOfTwoChoicesRequestRouter):  # type: ignore[misc]
         return ranked(able, self.routes.costs(prompt, found, known, time.monotonic()))
 
     async def _choose_replica_for_request(self, pending_request: PendingRequest, **how: Any) -> RunningReplica:
-        """Notes the request before Serve sends it, so that the next requests of a burst are routed with it in mind."""
+        """Record the request before Serve sends it, so that the next requests of a burst are routed accordingly."""
         replica = await super()._choose_replica_for_request(pending_request, **how)
         prompt, found = getattr(pending_request, "raykv_asked", Asked(Prompt(None)))
         request = pending_request.metadata.internal_request_id
@@ -148,7 +148,7 @@ class PrefixRouter(PowerOfTwoChoicesRequestRouter):  # type: ignore[misc]
         self.routes.complete(internal_request_id, replica_id)
 
     async def _ask(self, request: PendingRequest, able: list[RunningReplica]) -> Asked:
-        """The router's knowledge of a request's prompt. able: the replicas that may serve the request."""
+        """Look up a request's prompt in the pool. able: the replicas that may serve the request."""
         unknown = Asked(Prompt(None, (), self.session(request)[:NAME_CHARS]))
         announced = self.announced(request)
         if announced is None or len(able) < 2:
@@ -156,7 +156,7 @@ class PrefixRouter(PowerOfTwoChoicesRequestRouter):  # type: ignore[misc]
         try:
             keys = await self.keys(request, announced)
         except Exception as error:
-            if not isinstance(error, ValueError):  # the replica's own error says what is wrong with the prompt
+            if not isinstance(error, ValueError):  # the replica itself reports what is wrong with the prompt
                 self._warn(error)
             return unknown
         size, packed = announced["block_tokens"], keys.tobytes()
@@ -166,11 +166,11 @@ class PrefixRouter(PowerOfTwoChoicesRequestRouter):  # type: ignore[misc]
         return Asked(prompt, None if on_one_node else await self._find(keys, size))
 
     async def _find(self, keys: NDArray[np.uint8], block_tokens: int) -> Found | None:
-        """The part of a prompt that the pool has. None if the pool does not answer."""
+        """Return which part of a prompt the pool has, or None if the pool does not answer."""
         if not len(keys):
             return None
         every = -(-len(keys) // ASKED)
-        asked = np.ascontiguousarray(keys[every - 1 :: every])  # blocks between are there: they outlive later ones
+        asked = np.ascontiguousarray(keys[every - 1 :: every])  # skipped blocks outlive the next asked block
         located = await self.lookup.locate_prefix(asked)
         if located is None:
             return None
@@ -184,13 +184,13 @@ class PrefixRouter(PowerOfTwoChoicesRequestRouter):  # type: ignore[misc]
             log.warning("requests are routed without a look at the pool, since this failed for one: %r", error)
 
     def _get_pending_request_matching_metadata(self, request_metadata: Any = None) -> PendingRequest | None:
-        """The request that a replica was chosen for. Serve would give the replica to the request that waits longest."""
+        """Return the request that a replica was chosen for. Serve itself would return the longest-waiting request."""
         waiting = self._pending_requests_to_fulfill
         return next((r for r in waiting if r.metadata is request_metadata and not r.future.done()), None)
 
 
 def ranked(replicas: Sequence[RunningReplica], costs: Sequence[float]) -> list[list[RunningReplica]]:
-    """Replicas in groups of equal costs, best first. The order in a group is random."""
+    """Group replicas of equal cost, lowest cost first. The order within a group is random."""
     groups = defaultdict(list)
     for replica, cost in zip(replicas, costs, strict=True):
         groups[round(cost)].append(replica)

@@ -8,10 +8,11 @@ or, for a decoding loop of your own:
     start = prefill(model, cache, tokenizer(prompt).input_ids)
     token = start.logits.argmax()  # feed it to the model with past_key_values=start.past_key_values
 
-Don't hand start.past_key_values to `model.generate` with the same prompt: the cache holds the whole prompt already, and
+Don't pass start.past_key_values to `model.generate` with the same prompt: the cache already holds the whole prompt, and
 transformers would feed the prompt a second time. `generate` above avoids that.
 
-A block is (layers, 2, kv_heads, block_tokens, head_dim) of the model's dtype, contiguous; the 2 are keys and values.
+A block is a contiguous array of the model's dtype: (layers, 2, kv_heads, block_tokens, head_dim). The 2 stands for keys
+and values.
 """
 
 import math
@@ -38,10 +39,10 @@ Shape = tuple[int, int, int, int, int]
 class Prefill:
     """A prompt that the model has seen.
 
-    past_key_values: KV of the whole prompt, batch 1; continue with the token after the prompt.
-    logits: (vocab,), of the prompt's last position.
-    pool_tokens: leading tokens that came from the pool instead of being computed.
-    nodes: Ray node ids of the nodes that had these tokens' blocks, in order, each once; () for no tokens.
+    past_key_values: KV of the whole prompt, batch size 1; continue with the token after the prompt.
+    logits: (vocab,), for the prompt's last position.
+    pool_tokens: number of leading tokens that came from the pool instead of being computed.
+    nodes: Ray ids of the nodes that had these tokens' blocks, in order, without repeats; () if pool_tokens is 0.
     """
 
     past_key_values: DynamicCache
@@ -51,12 +52,12 @@ class Prefill:
 
 
 class PromptCache(DynamicCache):  # type: ignore[misc]
-    """KV of a whole prompt. Refuses the same prompt again, which the model would take for a continuation."""
+    """KV of a whole prompt. Rejects a repeat of the prompt, which the model would treat as a continuation."""
 
-    prompt_tokens = 0  # tokens in this cache when `prefill` was done
+    prompt_tokens = 0  # number of tokens in this cache after `prefill`
 
     def update(self, key_states: Any, value_states: Any, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
-        """Like DynamicCache's. ValueError for a first continuation that repeats the prompt."""
+        """Like `DynamicCache.update`. Raises ValueError if the first continuation repeats the prompt."""
         if layer_idx == 0 and self._repeats_prompt(value_states):
             raise ValueError(
                 f"the {self.prompt_tokens} tokens of the prompt were given to the model a second time, with a cache "
@@ -68,7 +69,7 @@ class PromptCache(DynamicCache):  # type: ignore[misc]
     def _repeats_prompt(self, values: torch.Tensor) -> bool:
         """Compare the first layer's values: in a rotary model they depend only on the tokens, not on their positions.
 
-        A prompt of one token is not checked, as the same token may well come next.
+        A prompt of one token is not checked, as the same token may follow it.
         """
         if not 1 < self.prompt_tokens == self.get_seq_length() == values.shape[-2]:
             return False
@@ -85,15 +86,15 @@ def model_cache(
     block_tokens: int = 16,
     tenant: str = "",
 ) -> KVCache:
-    """The cache of `pool` that engines with this model share.
+    """Return the cache of `pool` that engines with this model share.
 
-    pool: of raykv.start or raykv.attach. block_tokens: tokens of a block, equal in all engines that share.
+    pool: from raykv.start or raykv.attach. block_tokens: number of tokens per block, equal in all engines that share.
     model: a causal language model of transformers, on one device, with full attention in every layer.
-    name, revision: must tell this model's weights and settings from any other model's. Default: the place from which
-    the model was loaded, and the commit that the hub named.
-    tenant: charged for the blocks (see KVPool.cache).
-    Returns a KVCache. Its other arguments come from the model.
-    ValueError for a model without a name, or with a layer that is not full attention.
+    name, revision: must distinguish this model's weights and settings from those of any other model. By default: the
+    place from which the model was loaded, and its commit on the hub.
+    tenant: the tenant that is charged for the blocks (see KVPool.cache).
+    The other arguments of the cache come from the model.
+    Raises ValueError for a model without a name, or with a layer that is not full attention.
     """
     name = name or model.config.name_or_path
     if not name:
@@ -111,7 +112,7 @@ def model_cache(
 
 
 def block_shape(config: Any, block_tokens: int) -> Shape:
-    """(layers, 2, kv_heads, block_tokens, head_dim) of a model's blocks. ValueError for layers of another kind."""
+    """Return a block's (layers, 2, kv_heads, block_tokens, head_dim). Raises ValueError for other kinds of layers."""
     text = config.get_text_config(decoder=True)
     kinds = {type(layer) for layer in DynamicCache(config=config).layers}
     if kinds != {DynamicLayer}:
@@ -132,12 +133,12 @@ def prefill(
 ) -> Prefill:
     """Run `model` over a prompt, except over the leading blocks that the pool has, and store the new full blocks.
 
-    model: a causal language model. cache: of `model_cache` with this model.
+    model: a causal language model. cache: from `model_cache` for this model.
     input_ids: 1-D, at least one token. The last token is always computed, for its logits.
-    lora: the active adapter, if any. salt: tells this request's tenant from others (see KVCache.keys).
-    Returns a Prefill. With a pool that is down or empty this is an ordinary prefill.
-    ValueError for input that is not 1-D, or for a cache of another model's blocks. To generate with `model.generate`,
-    use `generate` of this module instead.
+    lora: the active adapter, if any. salt: separates this request's tenant from other tenants (see KVCache.keys).
+    Returns a Prefill. If the pool is down or empty, this is an ordinary prefill.
+    Raises ValueError for input that is not 1-D, or if the cache's blocks have another size than the model's. To
+    generate with `model.generate`, use `generate` of this module instead.
     """
     ids = torch.as_tensor(input_ids)
     if ids.ndim != 1 or not len(ids):
@@ -173,9 +174,9 @@ def generate(
     """Like `model.generate(input_ids, **generate_kwargs)`, after a prefill that reads the prompt's blocks from the
     pool.
 
-    input_ids: 1-D, at least one token. lora, salt: see `prefill`. generate_kwargs: of `model.generate`.
-    Returns the result of `model.generate`: by default (1, prompt and new tokens) int64.
-    ValueError like `prefill`, and for arguments that need several sequences (num_beams, num_return_sequences).
+    input_ids: 1-D, at least one token. lora, salt: see `prefill`. generate_kwargs: arguments of `model.generate`.
+    Returns the result of `model.generate`: by default the tokens of prompt and answer, (1, tokens) int64.
+    Raises ValueError like `prefill`, and for arguments that need several sequences (num_beams, num_return_sequences).
     """
     config = generate_kwargs.get("generation_config") or model.generation_config
     for name in ("num_beams", "num_return_sequences"):
@@ -189,14 +190,14 @@ def generate(
 
 
 def restore(blocks: torch.Tensor, shape: Shape, model: Any) -> PromptCache:
-    """A cache that holds blocks.
+    """Return a cache that holds blocks.
 
-    blocks: (n, block_bytes) uint8 on the model's device; n may be 0. shape: of `block_shape`.
+    blocks: (n, block_bytes) uint8 on the model's device; n may be 0. shape: from `block_shape`.
     """
     past = PromptCache(config=model.config)
     if not len(blocks):
         return past
-    # (layers, 2, 1, kv_heads, n, block_tokens, head_dim), a view: memory is still in the order of the blocks
+    # a view (layers, 2, 1, kv_heads, n, block_tokens, head_dim): memory is still in the order of the blocks
     tensors = blocks.view(model.dtype).view(len(blocks), *shape)[None].permute(2, 3, 0, 4, 1, 5, 6)
     for layer, (keys, values) in zip(past.layers, tensors, strict=True):
         keys, values = keys.flatten(2, 3), values.flatten(2, 3)
@@ -206,9 +207,10 @@ def restore(blocks: torch.Tensor, shape: Shape, model: Any) -> PromptCache:
 
 
 def extract(past: DynamicCache, shape: Shape, start: int, stop: int) -> torch.Tensor:
-    """Blocks `start` to `stop` of a cache, in host memory: (stop - start, block_bytes) uint8.
+    """Copy blocks `start` to `stop` of a cache to host memory: (stop - start, block_bytes) uint8.
 
-    past: KV of a prompt of at least `stop` blocks, batch 1. shape: of `block_shape`. ValueError for other layers.
+    past: KV of a prompt of at least `stop` blocks, batch size 1. shape: from `block_shape`. Raises ValueError if a
+    layer has another shape.
     """
     _, _, kv_heads, block_tokens, head_dim = shape
     count = stop - start

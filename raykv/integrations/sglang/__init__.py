@@ -1,4 +1,4 @@
-"""SGLang's HiCache on a pool, loaded by configuration alone: the third tier of its KV cache is the cluster's memory."""
+"""SGLang's HiCache on a pool, loaded by configuration alone: its third tier is the memory of the cluster."""
 
 from raykv.integrations.sglang.storage import RayKVStorage
 

@@ -1,6 +1,6 @@
 """The names of an engine's caches in the pool. They cover everything that changes the bytes of KV, except tokens.
 
-SGLang's page hashes cover adapter and `cache_salt`. The module `pages` adds the layout of a page to the names.
+SGLang's page hashes cover the adapter and `cache_salt`. The module `pages` adds the layout of a page to the names.
 """
 
 from typing import Any
@@ -21,16 +21,16 @@ OPTIONS = (
 
 
 def identity(config: Any, name: str) -> dict[str, Any]:
-    """Arguments of `KVPool.cache` for the caches of a host pool, without the layout of its pages.
+    """Return arguments of `KVPool.cache` for the caches of a host pool, without the layout of its pages.
 
-    config: SGLang's HiCacheStorageConfig. name: of the host pool. Data parallel engines share caches, as their KV is
-    the same. ValueError for a model without a name.
+    config: SGLang's HiCacheStorageConfig. name: the host pool's name. Data-parallel engines share caches, as their KV
+    is the same. Raises ValueError for a model without a name.
     """
     if not config.model_name:
         raise ValueError("SGLang gives its storage no model name: start it with --model-path, or --served-model-name")
     sizes = [config.pp_size, config.attn_cp_size, config.dcp_size, config.tp_size]
     ranks = [config.pp_rank, config.attn_cp_rank, config.dcp_rank, config.tp_rank]
-    if config.is_mla_model and name not in RANK_SHARDED:  # all tensor ranks have this KV, and one stores it
+    if config.is_mla_model and name not in RANK_SHARDED:  # all tensor ranks have this KV, and one rank stores it
         sizes, ranks = sizes[:-1], ranks[:-1]
     part = 0
     for size, rank in zip(sizes, ranks, strict=True):
@@ -40,7 +40,7 @@ def identity(config: Any, name: str) -> dict[str, Any]:
 
 
 def _options() -> str:
-    """A digest of OPTIONS. An option that this SGLang lacks counts as None."""
+    """Return a digest of OPTIONS. An option that this version of SGLang lacks counts as None."""
     arguments = get_server_args()
     found = [(name, str(getattr(arguments, name, None))) for name in OPTIONS]
     return f"{__version__}/{digest(repr(found))}"

@@ -1,4 +1,4 @@
-"""Pages of SGLang's host memory as blocks of a cache: copies go straight to and from SGLang's buffers."""
+"""Pages of SGLang's host memory as blocks of a cache, copied directly to and from SGLang's buffers."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -19,7 +19,7 @@ class Pages:
     cache: KVCache
 
     def keys(self, hashes: Sequence[str]) -> Keys:
-        """SGLang's page hashes as keys. The hash of a page also covers all pages before that page."""
+        """Convert SGLang's page hashes to keys. The hash of a page also covers all pages before that page."""
         return self.cache.rekey([name.encode() for name in hashes])
 
 
@@ -27,9 +27,9 @@ class HostPages(Pages):
     """Pages of a host pool. A block holds all pieces that a page has in the host pool's buffers."""
 
     def __init__(self, pool: KVPool, host: Any, name: str, caches: dict[str, Any]) -> None:
-        """host: a HostKVCache of SGLang. name: of the host pool. caches: the other arguments of `KVPool.cache`.
+        """host: a HostKVCache of SGLang. name: the host pool's name. caches: the other arguments of `KVPool.cache`.
 
-        If `host` can't address pages of its layout, its error is passed on.
+        If `host` can't address pages of its layout, its error is propagated.
         """
         self._host, self._page_size = host, host.page_size or 1
         addresses, sizes = host.get_page_buffer_meta(torch.arange(self._page_size))
@@ -42,7 +42,10 @@ class HostPages(Pages):
         )
 
     def rows(self, indices: torch.Tensor, pages: int) -> Rows:
-        """The addresses of pages. indices: the places of their tokens in the host pool. ValueError for bad indices."""
+        """Return the addresses of pages.
+
+        indices: indices of the pages' tokens in the host pool. Raises ValueError for invalid indices.
+        """
         if indices.numel() != pages * self._page_size:
             raise ValueError(f"{indices.numel()} host indices for {pages} pages of {self._page_size} tokens")
         first = indices[:: self._page_size]
@@ -56,10 +59,10 @@ class HostPages(Pages):
 
 
 class FlatPages(Pages):
-    """Pages as tensors. SGLang itself copies them out of and into its host pool (without `interface_v1`)."""
+    """Pages as tensors, which SGLang itself copies out of and into its host pool (without `interface_v1`)."""
 
     def __init__(self, pool: KVPool, host: Any, caches: dict[str, Any]) -> None:
-        """Like HostPages. The bytes of a block are in another order than in HostPages, so the caches are separate."""
+        """Like HostPages. A block's bytes are ordered differently than in HostPages, so the caches are separate."""
         self.cache = pool.cache(
             **caches,
             block_bytes=host.get_dummy_flat_data_page().nbytes,
@@ -68,7 +71,7 @@ class FlatPages(Pages):
         )
 
     def rows(self, tensors: Sequence[torch.Tensor]) -> Rows:
-        """The addresses of pages. ValueError if a tensor is not contiguous host memory of a block's size."""
+        """Return the addresses of pages. Raises ValueError unless all are contiguous host memory of a block's size."""
         for tensor in tensors:
             if tensor.nbytes != self.cache.block_bytes or not tensor.is_contiguous() or tensor.device.type != "cpu":
                 raise ValueError(
@@ -80,5 +83,5 @@ class FlatPages(Pages):
 
 
 def _form(host: Any) -> str:
-    """How a host pool lays out its pages."""
+    """Return a text that identifies the layout of a host pool's pages."""
     return f"{type(host).__name__}/{host.layout}/{getattr(host, 'storage_format_tag', None) or ''}"

@@ -1,4 +1,4 @@
-"""The class that SGLang calls for the third tier of its KV cache, in every rank's process, from threads of its own.
+"""The class that SGLang calls for the third tier of its KV cache, from its own threads in every rank's process.
 
     python -m sglang.launch_server --enable-hierarchical-cache --hicache-mem-layout page_first_direct \
         --hicache-storage-backend dynamic --hicache-storage-backend-extra-config '{
@@ -29,7 +29,7 @@ from raykv.keys import Keys
 
 P = ParamSpec("P")
 T = TypeVar("T")
-KV = "kv"  # SGLang's name of its main host pool
+KV = "kv"  # SGLang's name for its main host pool
 
 
 class RayKVStorage(HiCacheStorage):  # type: ignore[misc]
@@ -39,11 +39,10 @@ class RayKVStorage(HiCacheStorage):  # type: ignore[misc]
     """
 
     def __init__(self, storage_config: Any, more: Any = None) -> None:
-        """storage_config: HiCacheStorageConfig; in its extra_config `pool` is the pool's name. more: unused.
+        """storage_config: HiCacheStorageConfig. more: unused.
 
-        `tenant` in extra_config is charged for the blocks (see KVPool.cache).
-
-        Raises like `raykv.attach`, and ValueError for a model without a name: then SGLang does not start.
+        In extra_config, `pool` is the pool's name, and `tenant` is charged for the blocks (see KVPool.cache).
+        Raises the errors of `raykv.attach`, and ValueError for a model without a name. SGLang then does not start.
         """
         self._config, extra = storage_config, storage_config.extra_config or {}
         identity(storage_config, KV)
@@ -56,7 +55,7 @@ class RayKVStorage(HiCacheStorage):  # type: ignore[misc]
     # ------------------------------------------------------------------ host pools
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
-        """The host pool that holds the KV. In DeepSeek V4 it has no memory, and so no pages to store."""
+        """Register the host pool that holds the KV. For DeepSeek V4 it has no memory, and thus no pages to store."""
         super().register_mem_pool_host(mem_pool_host)
         self._flat, self._pages = None, {}
         if mem_pool_host.kv_buffer is None:
@@ -67,7 +66,10 @@ class RayKVStorage(HiCacheStorage):  # type: ignore[misc]
             self._flat = FlatPages(self._pool, mem_pool_host, self._caches(KV))
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: str) -> None:
-        """A further host pool. Its error is passed on if it can't address pages of its layout (states: layer_first)."""
+        """Register another host pool.
+
+        If it can't address pages of its layout (such as states with layer_first), its error is propagated.
+        """
         super().register_mem_host_pool_v2(host_pool, host_pool_name)
         if host_pool_name != KV:
             self._pages[host_pool_name] = self._host_pages(host_pool, host_pool_name)
@@ -77,14 +79,14 @@ class RayKVStorage(HiCacheStorage):  # type: ignore[misc]
         return HostPages(self._pool, host, plain, self._caches(plain))
 
     def _caches(self, name: str) -> dict[str, Any]:
-        """Arguments of the cache of a host pool. In every host pool, one page hash stands for one block."""
+        """Return the arguments of a host pool's cache. In every host pool, one page hash stands for one block."""
         page_tokens = self.mem_pool_host.page_size
         return {**identity(self._config, name), "block_tokens": page_tokens, "tenant": self._tenant}
 
     # ------------------------------------------------------------------ zero copy
 
     def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
-        """How many leading pages the pool has."""
+        """Return how many leading pages the pool has."""
         return self._or(0, self._find, keys)
 
     def batch_get_v1(self, keys: list[str], host_indices: torch.Tensor, extra_info: Any = None) -> list[bool]:
@@ -98,10 +100,10 @@ class RayKVStorage(HiCacheStorage):  # type: ignore[misc]
     # ------------------------------------------------------------------ several host pools
 
     def batch_exists_v2(self, keys: list[str], pool_transfers: Any = None, extra_info: Any = None) -> Any:
-        """The longest prefix for which every host pool has the pages that it needs: all pages, or the last pages.
+        """Find the longest prefix for which every host pool has the pages that it needs: all pages, or the last pages.
 
         The prefix's length is reported for every host pool, as a lower bound. Transfers of block groups never shorten
-        the prefix, so they are left out.
+        the prefix, so they are ignored.
         """
         return self._or(PoolTransferResult.empty(), self._find_all, keys, pool_transfers or [])
 
@@ -134,7 +136,7 @@ class RayKVStorage(HiCacheStorage):  # type: ignore[misc]
     def batch_get(
         self, keys: list[str], target_locations: Any = None, target_sizes: Any = None
     ) -> list[torch.Tensor | None]:
-        """Like `get`, for several pages. After the first miss all are misses."""
+        """Like `get`, for several pages. All pages after the first miss are misses."""
         count = self._or(0, self._read_flat, keys, target_locations)
         return [*target_locations[:count], *[None] * (len(keys) - count)] if count else [None] * len(keys)
 
@@ -148,10 +150,10 @@ class RayKVStorage(HiCacheStorage):  # type: ignore[misc]
         """Like `set`, for several pages. Returns whether all are stored."""
         return self._or(False, self._write_flat, keys, values)
 
-    # ------------------------------------------------------------------ the whole
+    # ------------------------------------------------------------------ whole pool
 
     def clear(self) -> None:
-        """Forget all blocks in the pool, of every engine: for `POST /hicache/storage-backend/clear`."""
+        """Remove the blocks of all engines from the pool, for `POST /hicache/storage-backend/clear`."""
         self._or(0, self._pool.clear)
 
     def close(self) -> None:
@@ -159,7 +161,7 @@ class RayKVStorage(HiCacheStorage):  # type: ignore[misc]
         self._pool.close()
 
     def _or(self, miss: T, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """The function's result, or `miss` after an error. If this raised, SGLang's threads would end."""
+        """Return the function's result, or `miss` after an error, as an exception would end SGLang's threads."""
         try:
             return function(*args, **kwargs)
         except Exception as error:
@@ -189,7 +191,7 @@ class RayKVStorage(HiCacheStorage):  # type: ignore[misc]
         return [number < covered for number in range(len(parents), len(parents) + len(keys))]
 
     def _is_logical(self, name: str) -> bool:
-        """Whether pages of the host pool have no bytes, so that nothing is to be moved."""
+        """Whether pages of the host pool have no bytes, so that there is nothing to copy."""
         return bool(name == KV and self.mem_pool_host.kv_buffer is None)
 
     def _known(self, name: str) -> HostPages:
@@ -198,7 +200,7 @@ class RayKVStorage(HiCacheStorage):  # type: ignore[misc]
         return self._pages[name]
 
     def _read(self, cache: KVCache, keys: Keys, rows: Rows) -> int:
-        """Read leading pages. Returns how many were read. `batch_exists` has counted this look-up already."""
+        """Read leading pages. Returns how many were read. `batch_exists` has already counted this look-up."""
         with Match(self._session, keys, cache.recompute_tokens_per_s).ask() as match:
             return match.read_rows(rows)
 
@@ -239,9 +241,9 @@ class RayKVStorage(HiCacheStorage):  # type: ignore[misc]
         return PoolTransferResult(count, dict.fromkeys(windows, count) if count else {}, ends)
 
     def _restorable(self, keys: Keys, window: int, ends: list[int]) -> list[int]:
-        """The `ends` from which this rank can go on: before each of them the pool has a whole window of pages.
+        """Return the `ends` from which this rank can continue: those after a whole window of pages in the pool.
 
-        SGLang goes on from an end that all ranks have.
+        SGLang continues from an end that all ranks have.
         """
         answer = self._session.directory.stored(keys.tobytes())
         if answer is None or not answer.found:
@@ -251,5 +253,5 @@ class RayKVStorage(HiCacheStorage):  # type: ignore[misc]
 
 
 def _parents(extra_info: Any) -> list[str]:
-    """Hashes of the pages before the pages of a call, if SGLang gives them (`hicache_storage_pass_prefix_keys`)."""
+    """Return hashes of the pages before a call's pages, if SGLang gives them (`hicache_storage_pass_prefix_keys`)."""
     return list((extra_info and extra_info.prefix_keys) or [])

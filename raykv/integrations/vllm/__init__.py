@@ -1,4 +1,4 @@
-"""vLLM reads and stores prefixes through a connector, loaded by configuration alone."""
+"""A connector through which vLLM reads and stores prefixes, loaded by configuration alone."""
 
 from typing import Any
 

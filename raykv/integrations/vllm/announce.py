@@ -18,7 +18,7 @@ def __getattr__(name: str) -> Any:
 class RoutedConnector(RayKVConnector):
     """RayKVConnector for engines behind a VLLMPrefixRouter. The router finds an engine by its served model name.
 
-    It finds a LoRA adapter by the adapter's own name, after the first request for the adapter.
+    The router finds a LoRA adapter by the adapter's own name, after the first request for the adapter.
     """
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:

@@ -2,11 +2,11 @@
 
 | vLLM | difference |
 | --- | --- |
-| before 0.30 | workers name the missing blocks, of one KV cache group only; vLLM stores a last token that has no KV |
+| before 0.30 | workers report missing blocks, of one KV cache group only; vLLM stores a last token without KV |
 | before 0.31 | a KV cache has no `kv_tp_replicas`; extra keys of a block's hash are published unchanged |
 | before 0.31 | a request can't limit how many tokens are loaded, and has no `kv_hints` |
-| before 0.32 | a continued session keeps hashes of dropped tokens, so raykv stores no more of it |
-| from 0.33 on | loads may be `expedited`, that is, within a step; `RayKVConnector` turns this off |
+| before 0.32 | a continued session keeps hashes of dropped tokens, so raykv stores no further chunks of the session |
+| from 0.33 on | loads may be `expedited` (done within a step), which `RayKVConnector` turns off |
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from raykv.integrations.vllm.chunks import hints
 
 log = logging.getLogger("raykv")
 
-OLDEST, NEWEST = (0, 29), (0, 33)  # of vLLM: these two and the versions between were tried
+OLDEST, NEWEST = (0, 29), (0, 33)  # versions of vLLM; these two and all versions between were tested
 INSTALL = "pip install 'vllm>=0.29,<0.34'"
-# With `kv_offloading_size` vLLM takes one of these names, not the configured name, and looks for it in our module
+# With `kv_offloading_size`, vLLM looks for one of these names in our module, instead of the configured name
 REPLACING = ("OffloadingConnector", "SimpleCPUOffloadConnector", "LMCacheConnectorV1", "LMCacheMPConnector")
 
 
 def check_version(version: str) -> None:
-    """ValueError for a vLLM that is too old.
+    """Raise ValueError if vLLM is too old.
 
-    An untried newer version gets only a warning, as a refusal would leave the engine without a cache.
+    An untested newer version causes only a warning, as an error would leave the engine without a cache.
     """
     minor = _minor(version)
     if minor and minor < OLDEST:
@@ -43,18 +43,18 @@ def check_version(version: str) -> None:
 
 
 def _minor(version: str) -> tuple[int, int] | None:
-    """(major, minor); None for a version without numbers."""
+    """Return (major, minor), or None for a version without numbers."""
     found = re.match(r"(\d+)\.(\d+)", version)
     return (int(found[1]), int(found[2])) if found else None
 
 
 def knows_strides(version: str) -> bool:
-    """Whether vLLM's decode context parallelism works with a connector. In 0.29 attention reads another interleave."""
+    """Whether decode context parallelism works with a connector. In 0.29, attention reads another interleave."""
     return (_minor(version) or NEWEST) >= (0, 30)
 
 
 def missing(module: str, name: str) -> Exception:
-    """The error for a connector name that our modules lack."""
+    """Return the error for a connector name that our modules lack."""
     if name in REPLACING:
         return ValueError(
             f"kv_offloading_size has vLLM use its own {name} in the place of raykv's connector: leave "
@@ -64,26 +64,26 @@ def missing(module: str, name: str) -> Exception:
 
 
 def kv_replicas(kv_cache_config: Any, tensor: int) -> int:
-    """How many ranks have the same latent of an MLA model. tensor: the tensor-parallel size."""
-    return getattr(kv_cache_config, "kv_tp_replicas", tensor)  # before 0.31 all ranks had the same
+    """Return how many ranks have the same latent of an MLA model. tensor: tensor-parallel size."""
+    return getattr(kv_cache_config, "kv_tp_replicas", tensor)  # before 0.31 all ranks had the same latent
 
 
 def load_limit(status: Any) -> int | None:
-    """How many tokens a request allows to load; None: any number. status: vLLM's state of the request."""
+    """Return how many tokens a request allows to load, or None for any number. status: vLLM's state of the request."""
     return getattr(status, "max_load_tokens", None)
 
 
 def hint_of(request: Any) -> hints.Hint:
-    """A request's hint about its session."""
+    """Return a request's hint about its session."""
     return hints.hint_of(request.kv_transfer_params, request.session_id, getattr(request, "kv_hints", None))
 
 
-# turns results of generate_block_hash_extra_keys, one for each block, into the form of KV events
+# converts results of generate_block_hash_extra_keys, one per block, to the form used in KV events
 event_extra_keys: Any = getattr(kv_cache_utils, "to_event_extra_keys", list)
 
 
 class ByRequest(OffloadingConnector):  # type: ignore[misc]
-    """Workers tell the scheduler's side which requests' loads failed."""
+    """A connector whose workers tell the scheduler's side which requests had a failed load."""
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
         requests = dict(self.connector_worker._load_jobs)
@@ -92,18 +92,18 @@ class ByRequest(OffloadingConnector):  # type: ignore[misc]
         return base.KVConnectorTransferResults(sent, received, failed)
 
     def failed_requests(self, connector_output: Any) -> set[str]:
-        """Requests whose load failed, as the workers told in this step."""
+        """Return the requests whose load failed, as the workers reported in this step."""
         return set(connector_output.failed_recving or ())
 
 
 class ByBlock(OffloadingConnector):  # type: ignore[misc]
-    """Workers tell vLLM which blocks did not arrive. The scheduler's side finds the blocks' requests."""
+    """A connector whose workers report missing blocks. The scheduler's side finds the requests of these blocks."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         if self.connector_scheduler is not None:
             _leave_out_last_sampled(self.connector_scheduler)
-        self._loads: dict[str, set[int]] = {}  # by loading request: its blocks
+        self._loads: dict[str, set[int]] = {}  # the blocks of each loading request
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         return {block for blocks in self.connector_worker.worker.take_failed().values() for block in blocks}
@@ -114,7 +114,7 @@ class ByBlock(OffloadingConnector):  # type: ignore[misc]
             self._loads[request.request_id] = set(blocks.get_block_ids()[0])
 
     def failed_requests(self, connector_output: Any) -> set[str]:
-        """Requests whose load failed, as the workers told in this step."""
+        """Return the requests whose load failed, as the workers reported in this step."""
         missing = connector_output.invalid_block_ids
         failed = {request for request, blocks in self._loads.items() if not blocks.isdisjoint(missing)}
         for request in connector_output.finished_recving or ():
@@ -123,7 +123,7 @@ class ByBlock(OffloadingConnector):  # type: ignore[misc]
 
 
 def _leave_out_last_sampled(scheduler: Any) -> None:
-    """Store no block that ends with a request's last token: that token was sampled, but not computed."""
+    """Make `scheduler` skip a block that ends with a request's last token, which was sampled, but not computed."""
     count = scheduler._calc_num_offloadable_tokens
 
     def computed(status: Any, tokens: int) -> int:
@@ -134,6 +134,6 @@ def _leave_out_last_sampled(scheduler: Any) -> None:
     scheduler._calc_num_offloadable_tokens = computed
 
 
-TRIMS_HASHES = (_minor(vllm.__version__) or NEWEST) >= (0, 32)  # vLLM drops the hashes of tokens that a session drops
-TAKES_GROUPS = hasattr(base, "KVConnectorTransferResults")  # supports several KV cache groups
+TRIMS_HASHES = (_minor(vllm.__version__) or NEWEST) >= (0, 32)  # whether vLLM drops the hashes of dropped tokens
+TAKES_GROUPS = hasattr(base, "KVConnectorTransferResults")  # whether several KV cache groups are supported
 Connector: Any = ByRequest if TAKES_GROUPS else ByBlock

@@ -14,18 +14,18 @@ from raykv.integrations.vllm.scheduler.waiting import patience_of
 from raykv.integrations.vllm.spec import RayKVOffloadingSpec
 from raykv.integrations.vllm.worker.ranks import Cut, cut
 
-CHUNK_BYTES = 1 * MIB  # default size of a pool block, rounded up: its metadata costs the same for any size
+CHUNK_BYTES = 1 * MIB  # default size of a pool block, rounded up; any size needs the same metadata
 
 
 def configure(vllm_config: Any) -> None:
     """Set options of vLLM's offloading that the user need not know."""
     extra = vllm_config.kv_transfer_config.kv_connector_extra_config
     extra["spec_name"], extra["spec_module_path"] = RayKVOffloadingSpec.__name__, RayKVOffloadingSpec.__module__
-    extra.setdefault("offload_prompt_only", False)  # else a chat's next turn would never hit the generated part
+    extra.setdefault("offload_prompt_only", False)  # otherwise a chat's next turn would never hit generated tokens
     if extra.get("answers", "all") not in ("all", "auto"):
         raise ValueError(f'answers={extra["answers"]!r} in kv_connector_extra_config: give "all" or "auto"')
     extra.setdefault("kv_events", extra.get("self_describing_kv_events", True))
-    extra["self_describing_kv_events"] = False  # vLLM's tracker; raykv has KVEvents
+    extra["self_describing_kv_events"] = False  # turns off vLLM's tracker, as raykv has KVEvents
     extra["patience"] = patience_of(extra)
     if threshold_of(extra) and vllm_config.kv_transfer_config.kv_role == "kv_producer":
         raise ValueError("store_threshold for a kv_producer, whose chunks a consumer waits for: leave it out")
@@ -53,12 +53,12 @@ def identify(vllm_config: Any, kv_cache_config: Any) -> None:
     if has_drafter(vllm_config):
         revision = f"{extra['cache']['revision']}/{drafter_name(vllm_config)}"
         extra["drafter"] = extra["cache"] | {"revision": revision}
-        if not any(map(any, extra["drafts"])):  # no layer's name tells the drafter's layers from the target's
+        if not any(map(any, extra["drafts"])):  # the layers' names do not tell the drafter's layers from the target's
             extra["cache"] = extra["drafter"]
 
 
 def cut_of(vllm_config: Any, kv_cache_config: Any) -> Cut:
-    """How this engine's chunks are cut into parts."""
+    """Return how this engine's chunks are cut into parts."""
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     groups, tensor = kv_cache_config.kv_cache_groups, parallel.tensor_parallel_size
     latent = all(is_latent(group.kv_cache_spec) for group in groups)
@@ -73,7 +73,7 @@ def cut_of(vllm_config: Any, kv_cache_config: Any) -> Cut:
 
 
 def block_bytes(vllm_config: Any, kv_cache_config: Any) -> int:
-    """Bytes of an engine's block on one rank, without a drafter's layers. In a pipeline: on its shortest stage."""
+    """Return the bytes of an engine block on one rank (of a pipeline's shortest stage), without a drafter's layers."""
     here = kv_cache_config.kv_cache_tensors[0].size // kv_cache_config.num_blocks
     groups = kv_cache_config.kv_cache_groups
     if has_drafter(vllm_config):

@@ -8,12 +8,12 @@ Loaded by configuration alone:
 scheduler's process, asks the pool's directory. The spec's worker copies between vLLM's KV tensors and this node's
 arena.
 
-A pool block is a chunk of `blocks_per_chunk` engine blocks. Block by block, the chunk has the block's page of every KV
-tensor. By default a chunk has as many blocks as make 1 MiB, or fewer if a sliding window is shorter.
-`blocks_per_chunk` in the configuration sets another number, which must be equal in engines that share. With tensor or
-pipeline parallelism each rank has a part of every chunk, in the memory of its node. A chunk is a hit if the pool has
-all parts (see `ranks`). Layers with another kind of KV have their own chunks (see `groups`). A `kv_producer` stores its
-prompts to the last token (see `tail`).
+A pool block is a chunk of `blocks_per_chunk` engine blocks. For each of these blocks in order, the chunk has the
+block's page of every KV tensor. By default a chunk has enough blocks to make 1 MiB, or fewer if a sliding window is
+shorter. `blocks_per_chunk` in the configuration sets another number, which must be equal in engines that share. With
+tensor or pipeline parallelism, each rank has a part of every chunk, in the memory of its node. A chunk is a hit if the
+pool has all of its parts (see `ranks`). Layers with different kinds of KV have separate chunks (see `groups`). A
+`kv_producer` stores its prompts up to the last token (see `tail`).
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ from raykv.integrations.vllm.worker.ranks import check_heads, engine_name, tell,
 
 log = logging.getLogger("raykv")
 
-HOLD_S = 1.0  # no load begins for so long after a failed reset of vLLM's cache, so that the next reset succeeds
+HOLD_S = 1.0  # seconds without new loads after a failed reset of vLLM's cache, so that the next reset succeeds
 
 
 def kv_transfer_config(pool: str = "default", role: str = "kv_both") -> dict[str, Any]:
-    """The value of vLLM's `kv_transfer_config` that attaches an engine to a pool. Returns a dict.
+    """Return the value of vLLM's `kv_transfer_config` that attaches an engine to a pool.
 
-    pool: its name. role: "kv_both" reads and stores. Where prefill and decode run apart, "kv_producer" prefills, and
-    stores prompts to the last token; "kv_consumer" decodes, and stores nothing.
+    pool: name of the pool. role: "kv_both" reads and stores. If prefill and decode run in separate engines,
+    "kv_producer" prefills and stores prompts up to the last token, and "kv_consumer" decodes and stores nothing.
     """
     register("RayKVConnector")
     return {
@@ -76,7 +76,7 @@ class RayKVConnector(Connector):  # type: ignore[misc]
     """vLLM's offloading connector on a raykv pool. The engine computes a block that can't be loaded."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
-        """ValueError for a version, hash, parallel shape or KV layout of vLLM that raykv does not support."""
+        """Raises ValueError for a version, hash, parallel shape or KV layout of vLLM that raykv does not support."""
         check(vllm.__version__, vllm_config, kv_cache_config)
         check_policy(vllm_config)
         configure(vllm_config)
@@ -87,7 +87,7 @@ class RayKVConnector(Connector):  # type: ignore[misc]
         rank = vllm_config.parallel_config.rank
         self._loaded = LoadedAdapters(lora, rank) if lora and self.connector_worker is not None else None
         self._hash = get_hash_fn_by_name(vllm_config.cache_config.prefix_caching_hash_algo)
-        # vLLM reads this later. By default a request ends if its load fails
+        # vLLM reads this later. With its default, a request ends if its load fails
         vllm_config.kv_transfer_config.kv_load_failure_policy = "recompute"
         if self.connector_scheduler is not None:
             manager = self.connector_scheduler.manager
@@ -100,7 +100,7 @@ class RayKVConnector(Connector):  # type: ignore[misc]
 
     @classmethod
     def build_prom_metrics(cls, vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
-        configure(vllm_config)  # in the front end's process, where no connector is made
+        configure(vllm_config)  # this runs in the front end's process, where no connector is made
         return super().build_prom_metrics(vllm_config, *args, **kwargs)
 
     # ------------------------------------------------------------------ scheduler
@@ -117,10 +117,10 @@ class RayKVConnector(Connector):  # type: ignore[misc]
         gpu_block_pool.reset_prefix_cache = noted
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: Any) -> None:
-        """Ignored: inside MultiConnector the metadata are another connector's."""
+        """Ignore the metadata, which belong to another connector inside MultiConnector."""
 
     def _place_ranks(self) -> None:
-        """Read where the workers run: all have their memory by now. RuntimeError if a worker has not reported."""
+        """Read where the workers run, as all have their memory by now. Raises RuntimeError if a report is missing."""
         scheduler, extra = self.connector_scheduler, self._kv_transfer_config.kv_connector_extra_config
         count = self._vllm_config.parallel_config.world_size
         ranks = told(extra.get("pool", "default"), engine_name(self._vllm_config), count)
@@ -173,7 +173,7 @@ class RayKVConnector(Connector):  # type: ignore[misc]
     def _waits_for_adapter(self, request: Any, chain: Chain, computed: int) -> bool:
         """Whether the request must wait until the workers have reported their loaded adapters.
 
-        computed: tokens in vLLM's own cache. While older requests go on, their KV may mix old and new weights.
+        computed: number of tokens in vLLM's own cache. Their KV may mix old and new weights while older requests run.
         """
         if not self._adapters.answered(chain.question):
             return True
@@ -214,7 +214,7 @@ class RayKVConnector(Connector):  # type: ignore[misc]
         return super().request_finished_all_groups(request, block_ids)
 
     def _verify(self, step: Callable[..., None], *arguments: Any) -> None:
-        """Follow the content of blocks. After an error the engine goes on without the pool: no chunk can be trusted."""
+        """Track the content of blocks. After an error, the engine stops using the pool, as no chunk can be trusted."""
         if self._contents is None:
             return
         try:
@@ -225,7 +225,7 @@ class RayKVConnector(Connector):  # type: ignore[misc]
             self.connector_scheduler.manager.give_up()
 
     def _make_contents(self) -> Contents | None:
-        """The content of this engine's blocks, where `verify_tokens` is set; else None."""
+        """Return a tracker of the content of this engine's blocks if `verify_tokens` is set, else None."""
         if not self._vllm_config.kv_transfer_config.kv_connector_extra_config["verify_tokens"]:
             return None
         config, statuses = self.connector_scheduler.config, self.connector_scheduler._req_status
@@ -233,7 +233,7 @@ class RayKVConnector(Connector):  # type: ignore[misc]
         return Contents(tokens, config.blocks_per_chunk, lambda request: statuses[request].req)
 
     def _go_on(self, status: Any, computed: int) -> None:
-        """A session's prompt has grown. vLLM lists all of the request's blocks again, and keeps the computed chunks.
+        """Handle a session's grown prompt. vLLM lists all of the request's blocks again, and keeps the computed chunks.
 
         computed: number of tokens that vLLM keeps. vLLM drops the last token of the last answer, which may already be
         part of a hashed block.
@@ -254,7 +254,7 @@ class RayKVConnector(Connector):  # type: ignore[misc]
                 continue
             scheduler.manager.on_load_failed(request_id)
             for state in status.group_states:
-                state.next_stored_chunk_idx = 0  # these chunks are computed now, and then stored
+                state.next_stored_chunk_idx = 0  # these chunks will be computed, and then stored
         super().update_connector_output(connector_output)
         if told := getattr(connector_output.kv_connector_worker_meta, "adapters", None):
             for name in self._adapters.tell(told):
@@ -262,7 +262,7 @@ class RayKVConnector(Connector):  # type: ignore[misc]
             self._name_adapters()
 
     def _forget_weights(self, name: str) -> None:
-        """An adapter has other weights. Requests that used the old weights stop sharing. vLLM's cache is emptied."""
+        """Handle new weights of an adapter: stop the sharing of requests with old weights, and empty vLLM's cache."""
         statuses = self.connector_scheduler._req_status.values()
         begun = [it for it in statuses if it.req.lora_request and it.req.lora_request.lora_name == name]
         for status in begun:
@@ -278,7 +278,10 @@ class RayKVConnector(Connector):  # type: ignore[misc]
                 self._unnamed.discard(request_id)
 
     def _name_adapter(self, status: Any) -> bool:
-        """Name a request's chunks. Returns whether they have names. If so, chunks computed before are stored too."""
+        """Try to name a request's chunks. Returns whether they have names.
+
+        If so, chunks that were computed before are stored too.
+        """
         chain = status.req_context.get_state(Chain)
         if not self._adapters.answered(chain.question):
             return False
@@ -297,7 +300,7 @@ class RayKVConnector(Connector):  # type: ignore[misc]
         return events.take() if events else []
 
     def _events(self) -> KVEvents | None:
-        """The KV events of this engine for routers; None where it publishes none."""
+        """Return the KV events of this engine for routers, or None if it publishes none."""
         config, scheduler = self._vllm_config.kv_events_config, self.connector_scheduler
         if config is None or not config.enable_kv_cache_events:
             return None
@@ -313,7 +316,7 @@ class RayKVConnector(Connector):  # type: ignore[misc]
         return KVEvents(lambda: manager.caches.get(group.place, {}), sizes, config.buffer_steps // 2)
 
     def _tail_of(self, request: Any) -> Tail | None:
-        """The tail of the request's prompt, where prefill and decode run apart and all layers read all chunks."""
+        """Return the prompt's tail if prefill and decode run in separate engines and all layers read all chunks."""
         config = self.connector_scheduler.config
         if self._role == "kv_both" or len(config.kv_group_configs) > 1:
             return None
@@ -323,7 +326,7 @@ class RayKVConnector(Connector):  # type: ignore[misc]
         return tail_of(request, group.tokens, config.tokens_per_hash, self._hash)
 
     def _store_tail(self, request_id: str, tokens: int) -> dict[int, Any]:
-        """The job that stores the tail, by id, if the prompt ends among this step's `tokens`; else {}."""
+        """Return the job that stores the tail, by job id, if the prompt ends within this step's `tokens`, else {}."""
         scheduler = self.connector_scheduler
         if (status := scheduler._req_status.get(request_id)) is None:
             return {}
@@ -335,7 +338,7 @@ class RayKVConnector(Connector):  # type: ignore[misc]
     # ------------------------------------------------------------------ worker
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """ValueError where the canonical layout was asked for, but pages do not lie head by head."""
+        """Raise ValueError if the canonical layout is requested, but pages are not stored head by head."""
         spec = self._kv_cache_config.kv_cache_groups[0].kv_cache_spec
         parts = cut_of(self._vllm_config, self._kv_cache_config)
         if parts.by_heads:
@@ -362,7 +365,7 @@ class RayKVConnector(Connector):  # type: ignore[misc]
 
 @dataclass
 class WorkerNews(OffloadingWorkerMetadata):  # type: ignore[misc]
-    """News of workers for the scheduler's side. adapters: by rank, changes of the loaded adapters."""
+    """News from workers for the scheduler's side. adapters: changes of the loaded adapters, by rank."""
 
     adapters: dict[int, Told] = field(default_factory=dict)
 
@@ -371,7 +374,7 @@ class WorkerNews(OffloadingWorkerMetadata):  # type: ignore[misc]
 
 
 def most_loaded(scheduler: Any, status: Any, computed: int) -> int:
-    """How many leading tokens of a request vLLM may load. status: vLLM's state of the request."""
+    """Return how many leading tokens of a request vLLM may load. status: vLLM's state of the request."""
     allowed = load_limit(status)
     most = None if allowed is None else computed + allowed
     aligned = scheduler._mamba_align_size or 0

@@ -31,13 +31,13 @@ from raykv.integrations.vllm.connector import kv_transfer_config
 from raykv.integrations.vllm.serve_llm import register
 
 ROUTED = "RoutedConnector"
-register(ROUTED)  # here too: for an application in YAML, only the router is imported before the engines start
+register(ROUTED)  # also here, as a YAML application imports only the router before the engines start
 
 
 def routed_config(pool: str = "default", role: str = "kv_both") -> dict[str, Any]:
-    """The value of `kv_transfer_config` for engines behind a VLLMPrefixRouter. Returns a dict.
+    """Return the value of `kv_transfer_config` for engines behind a VLLMPrefixRouter.
 
-    pool, role: as of `kv_transfer_config`.
+    pool, role: as in `kv_transfer_config`.
     """
     register(ROUTED)
     own = {"kv_connector": ROUTED, "kv_connector_module_path": "raykv.integrations.vllm.announce"}
@@ -45,10 +45,10 @@ def routed_config(pool: str = "default", role: str = "kv_both") -> dict[str, Any
 
 
 class VLLMPrefixRouter(PrefixRouter):
-    """A PrefixRouter for OpenAI requests: completions with one prompt, and chats of text.
+    """A PrefixRouter for OpenAI requests: completions with one prompt, and text chats.
 
-    It tokenizes prompts like the engine, with the model's tokenizer and chat template. For requests with images or
-    several prompts, Ray Serve chooses the replica. Requests for a LoRA adapter go to replicas that have loaded it.
+    The router tokenizes prompts like the engine, with the model's tokenizer and chat template. For requests with images
+    or several prompts, Ray Serve chooses the replica. Requests for a LoRA adapter go to replicas that have loaded it.
     request_router_kwargs: `model`, which is LLMConfig's model_id, and `pool`. The name of a request's session is the
     header x-session-id, or `raykv_session` in its kv_transfer_params.
     """
@@ -69,9 +69,9 @@ class VLLMPrefixRouter(PrefixRouter):
 
 
 def prompt_keys(body: Any, announced: dict[str, Any]) -> NDArray[np.uint8]:
-    """Keys of an OpenAI request's prompt, (chunks, 16) uint8, equal to the keys of the engine's connector.
+    """Compute the keys of an OpenAI request's prompt, (chunks, 16) uint8, equal to those of the engine's connector.
 
-    body: the request. announced: the engine's announcement. ValueError for a request without exactly one prompt.
+    body: the request. announced: the engine's announcement. Raises ValueError unless the body has exactly one prompt.
     """
     token_ids = _token_ids(body, announced)
     hashes = block_hashes(token_ids, announced, getattr(body, "cache_salt", None))
@@ -81,7 +81,7 @@ def prompt_keys(body: Any, announced: dict[str, Any]) -> NDArray[np.uint8]:
 
 
 def block_hashes(token_ids: list[int], announced: dict[str, Any], salt: str | None = None) -> list[bytes]:
-    """vLLM's own hashes of a prompt's full blocks. announced: as in `prompt_keys`. salt: the request's cache_salt."""
+    """Compute vLLM's hashes of a prompt's full blocks. announced: as in `prompt_keys`. salt: the request's salt."""
     function, size = get_hash_fn_by_name(announced["hash_algorithm"]), announced["hash_tokens"]
     hashes, parent, lora = [], function(announced["hash_seed"]), announced.get("lora")
     adapter = LoRARequest(lora["name"], 1, lora["path"]) if lora else None
@@ -94,7 +94,7 @@ def block_hashes(token_ids: list[int], announced: dict[str, Any], salt: str | No
 
 
 def _token_ids(body: Any, announced: dict[str, Any]) -> list[int]:
-    """ValueError for a request without exactly one prompt of text or token ids."""
+    """Tokenize a request's prompt. Raises ValueError unless the request has exactly one prompt of text or token ids."""
     tokenizer = _tokenizer(announced["tokenizer"], announced["tokenizer_revision"], announced["trust_remote_code"])
     if messages := getattr(body, "messages", None):
         return tokenizer.apply_chat_template(  # type: ignore[no-any-return]
@@ -115,7 +115,7 @@ def _token_ids(body: Any, announced: dict[str, Any]) -> list[int]:
 
 
 def _text(content: Any) -> Any:
-    """The text of a message, given whole or in parts. ValueError for parts other than text."""
+    """Return the text of a message, given whole or in parts. Raises ValueError for parts other than text."""
     if not isinstance(content, list):
         return content
     if any(part.get("type") != "text" for part in content):

@@ -19,7 +19,7 @@ class RayKVOffloadingSpec(OffloadingSpec):  # type: ignore[misc]
     """Makes a cache of the pool for each part of an engine's chunks."""
 
     def __init__(self, config: Any) -> None:
-        """config: vLLM's; `RayKVConnector` has extended its extra configuration."""
+        """config: vLLM's configuration, which `RayKVConnector` has extended."""
         super().__init__(config)
         self._pool = self.extra_config.get("pool", "default")
         self._arguments: dict[str, Any] = self.extra_config["cache"]
@@ -33,7 +33,7 @@ class RayKVOffloadingSpec(OffloadingSpec):  # type: ignore[misc]
         return COUNTERS
 
     def get_manager(self) -> RayKVManager:
-        """The scheduler's side. Made at the first call."""
+        """Return the scheduler's side, which is made at the first call."""
         if self._manager is None:
             stores, patience = any(self.extra_config["stores"]), self.extra_config["patience"]
             answers = Answers() if self.extra_config.get("answers") == "auto" else None
@@ -43,9 +43,9 @@ class RayKVOffloadingSpec(OffloadingSpec):  # type: ignore[misc]
         return self._manager
 
     def get_worker(self, kv_caches: Any) -> RayKVWorker:
-        """The worker's side on this rank. It uses memory of its node, or of its GPU if the GPU has a tier.
+        """Return the worker's side on this rank, which is made at the first call.
 
-        kv_caches: vLLM's KV tensors. Made at the first call.
+        It uses memory of its node, or of its GPU if the GPU has a tier. kv_caches: vLLM's KV tensors.
         """
         if self._worker is None:
             device, rank = kv_caches.tensors[0].tensor.device, self.config.parallel.rank

@@ -15,7 +15,7 @@ WITHOUT = "or leave kv_transfer_config out"
 
 
 def check(version: str, vllm_config: Any, kv_cache_config: Any) -> None:
-    """ValueError if this engine can't use a pool. The error's text says which option to set."""
+    """Raise ValueError if this engine can't use a pool. The error's text says which option to set."""
     check_version(version)
     algorithm = vllm_config.cache_config.prefix_caching_hash_algo
     if algorithm.startswith("xxhash"):
@@ -58,7 +58,10 @@ def check(version: str, vllm_config: Any, kv_cache_config: Any) -> None:
 
 
 def check_hashes(vllm_config: Any) -> None:
-    """ValueError if vLLM numbers images instead of hashing them: in other engines a number means another image."""
+    """Raise ValueError if vLLM numbers images instead of hashing them.
+
+    The same number stands for different images in different engines.
+    """
     images = vllm_config.model_config.multimodal_config
     if images is None or getattr(images, "language_model_only", False):
         return
@@ -70,7 +73,7 @@ def check_hashes(vllm_config: Any) -> None:
 
 
 def _check_drafter(vllm_config: Any) -> None:
-    """ValueError if some rank lacks the drafter's layers, or if these layers can't be cut like the target's."""
+    """Raise ValueError if some rank lacks the drafter's layers, or if these layers can't be cut like the target's."""
     asked = f"speculative_config with method={vllm_config.speculative_config.method!r}"
     if (stages := vllm_config.parallel_config.pipeline_parallel_size) > 1:
         raise ValueError(
@@ -85,7 +88,7 @@ def _check_drafter(vllm_config: Any) -> None:
 
 
 def check_policy(vllm_config: Any) -> None:
-    """ValueError if vLLM would end a request after a failed load, as it does by default.
+    """Raise ValueError if vLLM would end a request after a failed load, as it does by default.
 
     Inside MultiConnector each connector has its own configuration, but the scheduler reads the outer configuration.
     """
@@ -100,7 +103,7 @@ def check_policy(vllm_config: Any) -> None:
 
 
 def why_computed(vllm_config: Any) -> str:
-    """Why vLLM itself can't go on from a prefix, so that this engine must compute every prefix. "" if vLLM can.
+    """Return why vLLM can't continue from a prefix, so that this engine must compute every prefix, or "" if it can.
 
     A user may turn vLLM's own prefix cache off and still use the pool.
     """

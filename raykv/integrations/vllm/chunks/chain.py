@@ -1,4 +1,4 @@
-"""A request's chunks. A chunk is a run of engine blocks that makes one block of the pool, or several: see `ranks`."""
+"""A request's chunks. A chunk is a run of engine blocks, stored as one or several blocks of the pool (see `ranks`)."""
 
 from __future__ import annotations
 
@@ -14,14 +14,16 @@ from raykv.integrations.vllm.chunks.tail import Tail
 
 @dataclass
 class Chain:
-    """A request's chunks. keys: by group, vLLM's hashes in order: the scheduler's own lists, which grow.
+    """A request's chunks.
 
-    resets: number of resets when the request began. Chunks computed before a later reset have old weights. adapter:
-    vLLM's id of the request's LoRA adapter. question: number of the question which adapters the workers have. loads: by
-    rank, the number of the adapter's load with which the request is computed. trusted: the keys name what the request
-    computes. tail: the tail of its prompt, where tails are stored or read. limited: vLLM does not offer all chunks to
-    store. most: how many tokens are loaded at most, see `loadable`. hint: the request's hint about its session. start:
-    the first token for which the pool had no chunk.
+    keys: vLLM's hashes in order, by group. These are the scheduler's own lists, which grow.
+    resets: number of resets when the request began. Chunks computed before a later reset have old weights.
+    tail: the tail of the prompt, if tails are stored or read.
+    limited: whether vLLM offers only some of the chunks to store. hint: the request's hint about its session.
+    most: maximum number of tokens to load, see `loadable`. start: the first token for which the pool had no chunk.
+    adapter: vLLM's id of the request's LoRA adapter. question: number of the question that asks the workers for their
+    adapters. loads: by rank, the number of the adapter load with which the request is computed.
+    trusted: whether the keys name what the request computes.
     """
 
     keys: dict[int, list[bytes]]
@@ -45,7 +47,7 @@ class Chain:
         return self.trusted and (self.adapter is None or self.origin.adapter is not None)
 
     def number(self, key: bytes) -> int | None:
-        """A chunk's number in its group, from 0 on, or the tail's number; None for a chunk of another request."""
+        """Return a chunk's number in its group, from 0, or the tail's number. None for a chunk of another request."""
         if self.tail is not None and self.is_tail(key):
             return self.tail.number
         group = get_offload_group_idx(key)
@@ -57,13 +59,13 @@ class Chain:
         return self.numbers.get(key)
 
     def run(self, keys: list[bytes]) -> range:
-        """The numbers of consecutive chunks of a group."""
+        """Return the numbers of consecutive chunks of a group."""
         first = self.number(keys[0])
         assert first is not None
         return range(first, first + len(keys))
 
     def behind(self, start: int, group: int, tokens: int) -> list[bytes]:
-        """Chunks of a group that begin at token `start` or later. tokens: of a chunk."""
+        """Return the chunks of a group that begin at token `start` or later. tokens: number of tokens per chunk."""
         return [key for key in self.keys.get(group, [])[-(-start // tokens) :] if not self.is_tail(key)]
 
     def is_tail(self, key: bytes) -> bool:
@@ -71,15 +73,15 @@ class Chain:
 
     @property
     def tail_now(self) -> Tail | None:
-        """The tail, if it follows the chunks so far. None once the request is longer than its prompt."""
+        """The tail, if it follows the present chunks. None once the request is longer than its prompt."""
         if self.tail is None or self.tail.number != len(self.keys[get_offload_group_idx(self.tail.key)]):
             return None
         return self.tail
 
     def since(self, group: int, first: int, tokens: int, ahead: int) -> list[bytes]:
-        """A group's chunks from number `first` on, up to `most` tokens, and then the tail if it follows.
+        """Return a group's chunks from number `first` up to `most` tokens, and then the tail if it follows.
 
-        tokens: of a chunk. ahead: how many chunks beyond `most` tokens to include.
+        tokens: number of tokens per chunk. ahead: number of chunks to include beyond `most` tokens.
         """
         stop = None if self.most is None else -(-self.most // tokens) + ahead
         keys, tail = self.keys[group][first:stop], self.tail_now

@@ -1,4 +1,4 @@
-"""What vLLM's scheduler tells its workers about a request's chunks: where to load from, and what to store."""
+"""Messages from vLLM's scheduler to its workers about a request's chunks: where to load them from, which to store."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ class Origin(NamedTuple):
 
     @property
     def weights(self) -> bytes:
-        """Digest of the adapter's weights, which sets its keys apart; b"" without an adapter."""
+        """Digest of the adapter's weights, which makes its keys distinct; b"" without an adapter."""
         return self.adapter.weights if self.adapter else b""
 
 
 class PartToLoad(NamedTuple):
     """One part of the leased chunks of some layers, for the rank that reads this part.
 
-    place: index of the layers, see Group. number: index of the part among the rank's parts. away: some chunks are on
-    other nodes.
+    place: index of the layers, see Group. number: index of the part among the rank's parts. away: whether some chunks
+    are on other nodes.
     """
 
     place: int
@@ -44,7 +44,10 @@ class PartToLoad(NamedTuple):
 
 @dataclass
 class ChunksToLoad(LoadStoreSpec):  # type: ignore[misc]
-    """Where to read chunks. ranks: by rank, the parts to read. origin: of the request. digests: as in ChunksToStore."""
+    """Where to read chunks.
+
+    ranks: the parts to read, by rank. origin: the request's origin. digests: as in ChunksToStore.
+    """
 
     ranks: list[list[PartToLoad]]
     origin: Origin
@@ -52,7 +55,7 @@ class ChunksToLoad(LoadStoreSpec):  # type: ignore[misc]
 
 
 class ChunksOfLayers(NamedTuple):
-    """Chunks of some layers for the workers to store. keys: by part. position: number of the first chunk in its chain.
+    """Chunks of some layers to store. keys: the chunks' keys, by part. position: the first chunk's number in its chain.
 
     tail: number of engine blocks that a prompt's tail begins or fills; 0: no tail.
     """
@@ -64,10 +67,10 @@ class ChunksOfLayers(NamedTuple):
 
 @dataclass
 class ChunksToStore(LoadStoreSpec):  # type: ignore[misc]
-    """Chunks for the workers to store, by place of their layers. salt, adapter: of the request's origin.
+    """Chunks for the workers to store, by place of their layers. salt, adapter: from the request's origin.
 
-    digests: by vLLM's group, of each chunk's content (see `contents`). The content of a group without an entry is
-    unknown or not verified.
+    digests: digests of the chunks' contents (see `contents`), by vLLM's group. The content of a group without an entry
+    is unknown or not verified.
     """
 
     places: dict[int, ChunksOfLayers]

@@ -1,4 +1,4 @@
-"""For `verify_tokens`: digests of what an engine's blocks hold, and of what a request's keys promise.
+"""For `verify_tokens`: digests of the actual content of an engine's blocks, and of the content that keys stand for.
 
 A key says which tokens a chunk should hold. This module follows each step of vLLM's scheduler, and records which tokens
 were computed into which block. Each stored chunk gets a digest of these tokens. A reader compares this digest with the
@@ -25,7 +25,7 @@ DIGEST_BYTES = 8
 class Table:
     """A request's blocks, by group. told: number of leading tokens that are computed and are not guesses.
 
-    last: by group, how many blocks are full of these tokens, and the digest of the last full block.
+    last: by group, the number of blocks that are full of these tokens, and the digest of the last full block.
     """
 
     blocks: dict[int, list[int]]
@@ -34,23 +34,26 @@ class Table:
 
 
 class Contents:
-    """The digests, on the scheduler's side. The digest of a block covers its tokens and all tokens before."""
+    """The digests, on the scheduler's side. The digest of a block covers its tokens and all earlier tokens."""
 
     def __init__(self, tokens: dict[int, int], per_chunk: int, request_of: Callable[[str], Any]) -> None:
-        """tokens: of a block, by group, in vLLM's order. per_chunk: blocks of a chunk. request_of: a request by id."""
+        """tokens: number of tokens per block, by group in vLLM's order. per_chunk: number of blocks per chunk.
+
+        request_of: returns a request by id.
+        """
         self._tokens, self._per_chunk, self._request_of = tokens, per_chunk, request_of
         self._held: dict[int, bytes] = {}  # digests by block
         self._tables: dict[str, Table] = {}
-        self._left: dict[str, dict[int, bytes]] = {}  # by finished request, until its last jobs: digests by block
-        self._asked: dict[str, int] = {}  # by waiting request: tokens in vLLM's own cache
+        self._left: dict[str, dict[int, bytes]] = {}  # digests by block, for each finished request until its last jobs
+        self._asked: dict[str, int] = {}  # number of tokens in vLLM's own cache, by waiting request
         self._loaded: set[str] = set()  # requests whose prefix this connector loaded, not another connector
 
     def ask(self, request: str, computed: int) -> None:
-        """A request is about to begin or resume. computed: its tokens in vLLM's own cache."""
+        """Note that a request is about to begin or resume. computed: number of its tokens in vLLM's own cache."""
         self._asked[request] = computed
 
     def follow(self, output: Any) -> None:
-        """vLLM has scheduled a step. output: its message to the workers."""
+        """Follow a step that vLLM has scheduled. output: vLLM's message to the workers."""
         begin = {}
         for preempted in getattr(output, "preempted_req_ids", None) or ():
             self._tables.pop(preempted, None)
@@ -69,7 +72,7 @@ class Contents:
             self._write(request, begin[request], begin[request] + count)
 
     def finish(self, request: Any) -> None:
-        """A request is done. vLLM frees its blocks next, and its last chunks are stored in the next step."""
+        """Note that a request is done. vLLM frees its blocks next, and its last chunks are stored in the next step."""
         self._asked.pop(request.request_id, None)
         self._loaded.discard(request.request_id)
         table = self._tables.get(request.request_id)
@@ -88,10 +91,10 @@ class Contents:
             self._note_loaded(job)
         self._left.clear()
 
-    # ------------------------------------------------------------------ what blocks hold
+    # ------------------------------------------------------------------ content of blocks
 
     def _go_on(self, request: str, blocks: Any, computed: int, resumed: bool) -> None:
-        """blocks: by group, a request's new blocks; all of its blocks if it was `resumed`."""
+        """Continue a request. blocks: its new blocks by group, or all of its blocks if it was `resumed`."""
         if resumed:
             self._begin(request, blocks, computed)
             return
@@ -99,7 +102,10 @@ class Contents:
             of_group += blocks[group] if blocks else ()
 
     def _begin(self, request: str, blocks: Any, computed: int) -> None:
-        """blocks: all blocks of a request, by group. Blocks that another connector loaded have unknown content."""
+        """Begin a request. blocks: all of its blocks, by group.
+
+        The content of blocks that another connector has loaded is unknown.
+        """
         self._tables[request] = Table({group: list(blocks[group]) for group in self._tokens}, computed)
         known = self._asked.pop(request, computed)
         if request in self._loaded:
@@ -110,7 +116,7 @@ class Contents:
                 self._held.pop(block, None)
 
     def _write(self, name: str, start: int, stop: int) -> None:
-        """A step computes tokens [start, stop) of a request.
+        """Record that a step computes tokens [start, stop) of a request.
 
         The last tokens may be guesses, which a later step confirms or replaces.
         """
@@ -130,9 +136,9 @@ class Contents:
         table.told = known
 
     def _up_to(self, request: Any, group: int, blocks: list[int], count: int) -> bytes:
-        """The digest of a request's first `count` blocks.
+        """Return the digest of a request's first `count` blocks.
 
-        If vLLM has freed the last of these blocks, the digest is made from the tokens.
+        If vLLM has freed the last of these blocks, the digest is computed from the tokens.
         """
         if count and blocks[count - 1]:
             return self._held.get(blocks[count - 1], b"")
@@ -140,14 +146,14 @@ class Contents:
         return digest
 
     def _chain(self, request: Any, group: int, stop: int) -> Iterator[bytes]:
-        """For a request's tokens before `stop`: the digest before the first block, then the digest of each block."""
+        """Yield the digest before a request's first block, then the digest of each block, up to token `stop`."""
         digest, tokens = _seed(request, group), self._tokens[group]
         yield digest
         for first in range(0, stop, tokens):
             yield (digest := _next(digest, request, first, min(stop, first + tokens)))
 
     def _hold(self, block: int, digest: bytes | None) -> None:
-        if block and digest:  # block 0 belongs to nobody
+        if block and digest:  # block 0 belongs to no request
             self._held[block] = digest
         else:
             self._held.pop(block, None)
@@ -164,13 +170,13 @@ class Contents:
             found = [held.get(block, b"") for block in blocks]
             if offered.tail:
                 found[-1] = self._end_of_prompt(job.req_id, group, found)
-            before = -first % self._per_chunk  # first blocks: their chunk began before the job, and is left out
+            before = -first % self._per_chunk  # number of leading blocks to skip, as their chunk began before the job
             if found[before:] and all(found[before:]):
                 left_out = bytes(DIGEST_BYTES) if before else b""
                 chunks.digests[place] = left_out + _of_chunks(found[before:], self._per_chunk)
 
     def _end_of_prompt(self, name: str, group: int, found: list[bytes]) -> bytes:
-        """Digest of the block in which a prompt ends. found: digests of the blocks up to that block."""
+        """Return the digest of the block in which a prompt ends. found: digests of the blocks up to that block."""
         tokens, request = self._tokens[group], self._request_of(name)
         stop = request.num_prompt_tokens
         number = stop // tokens
@@ -180,7 +186,7 @@ class Contents:
         return before and _next(before, request, number * tokens, stop)
 
     def _note_loaded(self, job: Any) -> None:
-        """Add the digests that the request expects. After the job its blocks hold that, or vLLM computes them."""
+        """Add the digests that the request expects. After the job, its blocks have this content, or are computed."""
         chunks, request = job.src_spec, self._request_of(job.req_id)
         self._loaded.add(job.req_id)
         for place, (group, first, blocks) in enumerate(self._runs(job.dst_spec)):
@@ -196,7 +202,7 @@ class Contents:
             chunks.digests[place] = _of_chunks(digests[first // per_chunk * per_chunk :], per_chunk)
 
     def _runs(self, spec: Any) -> list[tuple[int, int, list[int]]]:
-        """For each group in vLLM's order: its index in keys, the number of its first block, and its blocks."""
+        """Return, for each group in vLLM's order, its index in keys, the number of its first block, and its blocks."""
         ids, found, begin = spec.block_ids.tolist(), [], 0
         for group, size, first in zip(self._tokens, spec.group_sizes, spec.block_indices, strict=True):
             found.append((group, first, ids[begin : begin + size]))
@@ -205,18 +211,18 @@ class Contents:
 
 
 def _of_chunks(blocks: list[bytes], per_chunk: int) -> bytes:
-    """Digests of chunks, made from the digests of their blocks. The last chunk may not be full."""
+    """Compute the digests of chunks from the digests of their blocks. The last chunk may not be full."""
     return b"".join(_digest(*blocks[first : first + per_chunk]) for first in range(0, len(blocks), per_chunk))
 
 
 def _seed(request: Any, group: int) -> bytes:
-    """The digest before a request's first token."""
+    """Return the digest before a request's first token."""
     adapter = request.lora_request.lora_name if request.lora_request else ""
     return _digest(b"%d" % group, (request.cache_salt or "").encode(), adapter.encode())
 
 
 def _next(before: bytes, request: Any, first: int, stop: int) -> bytes:
-    """Digest of tokens [first, stop) of a request, after the digest `before`."""
+    """Compute the digest of tokens [first, stop) of a request from the digest `before` of the earlier tokens."""
     images = [
         f"{image.identifier}@{image.mm_position.offset}"
         for image in request.mm_features or ()
@@ -233,7 +239,7 @@ def _bytes_of(tensor: Any) -> bytes:
 
 
 def mixed(digests: bytes, weights: bytes) -> bytes:
-    """Digests of chunks, altered by the weights of the adapter that computed the chunks."""
+    """Combine digests of chunks with the weights of the adapter that computed the chunks."""
     if not weights:
         return digests
     return b"".join(_digest(digests[at : at + DIGEST_BYTES], weights) for at in range(0, len(digests), DIGEST_BYTES))

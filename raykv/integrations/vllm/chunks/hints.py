@@ -1,4 +1,4 @@
-"""Hints of requests about their sessions: whether somebody will ask for the chunks again, and when."""
+"""Hints of requests about their sessions: whether the chunks will be requested again, and when."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from raykv.integrations.vllm.chunks.tail import LOAD_LIMIT
 log = logging.getLogger("raykv")
 
 SESSION, DONE, KEEP = "raykv_session", "raykv_done", "raykv_keep_s"  # keys in a request's kv_transfer_params
-ENVELOPE = "kv_hint"  # a key there for an envelope, which Dynamo's router writes for a vLLM before 0.31
+ENVELOPE = "kv_hint"  # key in kv_transfer_params for an envelope, which Dynamo's router writes for vLLM before 0.31
 AGAIN = "again"
-ACTIONS: dict[str, bool | str] = {"kv.deref@1.0": True, "kv.demote@1.0": AGAIN}  # of envelopes, as values of `DONE`
-SESSIONS = 10_000  # sessions that are known at a time
+ACTIONS: dict[str, bool | str] = {"kv.deref@1.0": True, "kv.demote@1.0": AGAIN}  # as values of `DONE`
+SESSIONS = 10_000  # maximum number of sessions that are remembered
 NAME_CHARS = 256
 
 
 class Hint(NamedTuple):
-    """session: its name. done: after this request nobody asks for its chunks soon. again: but somebody does later.
+    """A request's hint. session: the session's name. done: no request will need the chunks soon after this request.
 
-    keep_s: seconds after the request for which its chunks are kept; 0: as other chunks. limited: the request does not
-    load all that the pool has.
+    again: in spite of `done`, a later request will need them. keep_s: seconds for which the chunks are kept after the
+    request; 0: as long as other chunks. limited: whether the request limits how many tokens it loads.
     """
 
     session: str | None = None
@@ -38,10 +38,10 @@ NO_HINT = Hint()
 
 
 def hint_of(params: Mapping[str, Any] | None, session: Any = None, envelope: Any = None) -> Hint:
-    """The hint in a request's kv_transfer_params. A bad hint counts as none: the request goes on, the log says why.
+    """Return the hint in a request's kv_transfer_params. An invalid hint is ignored, and the log says why.
 
-    session: vLLM's name of the request's session, for a request without `SESSION`. envelope: vLLM's KvHintsEnvelope,
-    see vllm/v1/kv_hints/protocol.py, for a request without `DONE`.
+    session: vLLM's name of the session, used if a request has no `SESSION`. envelope: vLLM's KvHintsEnvelope (see
+    vllm/v1/kv_hints/protocol.py), used if a request has no `DONE`.
     """
     params = params or {}
     name, done, keep_s = params.get(SESSION), params.get(DONE, False), params.get(KEEP, 0)
@@ -59,9 +59,9 @@ def hint_of(params: Mapping[str, Any] | None, session: Any = None, envelope: Any
 
 
 def _done_by(envelope: Any, names: set[str]) -> bool | str:
-    """The hint in an envelope, in the words of `DONE`. Actions that raykv does not know are ignored.
+    """Return the hint in an envelope, as a value of `DONE`. Actions that raykv does not know are ignored.
 
-    names: of the request's session. An action for another session is ignored too, as its keys are unknown here.
+    names: names of the request's session. Actions for other sessions are ignored too, as their keys are unknown here.
     """
     actions = _part(envelope, "actions")
     for action in actions if isinstance(actions, list) else ():
@@ -75,11 +75,11 @@ def _done_by(envelope: Any, names: set[str]) -> bool | str:
 
 
 def _part(of: Any, name: str) -> Any:
-    """A field of one of vLLM's structures, or of its JSON form."""
+    """Return a field of one of vLLM's structures, or of its JSON form."""
     return of.get(name) if isinstance(of, Mapping) else getattr(of, name, None)
 
 
-@functools.lru_cache(SESSIONS)  # warns once of each bad hint
+@functools.lru_cache(SESSIONS)  # warns only once of each invalid hint
 def _warn(session: str, done: str, keep_s: str) -> None:
     log.warning(
         "%s=%s, %s=%s, %s=%s: give a string of at most %d characters; true, false or %r; a number of seconds from 0 on",
@@ -88,13 +88,13 @@ def _warn(session: str, done: str, keep_s: str) -> None:
 
 
 class Sessions:
-    """The first own token of each session: from this token on, the session's first request here found no chunks."""
+    """The first own token of each session: the first token that the session's first request here did not find."""
 
     def __init__(self) -> None:
         self._starts: dict[tuple[str, str | None], int] = {}
 
     def begin(self, hint: Hint, salt: str | None, found: int) -> None:
-        """A request asked the pool. found: the tokens that it found. Only the first request of a session counts."""
+        """Note that a request found `found` tokens in the pool. Only the first request of a session counts."""
         if hint.session is not None:
             start = self._starts.pop((hint.session, salt), found)
             if len(self._starts) >= SESSIONS:
@@ -102,10 +102,10 @@ class Sessions:
             self._starts[hint.session, salt] = start
 
     def start(self, hint: Hint, salt: str | None) -> int | None:
-        """The session's first own token. None: no request of the session has asked."""
+        """Return the session's first own token, or None if no request of the session has asked the pool."""
         return self._starts.get((hint.session, salt)) if hint.session is not None else None
 
     def end(self, hint: Hint, salt: str | None) -> None:
-        """The session is over."""
+        """Forget a session, which is over."""
         if hint.session is not None:
             self._starts.pop((hint.session, salt), None)

@@ -1,9 +1,9 @@
 """The tail of a prompt: its last tokens, which do not fill a chunk of the pool.
 
-Where prefill and decode run apart, the decode engine reads the prompt to its last token. So the pool has the tail too,
-as a partly filled chunk. The tail's key contains the number of its tokens, so a reader uses exactly these tokens. vLLM
-hashes only full blocks, and offloads only full chunks. So this module shows vLLM's scheduler one extra chunk while the
-scheduler looks at a request's chunks.
+If prefill and decode run in separate engines, the decode engine reads the prompt up to its last token. So the pool also
+has the tail, as a partly filled chunk. The tail's key contains the number of its tokens, so a reader uses exactly these
+tokens. vLLM hashes only full blocks, and offloads only full chunks. Therefore this module appends an extra chunk to a
+request's chunks while vLLM's scheduler looks at them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ LIMITS = LOAD_LIMIT, OFFLOAD_LIMIT = "max_load_tokens", "max_offload_tokens"  # 
 
 
 class Tail(NamedTuple):
-    """The tail of a prompt: tokens [start, stop). key: in vLLM's form for a chunk. number: of its chunk."""
+    """The tail of a prompt: tokens [start, stop). key: a key like that of a vLLM chunk. number: the chunk's number."""
 
     key: bytes
     number: int
@@ -31,10 +31,10 @@ class Tail(NamedTuple):
     stop: int
 
     def is_next(self, computed: int, found: int, block_tokens: int) -> bool:
-        """Whether to ask for the tail. computed: tokens that the engine has. found: further tokens in the pool.
+        """Whether to ask for the tail.
 
-        The engine does not load a tail alone if the tail is shorter than an engine block: computing such a tail is as
-        fast.
+        computed: number of tokens that the engine has. found: number of further tokens in the pool. The engine does not
+        load only a tail that is shorter than an engine block, as computing such a tail is equally fast.
         """
         if not self.start <= computed + found < self.stop - 1:
             return False
@@ -42,10 +42,10 @@ class Tail(NamedTuple):
 
 
 def tail_of(request: Any, chunk_tokens: int, block_tokens: int, function: Hash) -> Tail | None:
-    """The tail of a request's prompt; None if it is not worth a transfer, or if the request limits its transfers.
+    """Return the prompt's tail, or None if it is not worth a transfer, or if the request limits its transfers.
 
-    block_tokens: of a block that vLLM hashes. function: vLLM's hash. A tail of one token is useless: the last token is
-    always computed.
+    block_tokens: number of tokens in a block that vLLM hashes. function: vLLM's hash. A tail of one token is useless,
+    as the last token is always computed.
     """
     stop = request.num_prompt_tokens
     number, tokens = divmod(stop, chunk_tokens)
@@ -62,20 +62,20 @@ def tail_of(request: Any, chunk_tokens: int, block_tokens: int, function: Hash) 
 
 @contextmanager
 def as_chunk(tail: Tail, status: Any) -> Iterator[None]:
-    """In the block, vLLM's scheduler takes the tail for the last chunk. status: vLLM's state of the request."""
+    """Context manager inside which vLLM's scheduler treats the tail as the last chunk. status: the request's state."""
     (state,) = status.group_states
     state.offload_keys.append(tail.key)
     try:
         yield
     finally:
         state.offload_keys.pop()
-        state.next_stored_chunk_idx = min(state.next_stored_chunk_idx, tail.number)  # the chunk is yet to be filled
+        state.next_stored_chunk_idx = min(state.next_stored_chunk_idx, tail.number)  # the chunk is not full yet
 
 
 def store_job(tail: Tail, status: Any, scheduler: Any) -> dict[int, TransferJob]:
-    """Register with vLLM's scheduler a job that stores the tail of a request. This step computes the tail.
+    """Register a job with vLLM's scheduler that stores the tail of a request, which this step computes.
 
-    status: the scheduler's state of the request. Returns the workers' job by id; {} where nothing is stored.
+    status: the scheduler's state of the request. Returns the workers' job by id, or {} if nothing is stored.
     """
     config = scheduler.config.kv_group_configs[0]
     first, last = tail.start // config.tokens_per_block, -(-tail.stop // config.tokens_per_block)

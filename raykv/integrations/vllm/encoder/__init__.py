@@ -1,4 +1,4 @@
-"""vLLM reads and stores the outputs of its encoders, such as encoded images, through a connector of their own."""
+"""A connector through which vLLM reads and stores the outputs of its encoders, such as encoded images."""
 
 from raykv.integrations.vllm.encoder.connector import RayKVECConnector, ec_transfer_config
 

@@ -1,4 +1,4 @@
-"""vLLM's encoder cache on a pool: the first engine that meets an image encodes it for the whole cluster.
+"""vLLM's encoder cache on a pool: the first engine that receives an image encodes it for the whole cluster.
 
 Loaded by configuration alone, beside `kv_transfer_config` or without it:
 
@@ -26,10 +26,10 @@ from raykv.integrations.vllm.supported import check_hashes
 
 
 def ec_transfer_config(pool: str = "default", role: str = "ec_both") -> dict[str, Any]:
-    """The value of vLLM's `ec_transfer_config` that attaches an engine's encoder to a pool. Returns a dict.
+    """Return the value of vLLM's `ec_transfer_config` that attaches an engine's encoder to a pool.
 
-    pool: its name. role: "ec_both" reads and stores. Where encoding runs apart, "ec_producer" only encodes and stores,
-    and "ec_consumer" reads, and encodes what the pool lacks.
+    pool: name of the pool. role: "ec_both" reads and stores. If encoding runs in separate engines, "ec_producer" only
+    encodes and stores, and "ec_consumer" reads, and encodes only the outputs that the pool lacks.
     """
     return {
         "ec_connector": "RayKVECConnector",
@@ -43,7 +43,7 @@ class RayKVECConnector(ECConnectorBase):  # type: ignore[misc]
     """An engine's encoder outputs in a raykv pool. The engine computes an output that the pool lacks."""
 
     def __init__(self, vllm_config: Any, role: ECConnectorRole) -> None:
-        """ValueError for a version or an option of vLLM that raykv does not support."""
+        """Raises ValueError for a version or an option of vLLM that raykv does not support."""
         super().__init__(vllm_config, role)
         check(vllm.__version__, vllm_config)
         self._pool: KVPool | None = None
@@ -59,7 +59,7 @@ class RayKVECConnector(ECConnectorBase):  # type: ignore[misc]
         return EncoderScheduler(lambda name, tokens: background(outputs.read, name, tokens), Weights(weights))
 
     def _outputs(self) -> Outputs:
-        """The outputs in the pool. Only the scheduler and the rank that stores attach to the pool."""
+        """Attach to the pool, and return its outputs. Only the scheduler and the rank that stores call this."""
         model = self._vllm_config.model_config
         self._pool = attach(self._extra.get("pool", "default"))
         token_bytes = model.get_inputs_embeds_size() * model.dtype.itemsize
@@ -104,7 +104,7 @@ class RayKVECConnector(ECConnectorBase):  # type: ignore[misc]
 
 
 def check(version: str, vllm_config: Any) -> None:
-    """ValueError if this engine's encoder can't use a pool. The error's text says which option to set."""
+    """Raise ValueError if this engine's encoder can't use a pool. The error's text says which option to set."""
     check_version(version)
     without = "or leave ec_transfer_config out"
     if vllm_config.model_config.is_encoder_decoder:

@@ -1,4 +1,7 @@
-"""Outputs of an encoder in a pool. Each is a safetensors file after its length and checksum, cut into equal pieces."""
+"""Outputs of an encoder in a pool.
+
+Each output is a safetensors file, preceded by its length and checksum, and cut into pieces of equal size.
+"""
 
 from __future__ import annotations
 
@@ -16,23 +19,23 @@ from raykv.client.pool import KVPool
 from raykv.keys import Keys
 
 PIECE_BYTES = 256 << 10  # 576 tokens of an image, each of 4,096 values of 2 bytes, make 19 pieces
-HEADER = struct.Struct("<QI")  # bytes of the file; CRC-32 of the file, since two writers may mix their pieces
+HEADER = struct.Struct("<QI")  # length of the file in bytes; CRC-32 of the file, as the pieces of two writers may mix
 
 
 class Outputs:
-    """The outputs of equal encoders. `read` and `store` block. A name stands for an output and its encoder's weights.
+    """The outputs of equal encoders. `read` and `store` block. A name identifies an output and its encoder's weights.
 
     session: this process's connection to the pool.
     """
 
     def __init__(self, cache: KVCache) -> None:
-        """cache: of `outputs_in`."""
+        """cache: from `outputs_in`."""
         self._cache, self.session = cache, cache.session
 
     def read(self, name: str, tokens: int) -> bytes | None:
-        """The file of an output. None if the pool lacks a piece of the file, or after an error.
+        """Return the file of an output.
 
-        None also if the output has another number of tokens than `tokens`.
+        None if the pool lacks a piece of the file, if the output's number of tokens is not `tokens`, or after an error.
         """
         try:
             file = self._file(name)
@@ -74,7 +77,7 @@ class Outputs:
 
 
 def loaded(file: bytes, device: Any) -> torch.Tensor:
-    """The output in a file, on a device."""
+    """Load the output in a file onto a device."""
     return safetensors.torch.load(file)["output"].to(device)
 
 
@@ -83,9 +86,9 @@ def _pieces_of(length: int) -> int:
 
 
 def outputs_in(pool: KVPool, names: dict[str, Any], token_bytes: int) -> Outputs:
-    """The outputs that a pool has of an encoder.
+    """Return the outputs of an encoder in a pool.
 
-    names: of `encoder_identity`. token_bytes: about how long the output of a token is, for metrics that count tokens.
+    names: from `encoder_identity`. token_bytes: approximate size of a token's output, for metrics that count tokens.
     """
     cache = pool.cache(**names, block_tokens=max(1, PIECE_BYTES // token_bytes), block_bytes=PIECE_BYTES)
     return Outputs(cache)

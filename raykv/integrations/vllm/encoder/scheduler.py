@@ -1,4 +1,4 @@
-"""The scheduler's side: it fetches outputs that the pool has, and gives them to the workers with a step.
+"""The scheduler's side: fetches outputs that the pool has, and passes them to the workers with a step.
 
 vLLM ends the engine if a worker lacks an output that the scheduler has promised. So the scheduler promises no output
 before it has the bytes, and the workers get the bytes along with the promise.
@@ -15,13 +15,13 @@ from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorMetadata
 
 from raykv.integrations.vllm.identity.weights import Weights
 
-FETCH_S = 1.0  # a request waits for so long for an output; then the engine computes the output
-FETCHES = 32  # outputs that the scheduler fetches or keeps, at most: those of the first requests in the queue
+FETCH_S = 1.0  # maximum seconds that a request waits for an output; then the engine computes the output
+FETCHES = 32  # maximum number of outputs that the scheduler fetches or keeps, for the first requests in the queue
 NOT_OF_ENCODERS = "prompt_embeds"  # modality of tensors from a client, which vLLM treats like outputs
 
 
 class Step(ECConnectorMetadata):  # type: ignore[misc]
-    """What workers are told with a step.
+    """The message to the workers for a step.
 
     files: outputs to load, by identifier. names: names of the outputs to store after the step, by identifier.
     """
@@ -43,29 +43,32 @@ class Fetch(NamedTuple):
         return self.reading.done() and self.reading.result() is None
 
     def file(self) -> bytes | None:
-        """The output; None if the pool has none, or has not given it yet."""
+        """Return the output, or None if the pool lacks it or has not returned it yet."""
         return self.reading.result() if self.reading.done() else None
 
 
 class EncoderScheduler:
     """The outputs that this engine's requests need from the pool. Only one thread uses it.
 
-    features: vLLM's `mm_features` of a request. vLLM's identifiers name outputs.
+    features: vLLM's `mm_features` of a request. Outputs are named by vLLM's identifiers.
     """
 
     def __init__(self, read: Callable[[str, int], Future[bytes | None]], weights: Weights) -> None:
-        """read: begins to read the output with a name and so many tokens. Names begin with the name of `weights`."""
+        """read: starts to read an output, given the output's name and its number of tokens.
+
+        weights: their name begins the names of outputs.
+        """
         self._read, self._weights = read, weights
-        self._weights_are_known = False  # in this step
-        self._present = set[str]()  # outputs in the engine's own cache, or on their way there in this step
+        self._weights_are_known = False  # whether the weights' name was read in this step
+        self._present = set[str]()  # outputs in the engine's own cache, or put there by this step
         self._fetches: dict[str, Fetch] = {}
         self._to_load: dict[str, bytes] = {}
         self._to_store: set[str] = set()
 
     def is_settled(self, features: Any, computed: int) -> bool:
-        """Whether it is known which outputs of a request the pool has. The first call begins to fetch them.
+        """Whether it is known which outputs of a request the pool has. The first call starts to fetch them.
 
-        computed: how many leading tokens of the request need no output.
+        computed: number of leading tokens of the request that need no output.
         """
         missing = [
             of
@@ -92,7 +95,7 @@ class EncoderScheduler:
         self._fetches[feature.identifier] = Fetch(reading, time.monotonic() + FETCH_S)
 
     def _name_weights(self) -> None:
-        """Read the weights' name, once a step. Other weights make other outputs."""
+        """Read the weights' name, once per step. If it changed, drop all fetches, as their outputs are outdated."""
         if self._weights_are_known:
             return
         self._weights_are_known = True
@@ -107,13 +110,13 @@ class EncoderScheduler:
         return fetch
 
     def has(self, identifier: str) -> bool:
-        """Whether the output has come from the pool. vLLM asks this if its own cache lacks the output."""
+        """Whether the output has arrived from the pool. vLLM asks this if its own cache lacks the output."""
         self._present.discard(identifier)
         self._name_weights()
         return identifier in self._fetches and self._fetches[identifier].file() is not None
 
     def allocate(self, feature: Any) -> None:
-        """The engine's cache has room for an output, which the step loads or computes."""
+        """Note that the engine's cache has room for an output, which this step loads or computes."""
         self._present.add(feature.identifier)
         fetch = self._fetches.get(feature.identifier)
         file = fetch.file() if fetch else None
@@ -124,7 +127,7 @@ class EncoderScheduler:
             self._to_store.add(feature.identifier)
 
     def step(self, scheduled: Any) -> Step:
-        """What the workers need for a step. scheduled: vLLM's SchedulerOutput."""
+        """Return the message to the workers for a step. scheduled: vLLM's SchedulerOutput."""
         self._present.difference_update(scheduled.free_encoder_mm_hashes)
         self._present |= self._to_load.keys() | self._to_store  # freed, but needed again
         if self._to_store:
@@ -137,6 +140,6 @@ class EncoderScheduler:
         return step
 
     def forget(self, features: Any) -> None:
-        """A request has ended. Other requests fetch the same outputs again."""
+        """Drop the fetches of a request that has ended. Other requests fetch the same outputs again."""
         for of in features:
             self._drop(of.identifier)

@@ -1,4 +1,4 @@
-"""The worker's side: it puts outputs into the engine's cache, and stores outputs that the engine has computed."""
+"""The worker's side: puts outputs into the engine's cache, and stores outputs that the engine has computed."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from raykv.integrations.vllm.encoder.outputs import Outputs, loaded
 
 log = logging.getLogger("raykv")
 
-WAITING = 32  # outputs that wait to be stored, at most: each takes host memory
+WAITING = 32  # maximum number of outputs that wait to be stored, as each takes host memory
 
 
 def load(cache: dict[str, torch.Tensor], files: dict[str, bytes], device: str) -> None:
-    """Put outputs into the engine's cache. cache: outputs by identifier. files: by identifier, from `Outputs.read`."""
+    """Put outputs into the engine's cache. cache: outputs by identifier. files: from `Outputs.read`, by identifier."""
     for identifier, file in files.items():
         if identifier not in cache:
             cache[identifier] = loaded(file, device)
@@ -26,13 +26,13 @@ class Storing:
     """Outputs on their way to the pool."""
 
     def __init__(self, outputs: Outputs, at_once: bool) -> None:
-        """at_once: `store` returns only after the pool has the output, since another engine waits for it."""
+        """at_once: whether `store` returns only after the pool has the output, since another engine waits for it."""
         self._outputs, self._at_once = outputs, at_once
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="raykv-encoder")
         self._room = threading.Semaphore(WAITING)
 
     def store(self, name: str, output: torch.Tensor) -> None:
-        """Store an output, by default in the background. The output is dropped if too many wait, or after an error."""
+        """Store an output, by default in the background. Drops it if too many outputs wait, or after an error."""
         if not self._room.acquire(blocking=self._at_once):
             return
         try:
@@ -55,12 +55,12 @@ class Storing:
             self._room.release()
 
     def close(self) -> None:
-        """End the thread. Drops outputs that wait."""
+        """End the thread, and drop outputs that wait."""
         self._thread.shutdown(cancel_futures=True)
 
 
 def _on_host(output: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event | None]:
-    """An output in host memory, and the CUDA event that ends its copy. Nobody changes an output meanwhile."""
+    """Return an output in host memory, and the CUDA event that ends its copy. Outputs do not change meanwhile."""
     if not output.is_cuda:
         return output.detach().cpu(), None
     host = torch.empty(output.shape, dtype=output.dtype, pin_memory=True)

@@ -1,1 +1,1 @@
-"""KV events: what routers learn about chunks in the pool."""
+"""KV events, which tell routers about chunks in the pool."""

@@ -1,4 +1,4 @@
-"""vLLM's KV events for chunks in the pool: they tell routers which prefixes an engine can read instead of compute.
+"""vLLM's KV events for chunks in the pool. They tell routers which prefixes an engine need not compute.
 
 An engine publishes a chunk that it stored or read as soon as the directory says that the pool has the chunk. It
 publishes a removal when the directory says that the chunk is gone. A thread asks the directory, and the scheduler's
@@ -30,16 +30,16 @@ from raykv.protocol.clients import Stored
 
 log = logging.getLogger("raykv")
 
-BLOCKS_PER_S = 10_000  # the events of a second have at most so many engine blocks, stored or removed; later events wait
-BURST_BLOCKS = 1000  # blocks in the events of one step
-READY_BLOCKS = 4 * BURST_BLOCKS  # about the most blocks in waiting events; others wait in Published, with less memory
-CHANGES = 256  # changes that become events at a time, at most
-REMOVED_AT_ONCE = 512  # about the most blocks of one removal event
-KEYS_ASKED = 4096  # keys of one question to the directory, over all parts: the answer takes about 0.1 ms
-ASK_S = 1.0  # between two checks that published chunks are still there, while the engine steps
-UNANSWERED_S = 1.0  # until the next question after the directory did not answer
-KEEP_AWAKE_S = 0.5  # an engine with nothing to compute goes on stepping for so long, to publish its last chunks
-REFRESH_S = 600.0  # after which a chunk is published again
+BLOCKS_PER_S = 10_000  # maximum engine blocks, stored or removed, in the events of one second; later events wait
+BURST_BLOCKS = 1000  # approximate maximum number of blocks in the events of one step
+READY_BLOCKS = 4 * BURST_BLOCKS  # approximate maximum of blocks in waiting events; others wait in Published
+CHANGES = 256  # maximum number of changes that become events at a time
+REMOVED_AT_ONCE = 512  # approximate maximum number of blocks in one removal event
+KEYS_ASKED = 4096  # maximum keys in one question to the directory, over all parts; an answer takes about 0.1 ms
+ASK_S = 1.0  # seconds between two checks that published chunks are still there, while the engine steps
+UNANSWERED_S = 1.0  # seconds until the next question, after the directory did not answer
+KEEP_AWAKE_S = 0.5  # seconds that an engine with nothing to compute continues to step, to publish its last chunks
+REFRESH_S = 600.0  # seconds after which a chunk is published again
 
 
 class Prompt(NamedTuple):
@@ -49,7 +49,7 @@ class Prompt(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """In tokens: a chunk of the pool, a block of the engine, and a block that vLLM hashes. kind: of attention."""
+    """Sizes, in tokens, of a pool chunk, an engine block, and a block that vLLM hashes. kind: kind of attention."""
 
     chunk: int
     block: int
@@ -66,7 +66,7 @@ class Offer(NamedTuple):
 
 
 class Ready(NamedTuple):
-    """Events of one step, the number of their blocks, and whether they are new: repeated announcements are not."""
+    """Events of one step, the number of their blocks, and whether they are news, unlike repeated announcements."""
 
     events: tuple[Any, ...]
     blocks: int
@@ -80,13 +80,13 @@ class KVEvents:
     """
 
     def __init__(self, caches: Callable[[], Mapping[int, KVCache]], sizes: Sizes, refresh_steps: int) -> None:
-        """caches: the caches in use now, by part. refresh_steps: steps after which a chunk is published again."""
+        """caches: returns the current caches, by part. refresh_steps: steps after which a chunk is published again."""
         self._caches, self._sizes = caches, sizes
         self._offers: SimpleQueue[Offer | None] = SimpleQueue()  # None: a reset
         self._published = Published(REFRESH_S, refresh_steps)  # used by the thread only
         self._ready: deque[Ready] = deque()
-        self._made = self._made_news = 0  # counts of blocks, and of Ready with news, that the thread made
-        self._taken = self._taken_news = 0  # the same two counts, of what the loop took
+        self._made = self._made_news = 0  # numbers of blocks, and of Ready with news, made by the thread
+        self._taken = self._taken_news = 0  # the same two numbers, taken by the scheduler's loop
         self._works = self._full = False
         self._answers = True
         self._steps, self._allowed = 0, 0.0
@@ -95,10 +95,10 @@ class KVEvents:
         self._bell, self._closed = Bell(), threading.Event()
         threading.Thread(target=self._run, name="raykv-events", daemon=True).start()
 
-    # ------------------------------------------------------------------ the scheduler's
+    # ------------------------------------------------------------------ for the scheduler
 
     def offer(self, keys: list[bytes], numbers: list[int | None], prompt: Prompt) -> None:
-        """Publish these chunks once the pool has them. numbers: None for a key that is no chunk of the request."""
+        """Publish these chunks once the pool has them. numbers: None for a key that is not the request's."""
         self._awake_until = time.monotonic() + KEEP_AWAKE_S
         self._offers.put(Offer(keys, numbers, prompt))
         self._bell.ring()
@@ -109,7 +109,7 @@ class KVEvents:
         self._bell.ring()
 
     def take(self) -> list[Any]:
-        """vLLM's events of this step. vLLM calls it once a step."""
+        """Return vLLM's events of this step. vLLM calls this once per step."""
         now = time.monotonic()
         self._steps += 1
         events = self._take(now) if self._ready else []
@@ -132,7 +132,7 @@ class KVEvents:
 
     @property
     def pending(self) -> bool:
-        """Whether an engine without work must go on stepping, so that vLLM takes the events."""
+        """Whether an engine without work must continue to step, so that vLLM takes the events."""
         if self._made_news > self._taken_news:
             return True
         waits = self._works or self._published.waits or not self._offers.empty()
@@ -142,7 +142,7 @@ class KVEvents:
         self._closed.set()
         self._bell.ring()
 
-    # ------------------------------------------------------------------ the thread's
+    # ------------------------------------------------------------------ in the thread
 
     def _run(self) -> None:
         pause: float | None = None
@@ -153,13 +153,13 @@ class KVEvents:
             self._works = True
             try:
                 pause = self._work(time.monotonic())
-            except Exception:  # routers know less, but the engine goes on
+            except Exception:  # routers know less, but the engine continues
                 log.exception("no KV events of the pool")
                 pause = None
             self._works = False
 
     def _work(self, now: float) -> float | None:
-        """Returns the seconds until there is more to do; None: until the scheduler's loop rings the bell."""
+        """Return the seconds until there is more to do, or None to wait until the scheduler's loop rings the bell."""
         self._read_offers(now)
         if self._made - self._taken >= READY_BLOCKS:
             self._full = True
@@ -192,7 +192,7 @@ class KVEvents:
                     self._published.offer(key, msgpack.encode(event), now)
 
     def _ask(self, chunks: Sequence[bytes]) -> Stored | None:
-        """Which chunks the pool has, with all parts. None where the directory can't say now."""
+        """Ask which chunks the pool has with all parts. Returns None if the directory can't answer now."""
         hashes, found = [get_offload_block_hash(chunk) for chunk in chunks], np.ones(len(chunks), np.uint8)
         epochs = set()
         for cache in self._caches().values():
@@ -212,7 +212,7 @@ class KVEvents:
 
 
 def stored_event(request: Any, number: int, sizes: Sizes, group: int) -> BlockStored:
-    """The event for a chunk of a request. Except for the medium, vLLM makes the same event for its own blocks."""
+    """Return the event for a request's chunk. Except for the medium, vLLM makes the same event for its own blocks."""
     start, stop = number * sizes.chunk, (number + 1) * sizes.chunk
     first, last, a_block = start // sizes.hash, stop // sizes.hash, sizes.block // sizes.hash
     extra = [
@@ -234,12 +234,12 @@ def stored_event(request: Any, number: int, sizes: Sizes, group: int) -> BlockSt
 
 
 def events_of(changes: Sequence[Change]) -> Iterator[tuple[Any, ...]]:
-    """vLLM's events for changes, in order; a tuple's events go into one step. Adjacent removals share an event."""
+    """Yield vLLM's events for changes, in order; a tuple's events go into one step. Merges adjacent removals."""
     removed: dict[int | None, list[Any]] = {}
     for change in changes:
         stored = msgpack.decode(change.event, type=BlockStored)
         blocks = stored.block_hashes * change.removed
-        if change.stored:  # both in one step: between them, a router that does not count lacks the block
+        if change.stored:  # both events in one step: between them, a router that does not count lacks the block
             yield from _removals(removed)
             yield (*(_removal(blocks, stored.group_idx) for _ in blocks[:1]), stored)
         else:

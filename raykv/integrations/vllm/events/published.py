@@ -1,8 +1,8 @@
-"""Which chunks were announced to routers, and what to announce next. No vLLM, no clock and no I/O.
+"""Keeps track of the chunks announced to routers, and decides what to announce next. Uses no vLLM, clock or I/O.
 
-Routers count KV events: they drop a block after as many removals as announcements. So this module remembers how often
-each chunk was announced, and publishes as many removals. Extra removals tell nothing new to a router that does not
-count.
+Routers count KV events: they drop a block when the number of removals equals the number of announcements. So this
+module remembers how often each chunk was announced, and publishes the same number of removals. Extra removals have no
+effect on a router that does not count.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from collections.abc import Sequence
 from itertools import islice, takewhile
 from typing import NamedTuple
 
-CHUNKS = 1 << 17  # most announced chunks, about 2 KB each; for one more, the chunk announced longest ago is withdrawn
-OFFERED_S = 5.0  # for an offered chunk to appear in the pool
-AGAIN_S = 0.05  # between two questions about offered chunks
-ABSENT_S = 2.0  # a chunk that is absent for so long is gone; before that, a restarted node store may bring it back
-SETTLE_S = 15.0  # for a new directory to learn which blocks the nodes have
-REPEATS = 8  # announcements after which a chunk is removed and announced again
+CHUNKS = 1 << 17  # maximum number of announced chunks (about 2 KB each); beyond it, the oldest chunk is withdrawn
+OFFERED_S = 5.0  # maximum seconds for an offered chunk to appear in the pool
+AGAIN_S = 0.05  # seconds between two questions about offered chunks
+ABSENT_S = 2.0  # seconds after which an absent chunk counts as gone; a restarted node store may bring it back earlier
+SETTLE_S = 15.0  # seconds for a new directory to learn which blocks the nodes have
+REPEATS = 8  # number of announcements after which a chunk is removed and announced again
 
 
 class Told(NamedTuple):
-    """A chunk that routers know: its event, number of announcements, and time and step of the last one."""
+    """A chunk that routers know: its event, its number of announcements, and the last announcement's time and step."""
 
     event: bytes
     times: int
@@ -38,34 +38,34 @@ class Change(NamedTuple):
 
 
 class Published:
-    """Chunks by vLLM's hash. For one thread. `now`: seconds of any monotonic clock."""
+    """Announced and offered chunks, by vLLM's hash. For one thread. now: seconds of any monotonic clock."""
 
     def __init__(self, refresh_s: float, refresh_steps: int, chunks: int = CHUNKS) -> None:
         """refresh_s, refresh_steps: seconds, and engine steps, after which a chunk is announced again."""
         self._refresh_s, self._refresh_steps, self._limit = refresh_s, refresh_steps, chunks
-        self._told: OrderedDict[bytes, Told] = OrderedDict()  # the chunk announced longest ago first
+        self._told: OrderedDict[bytes, Told] = OrderedDict()  # ordered by the last announcement, oldest first
         self._in_turn: OrderedDict[bytes, None] = OrderedDict()  # announced chunks, in the order to ask for them
-        self._absent: dict[bytes, float] = {}  # announced chunks that the directory lacks, since when
-        self._offered: dict[bytes, tuple[bytes, float]] = {}  # not announced yet: event, and time of the offer
+        self._absent: dict[bytes, float] = {}  # announced chunks that the directory lacks, and since when
+        self._offered: dict[bytes, tuple[bytes, float]] = {}  # chunks not announced yet: event, and time of the offer
         self._withdrawn: deque[Told] = deque()
         self._epoch, self._settled = 0, 0.0
         self._asked = 0.0
 
     @property
     def waits(self) -> bool:
-        """Whether some offered chunks have still to appear in the pool."""
+        """Whether some offered chunks have not appeared in the pool yet."""
         return bool(self._offered)
 
     @property
     def leaves(self) -> bool:
-        """Whether routers have still to hear of some withdrawals."""
+        """Whether some withdrawals have not been published yet."""
         return bool(self._withdrawn)
 
     def knows(self, chunk: bytes) -> bool:
         return chunk in self._told or chunk in self._offered
 
     def offer(self, chunk: bytes, event: bytes, now: float) -> None:
-        """Offer a chunk that the engine stored or read. event: to publish once the pool has the chunk."""
+        """Offer a chunk that the engine stored or read. event: the event to publish once the pool has the chunk."""
         if not self.knows(chunk) and len(self._offered) < self._limit:
             self._offered[chunk] = event, now
 
@@ -76,9 +76,9 @@ class Published:
             chunks.clear()
 
     def to_ask(self, limit: int, in_turn: bool, now: float) -> list[bytes]:
-        """At most `limit` chunks to ask the directory for. in_turn: also announced chunks, as a check.
+        """Return at most `limit` chunks to ask the directory for. in_turn: whether to check announced chunks too.
 
-        Empty while routers have not heard of all withdrawals, as the withdrawn chunks may be the same chunks.
+        Returns no chunks until all withdrawals are published, as the withdrawn chunks may be the same chunks.
         """
         if self._withdrawn:
             return []
@@ -96,7 +96,7 @@ class Published:
         return asked
 
     def answered(self, chunks: Sequence[bytes], found: bytes, epoch: int, step: int, now: float) -> list[Change]:
-        """The changes after an answer of the directory. found: 1 or 0 for each chunk. epoch: the directory's."""
+        """Return the changes after an answer of the directory. found: 1 or 0 for each chunk. epoch: the directory's."""
         if epoch != self._epoch:
             self._epoch, self._settled = epoch, now + SETTLE_S
             self._absent.clear()
@@ -130,11 +130,11 @@ class Published:
         return _removed(self._told.pop(chunk))
 
     def withdrawn(self, limit: int) -> list[Change]:
-        """At most `limit` changes for withdrawn chunks."""
+        """Return at most `limit` changes for withdrawn chunks."""
         return [_removed(self._withdrawn.popleft()) for _ in range(min(limit, len(self._withdrawn)))]
 
     def refresh(self, limit: int, step: int, now: float) -> list[Change]:
-        """At most `limit` repeated announcements, for routers that joined late."""
+        """Return at most `limit` repeated announcements, for routers that joined late."""
         changes = []
         for chunk, told in list(islice(self._told.items(), limit)):
             if now < told.at + self._refresh_s and step < told.step + self._refresh_steps:

@@ -1,8 +1,8 @@
-"""Which weights a LoRA adapter has. vLLM hashes only the adapter's name and path (0.29: its name), not its weights.
+"""The weights of LoRA adapters. vLLM hashes only an adapter's name and path (in 0.29: its name), not its weights.
 
-The weights may change under a name and path. ray.serve.llm keeps an adapter under a path made of its name, even if it
-comes from another bucket or was trained again. vLLM can also load an adapter again in place. So the workers report the
-weights that they loaded. The scheduler's side names no chunk of an adapter before all workers have reported. See
+The weights under a name and path may change. ray.serve.llm keeps an adapter under a path made of its name, even if the
+adapter comes from another bucket or was retrained. vLLM can also reload an adapter in place. So the workers report the
+weights that they loaded. The scheduler's side does not name an adapter's chunks until all workers have reported. See
 `loads` for the workers' side.
 """
 
@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 
 
 class Load(NamedTuple):
-    """An adapter in a worker. weights: digest of the files that it was loaded from; b"" while these are unknown.
+    """An adapter in a worker. weights: digest of the files from which it was loaded; b"" while unknown.
 
-    number: never lower than that of an earlier load of the same name. Equal numbers mean equal weights.
+    number: never lower than the number of an earlier load of the same name. Equal numbers mean equal weights.
     """
 
     name: str
@@ -23,14 +23,14 @@ class Load(NamedTuple):
 
 
 class Told(NamedTuple):
-    """The adapters that a worker has, by vLLM's ids. question: number of the last question that this report answers."""
+    """A worker's report of its adapters, by vLLM's ids. question: number of the last question that it answers."""
 
     question: int
     loads: dict[int, Load]
 
 
 class Adapter(NamedTuple):
-    """The adapter in a request's keys. id: vLLM's. numbers: by rank, the number of the load with these weights."""
+    """The adapter in a request's keys. id: vLLM's id. numbers: by rank, the number of the load with these weights."""
 
     id: int
     weights: bytes
@@ -43,7 +43,7 @@ class ToldAdapters:
     def __init__(self, ranks: int) -> None:
         self._ranks = ranks
         self._told: dict[int, Told] = {}  # by rank
-        self._newest: dict[tuple[int, str], int] = {}  # by rank and name, the highest number of a load
+        self._newest: dict[tuple[int, str], int] = {}  # the highest number of a load, by rank and name
         self.question = 0  # number of the last question
 
     def ask(self) -> int:
@@ -55,7 +55,10 @@ class ToldAdapters:
         return len(self._told) == self._ranks and all(told.question >= question for told in self._told.values())
 
     def tell(self, told: dict[int, Told]) -> set[str]:
-        """told: by rank. Returns names of adapters whose weights changed, maybe while requests use them."""
+        """Add reports of workers. told: the reports, by rank.
+
+        Returns the names of adapters whose weights changed, perhaps while requests use these adapters.
+        """
         self._told |= told
         changed = set()
         for rank, of_rank in told.items():
@@ -67,12 +70,12 @@ class ToldAdapters:
         return changed
 
     def numbers(self, adapter: int) -> dict[int, int] | None:
-        """By rank, the number of the present load; None unless all ranks have a load. adapter: vLLM's id."""
+        """Return the number of the current load by rank, or None unless all ranks have a load. adapter: vLLM's id."""
         found = {rank: told.loads[adapter].number for rank, told in self._told.items() if adapter in told.loads}
         return found if len(found) == self._ranks else None
 
     def named(self, adapter: int, numbers: dict[int, int]) -> Adapter | None:
-        """The adapter with the weights of these loads; None where the loads are gone or differ in weights."""
+        """Return the adapter with the weights of these loads, or None if the loads are gone or differ in weights."""
         if self.numbers(adapter) != numbers:
             return None
         found = {told.loads[adapter].weights for told in self._told.values()}
@@ -88,10 +91,10 @@ class OwnCache:
 
     def __init__(self) -> None:
         self.blocks: Any = None
-        self._outdated: dict[str, list[Any]] = {}  # by name: unfinished requests that began with the old weights
+        self._outdated: dict[str, list[Any]] = {}  # unfinished requests that began with the old weights, by name
 
     def let_go(self, name: str, requests: list[Any]) -> None:
-        """An adapter has other weights now. requests: vLLM's requests that began before."""
+        """Evict all blocks, as an adapter has other weights now. requests: vLLM's requests that began before."""
         self._outdated[name] = [*self._outdated.get(name, []), *requests]
         self._evict()
 

@@ -1,6 +1,6 @@
 """The layers of a drafter: the model or the heads that guess tokens in speculative decoding, and keep KV of their own.
 
-The target, the model that is served, verifies each guess. So a drafter's KV never changes an answer. But with wrong KV
+The target, the model that is served, verifies each guess. So a drafter's KV never changes an answer, but with wrong KV
 fewer guesses are right. The pool keeps the KV of the target's layers and of the drafter's layers apart. Engines with
 other drafters, or without any, share the KV of the target's layers.
 """
@@ -14,7 +14,7 @@ from typing import Any
 from raykv.integrations.digests import config_digest, digest
 
 WITHOUT_KV = ("ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator")  # methods that keep no KV of a prompt
-# in layer names of drafters that number their layers from 0; other drafters number on from the target's layers
+# mark layer names of drafters that number their layers from 0; others continue the numbers of the target's layers
 PREFIXES = ("draft_model", "mtp")
 
 
@@ -25,7 +25,7 @@ def has_drafter(vllm_config: Any) -> bool:
 
 
 def draft_layers(vllm_config: Any, groups: Sequence[Any]) -> list[list[bool]]:
-    """By group, whether each layer is a drafter's. groups: vLLM's KV cache groups."""
+    """Return whether each layer is a drafter's, by group. groups: vLLM's KV cache groups."""
     if not has_drafter(vllm_config):
         return [[False] * len(group.layer_names) for group in groups]
     layers = vllm_config.model_config.get_total_num_hidden_layers()
@@ -35,7 +35,7 @@ def draft_layers(vllm_config: Any, groups: Sequence[Any]) -> list[list[bool]]:
 
 
 def target_layers(vllm_config: Any, groups: Sequence[Any]) -> list[tuple[Any, list[str]]]:
-    """The groups that have layers of the target: the spec of each, and the names of these layers."""
+    """Return, for each group with layers of the target, the group's spec and the names of these layers."""
     drafts = draft_layers(vllm_config, groups)
     found = [
         (group.kv_cache_spec, [name for name, draft in zip(group.layer_names, of_group, strict=True) if not draft])
@@ -45,7 +45,7 @@ def target_layers(vllm_config: Any, groups: Sequence[Any]) -> list[tuple[Any, li
 
 
 def _is_draft(layer: str, model: str, layers: int) -> bool:
-    """layer: its name in vLLM. model: how the names of the target's layers begin. layers: how many the target has."""
+    """layer: its name in vLLM. model: beginning of the target's layer names. layers: number of the target's layers."""
     begin, number = _split(layer)
     return begin != model or number >= layers or _is_marked(layer)
 
@@ -55,15 +55,16 @@ def _is_marked(layer: str) -> bool:
 
 
 def _split(layer: str) -> tuple[str, int]:
-    """A layer's name up to its number, and the number; 0 for a name without a number."""
+    """Return a layer's name up to its number, and the number, which is 0 for a name without a number."""
     found = re.search(r"\.(\d+)(?=\.|$)", layer)
     return (layer[: found.start()], int(found[1])) if found else (layer, 0)
 
 
 def drafter_name(vllm_config: Any) -> str:
-    """A name of the drafter. Two drafters of one target have different names if their KV of the same tokens differs.
+    """Return a name of the drafter. Two drafters of a target have different names if their KV of equal tokens differs.
 
-    The number of guesses is not in the name. It changes only the size of pages of states, which a cache covers.
+    The name does not contain the number of guesses, which only changes the size of pages of states. The arguments of a
+    cache contain this size.
     """
     speculative = vllm_config.speculative_config
     draft = speculative.draft_model_config

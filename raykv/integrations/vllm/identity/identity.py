@@ -1,7 +1,7 @@
 """The names of an engine's caches in the pool. They cover everything that changes the bytes of KV, except tokens.
 
-vLLM's block hashes and `adapters` cover the parts of a request that change KV: adapter, images, salt, prompt
-embeddings. `KVPool.cache` covers the shape of a pool block: tokens, bytes, parts, groups.
+vLLM's block hashes and `adapters` cover the parts of a request that change KV: adapter, images, salt and prompt
+embeddings. `KVPool.cache` covers the shape of a pool block: tokens, bytes, parts and groups.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ VIDEO_LOADER = "VLLM_VIDEO_LOADER_BACKEND"  # vLLM's environment variable: loade
 
 
 def identity(vllm_config: Any, kv_cache_config: Any, parallel: str) -> dict[str, str]:
-    """Arguments of `KVPool.cache`. Engines share blocks of the target's layers if these arguments are equal.
+    """Return arguments of `KVPool.cache`. Engines share blocks of the target's layers if these arguments are equal.
 
     parallel: name of the Cut into parts.
     """
@@ -46,7 +46,7 @@ def identity(vllm_config: Any, kv_cache_config: Any, parallel: str) -> dict[str,
                 _processor(),
                 str(vllm_config.attention_config.backend),
                 str(cache.kv_cache_layout),
-                # `sha256` pickles its input, and each version of Python pickles to other bytes
+                # `sha256` pickles its input, and the bytes depend on the version of Python
                 algorithm if algorithm == "sha256_cbor" else f"{algorithm}-{platform.python_version()}",
                 str(cache.block_size),
                 names(groups) if len(groups) > 1 else "",
@@ -57,10 +57,10 @@ def identity(vllm_config: Any, kv_cache_config: Any, parallel: str) -> dict[str,
 
 
 def encoder_identity(vllm_config: Any) -> dict[str, str]:
-    """Arguments of `KVPool.cache` for the outputs of the model's encoders. Engines share outputs if these are equal."""
+    """Return arguments of `KVPool.cache` for encoder outputs. Engines share outputs if these arguments are equal."""
     model = vllm_config.model_config
     return {
-        "model": f"{model.model} encoder",  # metrics count outputs beside the model's KV
+        "model": f"{model.model} encoder",  # metrics count outputs separately from the model's KV
         "revision": _revision(vllm_config),
         "dtype": f"{model.dtype}/{model.quantization or ''}".replace("torch.", ""),
         "layout": f"vllm-{vllm.__version__}/encoder",
@@ -68,13 +68,13 @@ def encoder_identity(vllm_config: Any) -> dict[str, str]:
 
 
 def _revision(vllm_config: Any) -> str:
-    """The model's weights and options."""
+    """Return a text that identifies the model's weights and options."""
     model, load_format = vllm_config.model_config, vllm_config.load_config.load_format
     return f"{model.revision or ''}/{load_format}/{config_digest(model.hf_config)}/{_options_digest(vllm_config)}"
 
 
 def _options_digest(vllm_config: Any) -> str:
-    """Digest of other options that change KV. An option that this vLLM lacks counts as None."""
+    """Return a digest of other options that change KV. An option that this version of vLLM lacks counts as None."""
     found = {
         f"{part}.{name}": getattr(getattr(vllm_config, part), name, None)
         for part, of_part in OPTIONS.items()
@@ -89,9 +89,9 @@ def _options_digest(vllm_config: Any) -> str:
 
 
 def _sorted(options: dict[str, Any], but: tuple[str, ...]) -> list[tuple[str, Any]]:
-    """An engine's options for images and videos in a fixed order. vLLM's hashes cover only a request's options.
+    """Return an engine's options for images and videos in a fixed order. vLLM's hashes cover only requests' options.
 
-    but: names of options to leave out: vLLM sets them by the device, and they change no image.
+    but: names of options to leave out, which vLLM sets according to the device, and which change no image.
     """
     return sorted(
         (name, _sorted(value, but) if isinstance(value, dict) else value)
@@ -101,13 +101,13 @@ def _sorted(options: dict[str, Any], but: tuple[str, ...]) -> list[tuple[str, An
 
 
 def _longest(model: Any) -> str:
-    """The engine's longest sequence if its length changes the KV of all positions (LongRoPE, Llama 4); else ""."""
+    """Return the maximum sequence length if it changes the KV of all positions (LongRoPE, Llama 4), else ""."""
     depends = "longrope" in model.hf_config.to_json_string() or model.hf_text_config.model_type.startswith("llama4")
     return str(model.max_model_len) if depends else ""
 
 
 def _processor() -> str:
-    """The processor. It decides vLLM's attention kernels, and these decide the order of bytes in a page."""
+    """Return the processor, which determines vLLM's attention kernels and thus the order of bytes in a page."""
     if not current_platform.is_cpu():
         return str(current_platform.get_device_name())
     amx = "amx" if torch.cpu._is_amx_tile_supported() else ""

@@ -1,4 +1,4 @@
-"""The name of an engine's weights, beside model and revision: weights may change while an engine runs (sleep, RLHF)."""
+"""The name of an engine's weights, as these may change while the engine runs (sleep, RLHF)."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ log = logging.getLogger("raykv")
 
 
 class Weights:
-    """Engines share their chunks if their weights have the same name.
+    """The name of an engine's weights. Engines share their chunks if their weights have the same name.
 
     name: part of the names of the engine's caches; "" if the engine has loaded its weights without a name.
     """
 
     def __init__(self, file: str | None) -> None:
-        """file: path of a file with the name, read again at every reset. ValueError if the file is missing or empty."""
+        """file: path of a file with the name, reread at every reset. Raises ValueError if it is missing or empty."""
         self._file = file
         self.name = self._found = self._read() if file else ""
         if file and not self.name:
             raise ValueError(f"weights={file!r}: write what the engine's weights are called into this file")
 
     def reset(self) -> None:
-        """The weights may have changed. Take the name in the file, or else a name that no other engine has."""
+        """Handle a possible change of the weights: adopt the file's name, or else a name that no other engine has."""
         self._take(self._read())
 
     def renew(self) -> bool:
-        """Read the file again. Returns whether the weights have another name now; without a file, never."""
+        """Read the file again. Returns whether the weights have another name now, which is False without a file."""
         found = self._read()
         if self._file is None or found == self._found:
             return False
@@ -40,7 +40,7 @@ class Weights:
             log.warning("the weights have no name, so the engine shares with nobody: write it into %s", self._file)
 
     def _read(self) -> str:
-        """The name in the file; "" where the file is missing or empty."""
+        """Return the name in the file, or "" if the file is missing or empty."""
         if self._file is None:
             return ""
         try:

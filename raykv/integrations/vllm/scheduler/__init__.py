@@ -1,1 +1,1 @@
-"""Our part in the process of vLLM's scheduler."""
+"""The part of raykv that runs in the process of vLLM's scheduler."""

@@ -1,21 +1,24 @@
-"""Whether later prompts contain an engine's answers. If a chat template drops reasoning, prompts never do."""
+"""Learns whether later prompts contain an engine's answers. They never do if a chat template drops reasoning."""
 
 from collections import OrderedDict, deque
 from itertools import pairwise
 
-SAMPLE = 64  # answers are not stored once so many prompts in a row lacked the earlier answer
-MOST = 4096  # answers that are remembered
+SAMPLE = 64  # after this many prompts in a row without the earlier answer, answers are no longer stored
+MOST = 4096  # maximum number of remembered answers
 
 
 class Answers:
-    """Learns from finished requests' chunks whether later prompts contain answers, even while none is stored."""
+    """Learns from finished requests' chunks whether later prompts contain answers, even while no answer is stored."""
 
     def __init__(self) -> None:
-        self._answers: OrderedDict[bytes, bytes] = OrderedDict()  # by a prompt's last chunk, the chunk after it
-        self._went_on: deque[bool] = deque(maxlen=SAMPLE)  # whether an earlier prompt's answer came next
+        self._answers: OrderedDict[bytes, bytes] = OrderedDict()  # first chunk of an answer, by its prompt's last chunk
+        self._went_on: deque[bool] = deque(maxlen=SAMPLE)  # whether prompts contained the earlier answer
 
     def learn(self, keys: list[bytes], prompt: int) -> None:
-        """A request is finished. keys: of its full chunks. prompt: the number of chunks that its prompt fills."""
+        """Learn from a finished request.
+
+        keys: keys of the request's full chunks. prompt: number of chunks that the prompt fills.
+        """
         for key, following in pairwise(keys[:prompt]):
             if (answer := self._answers.pop(key, None)) is not None:
                 self._went_on.append(answer == following)

@@ -42,7 +42,7 @@ class RankPart(NamedTuple):
 class Ask:
     """A request's question to the pool. first: by group, the number of the first chunk asked for.
 
-    computes: whether other engines may wait for this request to compute the missing chunks. answer: of the last
+    computes: whether other engines may wait for this request to compute the missing chunks. answer: result of the last
     look-up. wait: set once the request waits for another engine.
     """
 
@@ -56,26 +56,29 @@ class Ask:
     counted: bool = False
 
     def has(self, key: bytes, number: int | None) -> bool:
-        """Whether the pool has a chunk for the request. number: of the chunk in its group."""
+        """Whether the pool has a chunk for the request. number: the chunk's number in its group."""
         group, found = get_offload_group_idx(key), self.answer.result()
         if number not in found.ready.get(group, ()):
             return False
         return self.keys[group][(number or 0) - self.first[group]] == key
 
     def part_to_load(self, of: RankPart, number: int, chunks: range) -> PartToLoad:
-        """The leased chunks of a part. number: of the part in the match. chunks: numbers of the wanted chunks."""
+        """Return the leased chunks of a part.
+
+        number: index of the part in the match. chunks: numbers of the wanted chunks.
+        """
         first, match = self.first[of.group.group_idx], self.answer.result().match
         leased = match.leased(number, chunks.start - first, chunks.stop - first) if chunks else []
         away = any((np.frombuffer(piece.source, LOCATION)["node"] != piece.name.node).any() for piece in leased)
         return PartToLoad(of.group.place, of.number, away, leased)
 
     def release(self) -> None:
-        """Release the leases now, or when the answer comes."""
+        """Release the leases now, or when the answer arrives."""
         if not self.answer.cancel():
             self.answer.add_done_callback(lambda answer: answer.result().match.release())
 
     def end_intent(self) -> None:
-        """Other engines need no longer wait for this request."""
+        """End the request's intent, so that other engines no longer wait for this request."""
         if not self.answer.cancel():
             self.answer.add_done_callback(lambda answer: answer.result().match.end_intent())
 
@@ -84,9 +87,9 @@ class Ask:
 class Computing:
     """The first group's chunks that a request must compute, and since when. Other engines may wait for these chunks.
 
-    ask: the question that left the request's intent, for which other engines wait. missed: chunks not yet offered to
-    the workers. offered: chunks that still wait for `complete_store`. measured: this engine's speed was measured, or
-    can't be, as another request computes the chunks.
+    ask: the question that registered the request's intent, which other engines rely on. missed: chunks not yet offered
+    to the workers. offered: chunks that still wait for `complete_store`. measured: whether this engine's speed has been
+    measured, or can't be measured because another request computes the chunks.
     """
 
     since: float
@@ -96,7 +99,7 @@ class Computing:
     measured: bool = False
 
     def offer(self, keys: Collection[bytes]) -> None:
-        """The workers are offered these chunks."""
+        """Note that these chunks are offered to the workers."""
         offered = self.missed.intersection(keys)
         self.missed -= offered
         self.offered |= offered

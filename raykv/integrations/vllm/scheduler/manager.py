@@ -47,14 +47,14 @@ from raykv.metrics.span import under
 
 log = logging.getLogger("raykv")
 
-THREADS = 16  # requests that ask, or wait for a pull, at a time
+THREADS = 16  # maximum number of requests that ask, or wait for a pull, at the same time
 
 
 class RayKVManager(OffloadingManager):  # type: ignore[misc]
     """Asks the directory once per request, in threads beside the scheduler's loop. vLLM calls its methods.
 
-    caches: by place and part; none before `set_ranks`. events: for routers, or None. weights: the name of the weights.
-    resets: how often the weights may have changed. queue: requests that wait in the engine's queue.
+    caches: caches by place and part; none before `set_ranks`. events: KV events for routers, or None. weights: the name
+    of the weights. resets: how often the weights may have changed. queue: requests that wait in the engine's queue.
     """
 
     def __init__(
@@ -67,11 +67,11 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
         answers: Answers | None = None,
         threshold: Threshold | None = None,
     ) -> None:
-        """arguments: of `KVPool.cache`, without part, block_tokens and block_bytes, which depend on groups and ranks.
+        """arguments: for `KVPool.cache`, without part, block_tokens and block_bytes, which depend on groups and ranks.
 
-        stores: the workers store what they compute, so other engines may wait for these chunks. patience: see Wait.
-        drafter: arguments for a drafter's layers. answers: learns when to leave answers out; None: all answers are
-        stored. threshold: counts offers of chunks; None: all chunks are stored at the first offer.
+        stores: whether the workers store computed chunks, so that other engines may wait for these chunks. patience:
+        see Wait. drafter: arguments for a drafter's layers. answers: learns when not to store answers; None: all
+        answers are stored. threshold: counts offers of chunks; None: chunks are stored at the first offer.
         """
         self._pool, self._stores, self._patience, self._answers = pool, stores, patience, answers
         self._threshold = threshold
@@ -82,11 +82,11 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
         self.events: KVEvents | None = None
         self.weights, self.resets = Weights(None), 0
         self._asks: dict[str, Ask] = {}
-        self._failed: set[str] = set()  # requests whose load failed: they are computed, not looked up again
+        self._failed: set[str] = set()  # requests whose load failed, which are computed and not looked up again
         self._counts: Counter[str] = Counter()
         self._computing: dict[str, Computing] = {}
         self._sessions, self._outbox = Sessions(), Outbox(pool.session.directory)
-        self._rate = 0.0  # tokens per second that requests computed lately
+        self._rate = 0.0  # tokens per second that requests computed recently
         self._held_until = 0.0
         self.queue = Queue()
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="raykv-ask")
@@ -100,9 +100,9 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
         return RequestOffloadingContext()
 
     def lookup(self, key: bytes, req_context: Any) -> LookupResult:
-        """RETRY while the look-up runs or the request waits for another engine; HIT for a leased chunk; else MISS.
+        """Look up a chunk, without waiting for Ray, as the scheduler's loop calls this. key: vLLM's hash of the chunk.
 
-        The scheduler calls this, so this never waits for Ray. key: vLLM's hash of a chunk.
+        Returns RETRY while the look-up runs or the request waits for another engine, HIT for a leased chunk, else MISS.
         """
         request = req_context.req_id
         self.queue.leave(request)
@@ -113,7 +113,7 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
             return LookupResult.MISS
         number = chain.number(key)
         if ask is None:
-            if number is None:  # vLLM also asks for states at ends within a chunk; such states are never stored
+            if number is None:  # vLLM also asks for states within a chunk, which are never stored
                 return LookupResult.MISS
             ask = self._asks[request] = self._ask(get_offload_group_idx(key), number, chain, request)
         if not ask.answer.done():
@@ -138,7 +138,7 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
         self._computing[request] = Computing(time.monotonic(), ask, set(ask.keys[group][hits:]))
 
     def prepare_load(self, keys: Collection[bytes], req_context: Any) -> ChunksToLoad:
-        """Where workers read the chunks that `lookup` found: a run for each group, leased until `complete_load`."""
+        """Return where workers read the chunks that `lookup` found: a run per group, leased until `complete_load`."""
         ask, chain = self._asks[req_context.req_id], req_context.get_state(Chain)
         ask.loading = True
         groups = by_group(keys)
@@ -183,13 +183,16 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
         return PrepareStoreOutput(keys, ChunksToStore(places, chain.origin.salt, chain.origin.adapter), [])
 
     def _of_prompt(self, keys: list[bytes], req_context: Any) -> list[bytes]:
-        """The chunks that a request's prompt fills, and its tail. keys: of chunks that have numbers."""
+        """Return the chunks that a request's prompt fills, and the prompt's tail.
+
+        keys: keys of chunks that have numbers.
+        """
         chain, prompt = req_context.get_state(Chain), req_context.get_state(Prompt).request.num_prompt_tokens
         filled = {group: prompt // tokens for group, tokens in self._chunk_tokens.items()}
         return [key for key in keys if chain.is_tail(key) or chain.number(key) < filled[get_offload_group_idx(key)]]
 
     def complete_store(self, keys: Collection[bytes], req_context: Any, success: bool = True) -> None:
-        """Measure this engine's speed. It limits how long requests wait for other engines and for an external tier."""
+        """Measure this engine's speed, which limits how long requests wait for other engines and an external tier."""
         self._publish(keys, req_context)
         computing = self._computing.get(req_context.req_id)
         if computing is None or not (offered := computing.offered.intersection(keys)):
@@ -204,14 +207,14 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
 
     def _publish(self, keys: Collection[bytes], req_context: Any) -> None:
         """Announce stored or loaded chunks to routers, once the pool has these chunks."""
-        if self.events is not None:  # only the first group's chunks: routers count no others
+        if self.events is not None:  # only the first group's chunks, as routers count no others
             chain, group = req_context.get_state(Chain), self._groups[0].group_idx
             keys = [key for key in by_group(keys).get(group, []) if not chain.is_tail(key)]
             names = [make_offload_key(get_offload_block_hash(key) + chain.origin.weights, group) for key in keys]
             self.events.offer(names, [chain.number(key) for key in keys], req_context.get_state(Prompt))
 
     def has_pending_work(self) -> bool:
-        """Whether an engine without work must go on stepping, to publish events."""
+        """Whether an engine without work must continue to step, to publish events."""
         return self.events is not None and self.events.pending
 
     def _measure(self, chunks: int, since: float) -> None:
@@ -238,7 +241,7 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
             self._send_hint(chain)
 
     def _send_hint(self, chain: Chain) -> None:
-        """Have the pool keep a request's chunks, or tell it that the session is done with its own chunks."""
+        """Make the pool keep a request's chunks, or tell the pool that the session is done with its own chunks."""
         start: int | None = 0
         if chain.hint.done:
             start = self._sessions.start(chain.hint, chain.origin.salt)
@@ -253,39 +256,39 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
                     self._outbox.put(rows, chain.hint)
 
     def _end_if_done(self, request: str) -> None:
-        """If a request has stored its chunks, or will store no more, end its intent: nobody need wait any more."""
+        """End a request's intent, so that nobody waits, once it has stored its chunks or will store no more chunks."""
         computing = self._computing[request]
         if not computing.missed and not computing.offered:
             self._computing.pop(request).ask.end_intent()
 
     def release_unused(self, request: str) -> None:
-        """The request has its blocks, or is done. Release its leases unless it loads the leased chunks."""
+        """Release the leases of a request that has its blocks or is done, unless it loads the leased chunks."""
         self.queue.leave(request)
         ask = self._asks.get(request)
         if ask is None or ask.loading:
             return
-        if not ask.counted:  # another request of the engine computes the chunks; this request's intent promises them
+        if not ask.counted:  # another request of the engine computes the chunks that this intent promises
             missed = set(ask.keys[self._groups[0].group_idx])
             self._computing[request] = Computing(time.monotonic(), ask, missed, measured=True)
         self._forget(request)
 
     def on_load_failed(self, request: str) -> None:
-        """The load failed. From now on the request is computed."""
+        """Note that a request's load failed. From now on, the request is computed."""
         self._failed.add(request)
         self._counts[FAILED] += 1
 
     def hold(self, seconds: float) -> None:
-        """Find nothing for `seconds`: vLLM can't reset its cache while a request loads."""
+        """Let look-ups find nothing for `seconds`, as vLLM can't reset its cache while a request loads."""
         self._held_until = time.monotonic() + seconds
 
     def give_up(self) -> None:
-        """Look up and store nothing from now on."""
+        """Stop looking up and storing chunks."""
         self._ranks, self.caches = [], {}
 
     def reset_cache(self) -> None:
-        """The weights may have changed. From now on use caches for the present name of the weights.
+        """Handle a possible change of the weights. From now on, use caches for the current name of the weights.
 
-        Without a name, the caches are this engine's alone. Leases of running loads are released too, as nobody will
+        Without a name, no other engine uses these caches. Leases of running loads are released too, as nobody will
         report the end of these loads. If a block is overwritten meanwhile, its reader notices that.
         """
         self.weights.reset()
@@ -309,7 +312,7 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
             self.queue.step(partial(self._fetch_ahead, own))
 
     def _fetch_ahead(self, own: Any, chain: Chain) -> None:
-        """Begin to fetch, but not for layers with windows: they read only last chunks, and these are not yet known."""
+        """Start to fetch, except for layers with windows. These read only the last chunks, which are not yet known."""
         session = self._pool.session
         here = {part for rank in self._ranks if rank.memory == session.memory_name for part in rank.parts}
         wanted, chunk_bytes = [], 0
@@ -325,7 +328,7 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
             self.in_background(self._fetch, [(caches, keys[:room]) for caches, keys in wanted], chain.origin)
 
     def _fetch(self, wanted: list[tuple[dict[int, KVCache], list[bytes]]], origin: Origin) -> None:
-        """Bring chunks to this node. wanted: chunks by vLLM's keys, and the caches of their parts."""
+        """Bring chunks to this node. wanted: the caches of the chunks' parts, and vLLM's keys of the chunks."""
         with under(origin.headers), ExitStack() as held:
             matches = []
             for caches, keys in wanted:
@@ -340,7 +343,7 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
         self._threads.submit(function, *arguments).add_done_callback(_log_failure)
 
     def get_stats(self) -> OffloadingConnectorStats | None:
-        """Counts since the last call, for vLLM's metrics; None without any."""
+        """Return the counts since the last call for vLLM's metrics, or None if there are none."""
         if not self._counts:
             return None
         stats = OffloadingConnectorStats()
@@ -366,7 +369,7 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
 
     @property
     def _chunk_tokens(self) -> dict[int, int]:
-        """By group, the tokens of a chunk."""
+        """Number of tokens per chunk, by group."""
         return {group.group_idx: group.tokens for group in self._groups}
 
     def _make_caches(self) -> dict[int, dict[int, KVCache]]:
@@ -397,10 +400,11 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
     def _ask(self, group: int, number: int, chain: Chain, request: str) -> Ask:
         """Ask for a group's chunks from `number` on, and for chunks of the same tokens in other groups.
 
-        Where all groups have windows, ask for all chunks: vLLM looks up the last chunk first, then earlier chunks.
+        If all groups have windows, ask for all chunks, as vLLM looks up the last chunk first, then earlier chunks.
         """
         tokens = self._chunk_tokens
-        ahead = max(group.ahead for group in self._groups)  # one for all: groups must ask for equally many equal chunks
+        # groups with equally long chunks must ask for the same number of chunks
+        ahead = max(group.ahead for group in self._groups)
         start = 0 if self._groups[0].window else number * tokens[group]
         step = lcm(*tokens.values())
         begin = {index: start // step * step // of_chunk for index, of_chunk in tokens.items()}
@@ -417,9 +421,9 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
         ask.answer = self._threads.submit(self._find, dict(self.caches), ask, wait)
 
     def _find(self, caches: dict[int, dict[int, KVCache]], ask: Ask, wait: bool) -> Found:
-        """Lease the chunks that the pool has for all ranks, and fetch blocks from an external tier. An error is a miss.
+        """Lease the chunks that the pool has for all ranks. Fetches blocks from an external tier. An error is a miss.
 
-        wait: lease nothing where other engines compute the next chunks.
+        wait: whether to lease nothing if other engines compute the next chunks.
         """
         cache, tokens, failed = _first(caches), 0, False
         match = JointMatch(cache.session, self._parts(caches, ask), cache.recompute_tokens_per_s, ask.origin.id)
@@ -442,9 +446,9 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
         return Found(match, chunks, ready)
 
     def _rank_parts(self) -> list[RankPart]:
-        """Every rank's parts, in the order in which a match has them.
+        """Return every rank's parts, in the order in which a match has them.
 
-        The drafter's parts are first, so that nobody waits for an engine without this drafter.
+        The drafter's parts are first, so that no request waits for an engine without this drafter.
         """
         groups = sorted(self._groups, key=lambda group: not group.of_drafter)
         return [
@@ -455,7 +459,7 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
         ]
 
     def _parts(self, caches: dict[int, dict[int, KVCache]], ask: Ask) -> list[Part]:
-        """The parts to ask for, in the order of `_rank_parts`."""
+        """Return the parts to ask for, in the order of `_rank_parts`."""
         by_place = {
             group.place: pool_keys(caches[group.place], ask.keys[group.group_idx], ask.origin) for group in self._groups
         }
@@ -466,7 +470,7 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
         return parts
 
     def _wait(self, ask: Ask, pending: int) -> None:
-        """Other engines compute `pending` chunks of the request. Ask again after a while."""
+        """Let a request wait for `pending` chunks that other engines compute. Asks again after a while."""
         if ask.wait is None:
             ask.wait = Wait(pending * self._groups[0].tokens / (self._rate or UNMEASURED), self._patience)
             self._counts[WAITED] += 1
@@ -479,7 +483,7 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
 
 
 def _behind_own(keys: list[bytes], group: int, own: Any) -> list[bytes]:
-    """A group's chunks after the leading chunks that vLLM's block pool has."""
+    """Return a group's chunks after the leading chunks that vLLM's block pool has."""
     hashes = map(get_offload_block_hash, keys)
     first = 0 if own is None else sum(1 for _ in takewhile(lambda block: own.get_cached_block(block, [group]), hashes))
     return keys[first:]

@@ -1,4 +1,4 @@
-"""Sends hints of requests to the pool. A thread waits until workers had time to store the requests' chunks."""
+"""Sends hints of requests to the pool. A thread waits until workers have had time to store the requests' chunks."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from raykv.keys import Keys
 
 log = logging.getLogger("raykv")
 
-PAUSE_S = 0.5  # before each call: workers may still store a finished request's chunks, and hold these chunks meanwhile
-CALLS = 5  # at most, for the same keys: a call is repeated if it reached fewer blocks than there are keys
+PAUSE_S = 0.5  # seconds before each call, as workers may still be storing, and holding, a finished request's chunks
+CALLS = 5  # maximum number of calls for the same keys; a call is repeated if it reached fewer blocks than keys
 
 
 class _Waiting(NamedTuple):
@@ -34,14 +34,14 @@ class Outbox:
         self._thread: threading.Thread | None = None
 
     def put(self, keys: Keys, hint: Hint) -> None:
-        """hint: whether to call KVCache.touch or KVCache.done for the keys."""
+        """Send a hint for the keys after PAUSE_S. hint: determines which call is made."""
         self._queue.put(_Waiting(time.monotonic() + PAUSE_S, CALLS, keys, hint))
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="raykv-hints", daemon=True)
             self._thread.start()
 
     def close(self) -> None:
-        """Send no more."""
+        """Stop sending after the hints that already wait."""
         self._queue.put(None)
 
     def _run(self) -> None:

@@ -12,7 +12,7 @@ from raykv.keys import Keys
 
 
 def by_group(keys: Collection[bytes]) -> dict[int, list[bytes]]:
-    """The keys by vLLM's group."""
+    """Return the keys by vLLM's group."""
     groups: dict[int, list[bytes]] = {}
     for key in keys:
         groups.setdefault(get_offload_group_idx(key), []).append(key)
@@ -20,6 +20,6 @@ def by_group(keys: Collection[bytes]) -> dict[int, list[bytes]]:
 
 
 def pool_keys(caches: dict[int, KVCache], keys: list[bytes], origin: Origin) -> dict[int, Keys]:
-    """The pool's keys of a group's chunks, by part. vLLM's hashes contain the salt: here it only names the tenant."""
+    """Return the pool's keys of a group's chunks, by part. The salt, part of vLLM's hashes, only names the tenant."""
     hashes = [get_offload_block_hash(key) + origin.weights for key in keys]
     return {part: Keys(cache.rekey(hashes), cache.id_for(origin.salt)) for part, cache in caches.items()}

@@ -8,11 +8,11 @@ from raykv.client.stores.local_store import LocalStore
 from raykv.config import staging_window
 from raykv.integrations.vllm.chunks.chain import Chain
 
-AT_ONCE = 2  # chunks are fetched ahead for so many requests: more chunks would push out those of the first requests
+AT_ONCE = 2  # number of requests whose chunks are fetched ahead; more would evict the first requests' chunks
 
 
 def ahead_bytes(local: LocalStore | None) -> int:
-    """How many bytes are fetched ahead for a request. All requests together get half of the node's staging window.
+    """Return how many bytes to fetch ahead for a request. All requests together get half of the node's staging window.
 
     The window is the node's room for blocks from other nodes. local: the node's store.
     """
@@ -24,7 +24,7 @@ class Queue:
     """Requests that vLLM has not scheduled yet, in the order of their arrival. Only one thread uses it."""
 
     def __init__(self) -> None:
-        self._waiting: dict[str, tuple[Chain, int]] = {}  # with the number of the step in which the request came
+        self._waiting: dict[str, tuple[Chain, int]] = {}  # and the number of the step in which the request arrived
         self._ahead: set[str] = set()  # requests of `_waiting` whose chunks are fetched
         self._step = 0
 
@@ -32,7 +32,7 @@ class Queue:
         self._waiting[request] = chain, self._step
 
     def leave(self, request: str) -> None:
-        """The request is looked up, is scheduled, or has ended."""
+        """Remove a request that is looked up, is scheduled, or has ended."""
         self._waiting.pop(request, None)
         self._ahead.discard(request)
 

@@ -14,14 +14,17 @@ class Threshold:
     """Counts how often vLLM offered each chunk. The chunks whose last offer is oldest are forgotten first."""
 
     def __init__(self, offers: int, tracked: int = TRACKED) -> None:
-        """offers: a chunk is stored at its offer with this number. tracked: how many chunks' offers are counted."""
+        """offers: number of the offer at which a chunk is stored.
+
+        tracked: maximum number of chunks whose offers are counted.
+        """
         self._offers, self._tracked = offers, tracked
         self._counts: OrderedDict[bytes, int] = OrderedDict()
 
     def passed(self, keys: list[bytes]) -> list[bytes]:
         """Count an offer.
 
-        Returns each group's chunks of the offer, up to the first chunk that was offered too seldom.
+        Returns each group's chunks of the offer, up to the first chunk with too few offers.
         """
         for key in keys:
             self._counts[key] = self._counts.pop(key, 0) + 1
@@ -34,7 +37,7 @@ class Threshold:
 
 
 def threshold_of(extra: Mapping[str, Any]) -> Threshold | None:
-    """The threshold in an engine's kv_connector_extra_config. None below 2, as in vLLM. ValueError for bad numbers."""
+    """Return the threshold in kv_connector_extra_config, or None below 2, as in vLLM. Raises ValueError if invalid."""
     for name, default in (("store_threshold", 0), ("max_tracker_size", TRACKED)):
         if type(given := extra.get(name, default)) is not int or given < 0:
             raise ValueError(f"{name}={given!r} in kv_connector_extra_config: give a whole number, 0 or more")

@@ -5,21 +5,21 @@ from __future__ import annotations
 import time
 from typing import Any
 
-PATIENCE = 1.5  # default wait, as a multiple of the time that this engine would take; the other engine began earlier
-MOST = 1e6  # limit of `patience`; a dead engine is noticed long before
-UNMEASURED = 1000.0  # tokens per second, until the speed is measured: to wait too long is better than to compute twice
-ASKS = 64  # about so many questions in this engine's computing time, and a few more at first; one takes about 0.1 ms
-PAUSES_S = (0.005, 0.1)  # between two questions for chunks that others compute: the first, and the longest
-GROWTH = 1.25  # from one pause to the next: short at first, for chunks that are already being written
+PATIENCE = 1.5  # default wait, as a multiple of this engine's computing time; the other engine began earlier
+MOST = 1e6  # maximum `patience`; a dead engine is noticed long before
+UNMEASURED = 1000.0  # tokens per second, until measured; waiting too long is better than computing twice
+ASKS = 64  # approximate number of questions in this engine's computing time; each takes about 0.1 ms
+PAUSES_S = (0.005, 0.1)  # first and longest pause between two questions for chunks that other engines compute
+GROWTH = 1.25  # factor between pauses, which are short at first, for chunks that are already being written
 
 
 class Wait:
-    """A wait that begins now. It ends even if no chunk comes."""
+    """A wait that begins now, and ends even if no chunk arrives."""
 
     def __init__(self, compute_s: float, patience: float) -> None:
         """compute_s: seconds that this engine would take to compute the chunks.
 
-        patience: how long the wait is, as a multiple of compute_s.
+        patience: duration of the wait, as a multiple of compute_s.
         """
         self._pause, self._longest = PAUSES_S[0], min(max(compute_s / ASKS, PAUSES_S[0]), PAUSES_S[1])
         self._end = time.monotonic() + patience * compute_s
@@ -40,7 +40,7 @@ class Wait:
 
 
 def patience_of(extra_config: dict[str, Any]) -> float:
-    """`patience` of a connector's configuration, or PATIENCE. ValueError unless it is a number from 0 to MOST."""
+    """Return `patience` of the configuration, or PATIENCE. Raises ValueError unless it is a number from 0 to MOST."""
     given = extra_config.get("patience", PATIENCE)
     if isinstance(given, bool) or not isinstance(given, int | float) or not 0 <= given <= MOST:
         raise ValueError(

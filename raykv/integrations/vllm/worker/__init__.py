@@ -1,1 +1,1 @@
-"""Our part in the processes of vLLM's workers."""
+"""The part of raykv that runs in the processes of vLLM's workers."""

@@ -1,4 +1,4 @@
-"""Which LoRA adapters a worker of vLLM has, and from which files. See `adapters`."""
+"""Keeps track of the LoRA adapters of a vLLM worker, and the files that they were loaded from. See `adapters`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from raykv.integrations.vllm.identity.adapters import Adapter, Load, Told
 
 log = logging.getLogger("raykv")
 
-REST_NS = 2_000_000_000  # longer than a step of any file system's clock
+REST_NS = 2_000_000_000  # nanoseconds, longer than a step of any file system's clock
 
 
 class Files(NamedTuple):
@@ -46,10 +46,10 @@ class Loads:
         self._mutex = threading.Lock()
 
     def note(self, adapter: int, name: str, files: Files, before: bytes | None) -> None:
-        """vLLM has loaded an adapter. files, before: the adapter's files just before the load, and their digest.
+        """Note that vLLM has loaded an adapter. files, before: its files just before the load, and their digest.
 
-        The digest names the loaded weights only if the files did not change during the load. In doubt a thread hashes
-        the files again, as hundreds of MB would hold up the engine's step.
+        The digest names the loaded weights only if the files did not change during the load. In doubt, a thread hashes
+        the files again, as hashing hundreds of MB here would delay the engine's step.
         """
         agree = bool(before) and files.at_rest and files_of(files.path) == files
         load = self._begin(adapter, name, before or b"", agree)
@@ -62,7 +62,7 @@ class Loads:
             return {number: load for number, load in self._by_id.items() if number in ids}
 
     def _begin(self, adapter: int, name: str, weights: bytes, agree: bool) -> Load:
-        """A load of the same weights as the name's last load gets that load's number."""
+        """Record a load. If it has the same weights as the name's last load, it gets that load's number."""
         with self._mutex:
             last = self._last.get(name)
             again = last is not None and last.weights == weights != b""
@@ -94,19 +94,22 @@ class LoadedAdapters:
             WorkerLoRAManager._load_adapter = _noting(WorkerLoRAManager._load_adapter)
 
     def has(self, adapter: Adapter | None) -> bool:
-        """Whether the adapter has the weights in a request's keys. None: the request uses no adapter."""
+        """Whether the adapter has the weights in a request's keys. adapter: None if the request uses no adapter."""
         if adapter is None:
             return True
         load = self._now().get(adapter.id)
         return load is not None and (load.weights, load.number) == (adapter.weights, adapter.numbers[self._rank])
 
     def weights_of(self, adapter: int) -> bytes:
-        """Digest of the weights that an adapter (vLLM's id) has now; b"" where unknown."""
+        """Return the digest of an adapter's current weights, or b"" if unknown. adapter: vLLM's id."""
         load = self._now().get(adapter)
         return load.weights if load else b""
 
     def news(self, question: int) -> dict[int, Told]:
-        """This rank's adapters; {} if the scheduler's side knows them. question: number of its last question."""
+        """Return this rank's adapters, or {} if the scheduler's side already knows them.
+
+        question: number of the last question from the scheduler's side.
+        """
         told = Told(question, self._now())
         if told == self._last:
             return {}
@@ -121,7 +124,7 @@ class LoadedAdapters:
 
 
 def _noting(load: Callable[..., Any]) -> Callable[..., Any]:
-    """vLLM's method that loads an adapter, extended to note the load. Errors of the method pass through."""
+    """Extend vLLM's method that loads an adapter to note the load. Errors of the method are propagated."""
 
     @functools.wraps(load)
     def noted(manager: WorkerLoRAManager, request: Any) -> Any:
@@ -138,9 +141,9 @@ def _noting(load: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def files_of(path: str) -> Files:
-    """An adapter's files in a local folder; none if they can't be read.
+    """Return an adapter's files in a local folder, or no files if they can't be read.
 
-    Opens each file, because NFS asks its server only then.
+    Opens each file, because only then does NFS ask its server.
     """
     stats = []
     with suppress(OSError):
@@ -153,7 +156,7 @@ def files_of(path: str) -> Files:
 
 
 def digest_of(files: Files) -> bytes | None:
-    """Digest of an adapter's files, 32 bytes. None if the files can't be read, or have no weights."""
+    """Return the digest of an adapter's files, 32 bytes. None if the files can't be read, or have no weights."""
     return _known_digest(files) if files.at_rest else _digest(files)
 
 

@@ -1,4 +1,4 @@
-"""The engine's pages: the rows that a worker copies into blocks of the pool, and from them."""
+"""The engine's pages: the rows that a worker copies to and from blocks of the pool."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class Pages(NamedTuple):
 
 
 def pages_of(kv_caches: Any, drafts: Sequence[Sequence[bool]] = ()) -> list[Pages]:
-    """The pages of an engine by place: first one Pages for each group, then further Pages for a drafter's layers.
+    """Return an engine's pages by place: first one Pages for each group, then further Pages for a drafter's layers.
 
     A group with layers of both the target and a drafter has two Pages: the first has only the target's layers.
     kv_caches: vLLM's canonical KV caches. Groups may share memory. drafts: by group, whether each layer is a drafter's;
-    if empty, no layer is. ImportError for GPU memory without CuPy.
+    if empty, no layer is. Raises ImportError for GPU memory without CuPy.
     """
     tensors = [piece.tensor.view(torch.uint8) for piece in kv_caches.tensors]
     first, beside = list[Pages](), list[Pages]()

@@ -1,9 +1,10 @@
 """The ranks of an engine: their nodes, and their parts of a chunk.
 
-A part is one block of the pool. If each rank has bytes of its own, each has a part. If all ranks have the same bytes
-(the latent of MLA models), the chunk is one part: one rank stores the part, and all ranks read it. With decode context
-parallelism of n, the latent has n parts, each with every n-th run of tokens. With `canonical_layout` pages lie head by
-head, and each part is a group of heads. So engines of other tensor-parallel sizes have the same parts.
+A part is one block of the pool. If each rank has different bytes, each rank has its own part. If all ranks have the
+same bytes (the latent of MLA models), the chunk is one part: one rank stores the part, and all ranks read it. With
+decode context parallelism of n, the latent has n parts, each with every n-th run of tokens. With `canonical_layout`,
+pages are stored head by head, and each part is a group of heads. So engines with other tensor-parallel sizes have the
+same parts.
 """
 
 from __future__ import annotations
@@ -19,15 +20,15 @@ from raykv.cluster.internal_kv import Kept
 from raykv.integrations.vllm.identity.groups import Layers
 
 HEADS = "heads"
-GROUPS = 8  # groups of heads, at most: every part has its own key in the pool
+GROUPS = 8  # maximum number of groups of heads, as every part has its own key in the pool
 
 
 class Rank(NamedTuple):
     """A worker's report to the scheduler's side.
 
-    memory: the directory's name of the memory that the worker reads and writes. parts: its parts of a chunk.
-    part_bytes: of one part, by place. layers: by place; if empty, the layers of vLLM's groups. cut: name of the
-    worker's Cut; "": the scheduler's. Cuts may differ, as vLLM changes the interleave in some workers' configuration.
+    memory: the directory's name of the memory that the worker reads and writes. parts: the worker's parts of a chunk.
+    part_bytes: bytes of one part, by place. layers: the Layers by place; if empty, those of vLLM's groups. cut: name of
+    the worker's Cut; "" for the scheduler's. Cuts may differ, as vLLM changes the interleave of some workers.
     """
 
     memory: str
@@ -38,7 +39,10 @@ class Rank(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """How chunks are cut. name: equal in engines that share. parts: by rank. stores: by rank, whether it stores."""
+    """How chunks are cut into parts.
+
+    name: equal in engines that share. parts: parts of each rank. stores: whether each rank stores its parts.
+    """
 
     name: str
     parts: list[list[int]]
@@ -51,10 +55,10 @@ class Cut(NamedTuple):
 
 
 def cut(parallel: Any, heads: int, latent: bool) -> Cut:
-    """The parts of a chunk that each rank of an engine has.
+    """Return the parts of a chunk that each rank of an engine has.
 
-    parallel: vLLM's parallel_config. heads: KV heads of the model, where engines of other tensor-parallel sizes must
-    have the same parts; else 0. latent: tensor-parallel ranks with the same tokens have the same bytes.
+    parallel: vLLM's parallel_config. heads: number of the model's KV heads if engines with other tensor-parallel sizes
+    must have the same parts, else 0. latent: whether tensor-parallel ranks with the same tokens have the same bytes.
     """
     tensor, stages, strides = (
         parallel.tensor_parallel_size,
@@ -74,7 +78,7 @@ def cut(parallel: Any, heads: int, latent: bool) -> Cut:
     parts, stores = [], []
     for stage in range(stages):
         for rank in range(tensor):
-            own = rank % strides if latent else rank // readers * each  # vLLM's groups of strides are adjacent ranks
+            own = rank % strides if latent else rank // readers * each  # vLLM's DCP groups consist of adjacent ranks
             parts.append(list(range(stage * of_stage + own, stage * of_stage + own + each)))
             stores.append(rank < strides if latent else rank % readers == 0)
     if stages > 1:
@@ -85,9 +89,9 @@ def cut(parallel: Any, heads: int, latent: bool) -> Cut:
 
 
 def check_heads(kv_caches: Mapping[str, torch.Tensor], heads: int) -> None:
-    """ValueError unless pages lie head by head: only such a page can be cut into groups of heads.
+    """Raise ValueError unless pages are stored head by head, as only such pages can be cut into groups of heads.
 
-    kv_caches: by layer, the tensor of its blocks, which have `heads` heads.
+    kv_caches: by layer, the tensor of the layer's blocks, which have `heads` heads.
     """
     for layer, tensor in kv_caches.items():
         shape, strides = tuple(tensor.shape), tensor.stride()
@@ -99,20 +103,20 @@ def check_heads(kv_caches: Mapping[str, torch.Tensor], heads: int) -> None:
 
 
 def engine_name(vllm_config: Any) -> str:
-    """A name of one start of an engine. The engine_id is not enough, as several engines may have the same engine_id."""
+    """Return a name for one start of an engine. Its engine_id is not enough, as several engines may share it."""
     return f"{vllm_config.kv_transfer_config.engine_id}-{vllm_config.instance_id}"
 
 
 def tell(pool: str, engine: str, number: int, rank: Rank) -> None:
-    """A worker tells the scheduler's side about its rank. engine: see `engine_name`. number: of the rank.
+    """Report a worker's rank to the scheduler's side. engine: see `engine_name`. number: number of the rank.
 
-    vLLM's handshake is no substitute: inside its MultiConnector the handshake is the first connector's.
+    vLLM's handshake can't be used, as inside its MultiConnector the handshake belongs to the first connector.
     """
     internal_kv.put(pool, Kept.RANK, json.dumps(rank).encode(), f"{engine}/{number}")
 
 
 def told(pool: str, engine: str, count: int) -> list[Rank]:
-    """The workers' reports, which the pool then forgets. RuntimeError if not all of `count` workers have reported."""
+    """Take the workers' reports out of the pool. Raises RuntimeError unless all `count` workers have reported."""
     names = [f"{engine}/{number}" for number in range(count)]
     found = [json.loads(value) for name in names if (value := internal_kv.get(pool, Kept.RANK, name))]
     if len(found) != count:

@@ -2,8 +2,8 @@
 
 Chunks of other nodes stream through the arena's staging window, under the lease of the scheduler's process.
 
-On a GPU all pages of a job are one batched copy. The copy waits for the work that the engine's stream had when the job
-was submitted. vLLM hears of the job when the copy is done.
+On a GPU, all pages of a job are copied by one batched copy. The copy waits for the work that the engine's stream had
+when the job was submitted. The job is reported to vLLM when the copy is done.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ from raykv.protocol.location import KEY_BYTES
 
 log = logging.getLogger("raykv")
 
-STREAMS = 4  # loads from other nodes at a time, at most; loads from this node do not wait for them
-PAUSES_S = (0.0005, 0.005)  # pauses of an engine that has nothing to compute: the first, and the longest
-GRACE_S = 0.02  # a store without slots is given up so long after vLLM wants its blocks back; a producer's store later
+STREAMS = 4  # maximum number of concurrent loads from other nodes; loads from this node do not wait for them
+PAUSES_S = (0.0005, 0.005)  # first and longest pause of an engine that has nothing to compute
+GRACE_S = 0.02  # seconds until a store without slots ends after vLLM wants its blocks back; longer for a kv_producer
 
 
 @dataclass
 class Job:
     """A transfer. state: "queued" -> "copying" -> "done"; a job that became "done" while queued must not copy.
 
-    blocks: ids of the engine's blocks. adapter: of the KV to load. weights: digest of that adapter's weights, or b"".
+    blocks: ids of the engine's blocks. adapter: adapter of the KV to load. weights: digest of its weights, or b"".
     """
 
     id: int
@@ -75,7 +75,7 @@ class Run(NamedTuple):
 
     @property
     def chunks(self) -> int:
-        """How many chunks the blocks fill or begin."""
+        """Number of chunks that the blocks fill or begin."""
         return -(-(self.skipped + len(self.ids)) // self.per_chunk)
 
     def whole(self) -> Run:
@@ -84,7 +84,10 @@ class Run(NamedTuple):
 
 
 class Offer(NamedTuple):
-    """Reserved slots for one part of a run's chunks. number: index among the rank's parts. digests: of the chunks."""
+    """Reserved slots for one part of a run's chunks.
+
+    number: index of the part among the rank's parts. digests: digests of the chunks.
+    """
 
     run: Run
     number: int
@@ -110,12 +113,12 @@ class RayKVWorker(OffloadingWorker):  # type: ignore[misc]
         verifies: bool = False,
         produces: bool = False,
     ) -> None:
-        """pages: by place, the engine's blocks, see `pages_of`. caches: by place, the cache of each of this rank's
-        parts of a chunk. The parts are equal pieces of every page, in order.
+        """pages: the engine's blocks by place, see `pages_of`. caches: by place, the cache of each of this rank's parts
+        of a chunk. The parts are equal pieces of every page, in order.
 
-        stores: this rank stores its parts; else another rank stores the same bytes. verifies: each chunk ends with a
-        digest of its content (see `contents`). produces: the engine is a `kv_producer`. Other engines wait for its
-        chunks, so a store waits for slots up to the pool's deadline.
+        stores: whether this rank stores its parts; if not, another rank stores the same bytes. verifies: whether each
+        chunk ends with a digest of its content (see `contents`). produces: whether the engine is a `kv_producer`. Other
+        engines wait for its chunks, so a store waits for slots up to the pool's deadline.
         """
         self._pool, self._caches, self._number, self._per_chunk = pool, caches, rank, blocks_per_chunk
         self._layers, self._pages = [of.layers for of in pages], [of.rows for of in pages]
@@ -123,18 +126,18 @@ class RayKVWorker(OffloadingWorker):  # type: ignore[misc]
         self._verifies, self._other_tokens = verifies, 0
         self._grace_s = pool.session.directory.deadline if produces else GRACE_S
         self.adapters: LoadedAdapters | None = None
-        self._gpu = cuda.ordinal_at(int(self._pages[0].addresses[0, 0])) if self._device else -1  # its number
+        self._gpu = cuda.ordinal_at(int(self._pages[0].addresses[0, 0])) if self._device else -1  # number of the GPU
         sizes = tuple(next(iter(parts.values())).block_bytes for parts in caches)
         self.rank = Rank(pool.session.memory_name, tuple(caches[0]), sizes, tuple(self._layers))
         tensors: Any = self._pages[0].memory
         longest = max(int(rows.lengths.max()) for rows in self._pages)
-        self._spare = torch.empty(longest, dtype=torch.uint8, device=tensors[0].device)  # takes bytes that nobody wants
-        self._nothing = torch.zeros_like(self._spare)  # stands for the tokens that a prompt's tail lacks
+        self._spare = torch.empty(longest, dtype=torch.uint8, device=tensors[0].device)  # receives unwanted bytes
+        self._nothing = torch.zeros_like(self._spare)  # replaces the tokens that a prompt's tail lacks
         self._loads = ThreadPoolExecutor(1, thread_name_prefix="raykv-load")
         self._streams = ThreadPoolExecutor(STREAMS, thread_name_prefix="raykv-stream")
         self._stores = ThreadPoolExecutor(1, thread_name_prefix="raykv-store")
         self._commits = ThreadPoolExecutor(1, thread_name_prefix="raykv-commit")
-        if pool.session.local is not None:  # in a thread, as hundreds of GiB take seconds, and no load should wait
+        if pool.session.local is not None:  # in a thread, as hundreds of GiB take seconds, and loads should not wait
             populate, about = pool.session.local.arena.populate, (self._device,)
             threading.Thread(target=populate, args=about, name="raykv-populate", daemon=True).start()
         self._jobs: dict[int, Job] = {}
@@ -162,7 +165,7 @@ class RayKVWorker(OffloadingWorker):  # type: ignore[misc]
         away = any(part.away for part in src_spec.ranks[self._number])
         threads = self._streams if away else self._loads
         job.future = threads.submit(self._load, job, src_spec, dst_spec)
-        self._pause_s = PAUSES_S[1]  # the pause ends when the load does
+        self._pause_s = PAUSES_S[1]  # the pause ends when the load ends
         return True
 
     def _has(self, adapter: Adapter | None) -> bool:
@@ -179,7 +182,7 @@ class RayKVWorker(OffloadingWorker):  # type: ignore[misc]
         self._pause_s = min(2 * self._pause_s, PAUSES_S[1])
 
     def computes(self) -> None:
-        """The engine computes. The next idle period begins with a short pause."""
+        """Note that the engine computes, so the next idle period begins with a short pause."""
         self._pause_s = PAUSES_S[0]
 
     def get_finished(self) -> list[TransferResult]:
@@ -195,7 +198,7 @@ class RayKVWorker(OffloadingWorker):  # type: ignore[misc]
         return results
 
     def take_failed(self) -> dict[int, set[int]]:
-        """The engine's blocks that did not arrive, by load.
+        """Return the engine's blocks that did not arrive, by load.
 
         Covers loads that `get_finished` returned since the last call.
         """
@@ -203,7 +206,7 @@ class RayKVWorker(OffloadingWorker):  # type: ignore[misc]
         return failed
 
     def wait(self, job_ids: set[int]) -> None:
-        """Wait until none of these jobs touches the engine's blocks. Gives up stores that do not get slots in time."""
+        """Wait until none of these jobs touches the engine's blocks. Ends stores that do not get slots in time."""
         jobs = [self._jobs[job] for job in job_ids if job in self._jobs]
         wait([job.future for job in jobs if job.future], timeout=self._grace_s)
         for job in jobs:
@@ -227,14 +230,14 @@ class RayKVWorker(OffloadingWorker):  # type: ignore[misc]
                 while offers:
                     size += self._copy(offers[0], job)
                     offers.pop(0)
-        except Exception:  # the engine goes on: only the pool lacks its blocks
+        except Exception:  # the engine continues; only the pool lacks these blocks
             log.exception("pool %s: a store failed", self._pool.name)
         for offer in offers:
             offer.reservation.release()
         self._finish(job, job.state, size)
 
     def _copy(self, offer: Offer, job: Job) -> int:
-        """Copy a part of chunks into its slots, and have it committed. Returns the bytes."""
+        """Copy a part of chunks into its slots, and let a thread commit it. Returns the number of bytes."""
         if not len(offer.reservation):
             return 0
         rows = self._rows(offer.run, offer.run.chunks, offer.number, self._nothing, job.after, offer.digests)
@@ -243,7 +246,7 @@ class RayKVWorker(OffloadingWorker):  # type: ignore[misc]
         return len(offer.reservation) * self.rank.part_bytes[offer.run.place]
 
     def _runs(self, spec: Any) -> list[Run]:
-        """The engine's blocks of a job, by place."""
+        """Return the engine's blocks of a job, by place."""
         pieces = np.split(spec.block_ids.astype(np.int64), np.cumsum(spec.group_sizes)[:-1])
         return [
             Run(place, pieces[of.group], spec.block_indices[of.group] % self._per_chunk, self._per_chunk)
@@ -282,7 +285,7 @@ class RayKVWorker(OffloadingWorker):  # type: ignore[misc]
             reservation.release()
 
     def _load(self, job: Job, source: ChunksToLoad, target: Any) -> None:
-        """Copy chunks into the engine's blocks. If a chunk does not come, the request is computed."""
+        """Copy chunks into the engine's blocks. If a chunk does not arrive, the request is computed."""
         size = 0
         try:
             with under(source.origin.headers):
@@ -294,7 +297,7 @@ class RayKVWorker(OffloadingWorker):  # type: ignore[misc]
         self._finish(job, "copying", size)
 
     def _read(self, source: ChunksToLoad, target: Any, job: Job) -> int:
-        """The bytes of all chunks, or 0 if a chunk does not come."""
+        """Read all chunks. Returns the number of bytes, or 0 if a chunk does not arrive."""
         size, runs = 0, {run.place: run for run in self._runs(target)}
         for part in source.ranks[self._number]:
             expected = mixed(source.digests.get(self._layers[part.place].group, b""), job.weights)
@@ -305,7 +308,10 @@ class RayKVWorker(OffloadingWorker):  # type: ignore[misc]
         return size
 
     def _read_part(self, part: PartToLoad, run: Run, origin: Origin, after: tuple[Any, ...], expected: bytes) -> int:
-        """Read one part of chunks. Returns its bytes; 0 if a chunk does not come. expected: the chunks' digests."""
+        """Read one part of chunks. Returns the number of bytes, or 0 if a chunk does not arrive.
+
+        expected: the digests that the chunks must have.
+        """
         session, done, leased = self._pool.session, 0, part.leased
         chunks = sum(len(blocks.keys) // KEY_BYTES for blocks in leased)
         digests = self._digests(bytes(chunks * DIGEST_BYTES), b"")
@@ -332,7 +338,7 @@ class RayKVWorker(OffloadingWorker):  # type: ignore[misc]
         return rows.bytes * done
 
     def _digests(self, digests: bytes, weights: bytes) -> torch.Tensor | None:
-        """The digests of chunks, in the memory of the engine's pages; None where nothing is verified."""
+        """Return the digests of chunks in the memory of the engine's pages, or None if nothing is verified."""
         if not self._verifies:
             return None
         found = torch.frombuffer(bytearray(mixed(digests, weights)), dtype=torch.uint8).reshape(-1, DIGEST_BYTES)
@@ -340,11 +346,11 @@ class RayKVWorker(OffloadingWorker):  # type: ignore[misc]
             return found.to(self._spare.device)
 
     def _beside_captures(self) -> AbstractContextManager[Any]:
-        """In the block, torch may allocate and copy on the GPU while the engine captures CUDA graphs."""
+        """Return a context in which torch may allocate and copy on the GPU while the engine captures CUDA graphs."""
         return cuda.on(self._gpu) if self._device else nullcontext()
 
     def _are(self, digests: torch.Tensor, expected: bytes, leases: list[Lease]) -> bool:
-        """Whether the chunks read have the expected content. Other chunks are counted, and dropped from the pool."""
+        """Whether the chunks read have the expected content. Counts other chunks, and drops them from the pool."""
         with self._beside_captures():
             arrived = digests.cpu()
         other = np.frombuffer(arrived.numpy().tobytes(), "V8") != np.frombuffer(expected, "V8")
@@ -364,7 +370,7 @@ class RayKVWorker(OffloadingWorker):  # type: ignore[misc]
         internal_kv.put_other_tokens(self._pool.name, session.node_id, session.directory.client, self._other_tokens)
 
     def _record(self, part: PartToLoad, leases: list[Lease], origin: Origin) -> RequestRecord | None:
-        """The record of a read, if somebody follows requests."""
+        """Return the record of a read if requests are followed, else None."""
         if not any(blocks.followed for blocks in part.leased):
             return None
         cache = next(iter(self._caches[part.place].values())).id_for(origin.salt)
@@ -381,10 +387,10 @@ class RayKVWorker(OffloadingWorker):  # type: ignore[misc]
         after: tuple[Any, ...],
         digests: torch.Tensor | None,
     ) -> Rows:
-        """The engine's blocks as rows of a part of chunks. The CUDA events `after` must precede any access.
+        """Return the engine's blocks as rows of a part of chunks. The CUDA events `after` must precede any access.
 
-        other: a page in place of blocks that the engine lacks: a load may want only some blocks of the first and last
-        chunk, and a prompt's tail does not fill a chunk. digests: (chunks, 8) uint8, at the chunks' ends; None: none.
+        other: a page that replaces blocks which the engine lacks. A load may need only some blocks of the first and
+        last chunk, and a prompt's tail does not fill a chunk. digests: (chunks, 8) uint8, at the chunks' ends, or None.
         """
         pages, per_chunk = self._pages[run.place], self._per_chunk
         lengths = pages.lengths // len(self._caches[run.place])
@@ -397,7 +403,7 @@ class RayKVWorker(OffloadingWorker):  # type: ignore[misc]
         return Rows(addresses, lengths, (pages, other, digests), writable=True, device=self._device, after=after)
 
     def _mark(self) -> tuple[Any, ...]:
-        """CUDA events after the present work of this thread's stream, which may use a job's pages."""
+        """Return CUDA events after the current work of this thread's stream, which may use a job's pages."""
         if self._device is None:
             return ()
         tensors: Any = self._pages[0].memory
@@ -411,7 +417,7 @@ class RayKVWorker(OffloadingWorker):  # type: ignore[misc]
             return job.state == "copying"
 
     def _finish(self, job: Job, state: str, size: int) -> None:
-        """Report a job to vLLM, once, if its state is `state`."""
+        """Report a job to vLLM, only once, if its state is `state`."""
         with self._mutex:
             if job.state != state or state == "done":
                 return
