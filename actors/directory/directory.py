@@ -1,8 +1,8 @@
-"""The directory as an actor: its server, calls through Ray, and what Ray's internal KV keeps for later directories.
+"""The directory as a Ray actor. It also takes calls through Ray, and keeps state for later directories in Ray's KV.
 
-Ray's part of a call costs this process ten times as much as the answer. So each client and node store keeps a
-connection to a socket of the directory. One thread serves all these connections, and takes turns with Ray's thread by a
-lock. Calls through Ray are for administrators, and for processes that can't reach the socket.
+Ray's overhead per call is ten times the cost of computing the answer. So each client and node store keeps a connection
+to a socket of the directory. One thread serves all these connections; a lock makes it take turns with Ray's thread.
+Calls through Ray are for administrators, and for processes that can't reach the socket.
 """
 
 import contextlib
@@ -36,11 +36,11 @@ class DirectoryActor(DirectoryServer):
     def __init__(self, pool: str, name: str) -> None:
         """name: the name of this actor.
 
-        The actor serves if Ray's internal KV names this actor as in charge. Otherwise it stands by: see Succession.
+        The actor serves if Ray's internal KV says that it is in charge. Otherwise it stands by: see Succession.
         """
         super().__init__(pool, DirectoryMetrics(pool, name))
         events.begin(named_actors.restarted(), role="directory", pool=pool, name=name, pid=os.getpid())
-        if internal_kv.settings(pool) is None:  # `start` waits, and shows the progress
+        if internal_kv.settings(pool) is None:  # `start` waits for the kernels, and shows the progress
             compile_all(
                 "raykv.directory", lambda *done: internal_kv.put(pool, Kept.COMPILED, "{} {}".format(*done).encode())
             )
@@ -59,19 +59,19 @@ class DirectoryActor(DirectoryServer):
         return str(ray.get_runtime_context().get_node_id())
 
     def take_charge(self) -> None:
-        """Serve from now on, whichever directory served before."""
+        """Serve from now on, regardless of which directory served before."""
         self._succession.take()
 
     def _serve(self) -> Address | None:
-        """Begin to serve, unless this actor serves already. Returns the address where it listens."""
+        """Start serving unless this actor already serves. Returns its socket's address, or None without a socket."""
         if self._state is None:
             self._begin()
         return self._listener.address if self._listener else None
 
     def _begin(self) -> None:
-        """Answer from now on, with an empty directory and a new epoch."""
+        """Start answering calls, with an empty directory and a new epoch."""
         settings, epoch = self._settings, internal_kv.take_epoch(self._pool)
-        self._nodes = cluster.living()  # later Ray is asked only about unknown nodes: all callers wait meanwhile
+        self._nodes = cluster.living()  # later, Ray is asked only about unknown nodes, as all callers wait for Ray
         directory = Directory(
             epoch, settings["locality"], share=WRITE_SHARES[settings["write"]], min_hits=settings["min_hits"]
         )
@@ -80,20 +80,20 @@ class DirectoryActor(DirectoryServer):
         for tenant, quota in internal_kv.quotas(self._pool).items():
             try:
                 directory.set_quota(tenant, quota, time.monotonic())
-            except ValueError:  # two directories wrote at once
+            except ValueError:  # two directories wrote quotas at the same time
                 log.exception("%r goes on without the quota of %r", self, tenant)
         directory.resume(self._metrics.saved())
         self.serve(directory)
         self._metrics.attach(directory, self._lock)
         self._metrics.start()
-        with contextlib.suppress(PermissionError):  # Ray runs its workers at nice 15, but all clients wait here
+        with contextlib.suppress(PermissionError):  # Ray runs its workers at nice 15, but all clients wait for this
             os.setpriority(os.PRIO_PROCESS, 0, 0)
-        gc.freeze()  # a collection that walks all of numba would hold up every caller
+        gc.freeze()  # a collection that walks all of numba would delay every caller
         self._open_socket(settings["transport"])
         events.tell("serve", epoch=epoch, **internal_kv.shown(settings))
 
     def _open_socket(self, transport: str) -> None:
-        """Listen on a socket, unless clients may only call through Ray."""
+        """Listen on a socket, unless the pool's clients call only through Ray."""
         if transport == "object_store":
             return
         try:
@@ -102,7 +102,7 @@ class DirectoryActor(DirectoryServer):
             log.warning("pool %s: no socket for the directory, which is called through Ray: %r", self._pool, error)
 
     def join(self, name: str, arena: Message) -> Message:
-        """As DirectoryServer. ValueError for a node that Ray does not have: such nodes would only take memory."""
+        """See DirectoryServer. ValueError for a node that is not in the Ray cluster, as it would only use memory."""
         if host_of(name) not in self._nodes:
             self._nodes = cluster.living()
         if host_of(name) not in self._nodes:
@@ -114,13 +114,13 @@ class DirectoryActor(DirectoryServer):
         return tuple(joined)
 
     def set_quota(self, tenant: str, minimum: float, maximum: float) -> None:
-        """As DirectoryServer. Later directories keep the quota too."""
+        """See DirectoryServer. Later directories keep the quota too."""
         super().set_quota(tenant, minimum, maximum)
         internal_kv.put_quota(self._pool, tenant, Quota(minimum, maximum))
         events.tell("quota", tenant=tenant, minimum=minimum, maximum=maximum)
 
     def remove_quota(self, tenant: str) -> bool:
-        """As DirectoryServer."""
+        """See DirectoryServer."""
         removed = super().remove_quota(tenant)
         internal_kv.put_quota(self._pool, tenant, None)
         events.tell("quota_removed", tenant=tenant)
@@ -132,7 +132,7 @@ def _load_kernels() -> None:
 
 
 def start_directory(pool: str, number: int, node_id: str) -> Any:
-    """Start a directory on a node, or find it. Returns at once; the directory answers when its kernels are loaded."""
+    """Start or find a directory on a node. Returns at once; the directory answers once its kernels are loaded."""
     name = named_actors.directory_name(pool, number)
     options = named_actors.options(name, node_id)
     return ray.remote(DirectoryActor).options(**options).remote(pool, name)

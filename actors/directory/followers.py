@@ -1,24 +1,27 @@
-"""Lines about finished requests, on their way from clients to followers: the people who watch requests."""
+"""Passes lines about finished requests from clients to followers, the people who watch requests."""
 
 from collections import deque
 
 from raykv.protocol.requests import LINE_BYTES, Followed
 
-FOLLOW_S = 3.0  # clients report for so long after a call of `follow`
-KEPT = 2000  # lines
-LINES_PER_S = 500  # lines kept in a second, of all clients together; further lines are only counted
+FOLLOW_S = 3.0  # seconds for which clients report after a call of `follow`
+KEPT = 2000  # maximum number of kept lines
+LINES_PER_S = 500  # maximum number of lines kept per second, from all clients; further lines are only counted
 LINES_PER_ANSWER = 500
 
 Cursor = tuple[int, int, int]  # epoch of the directory, its count of lines, its count of left-out requests
 
 
 class Followers:
-    """The last lines of requests, and until when clients report. Not thread-safe. Times: seconds of any clock."""
+    """The latest lines about requests, and the time until which clients report. Not thread-safe.
+
+    Times are in seconds of any clock.
+    """
 
     def __init__(self) -> None:
-        self._until = 0.0  # clients report until then; 0: nobody ever followed
+        self._until = 0.0  # clients report until this time; 0: nobody ever followed
         self._lines: deque[bytes] = deque(maxlen=KEPT)
-        self._count, self._left_out = 0, 0  # so far
+        self._count, self._left_out = 0, 0  # numbers of kept lines and of left-out requests so far
         self._second, self._in_second = 0, 0
 
     def there(self, now: float) -> bool:
@@ -46,9 +49,9 @@ class Followers:
         self._left_out += left_out + len(lines[room:])
 
     def follow(self, cursor: Cursor, epoch: int, names: dict[int, str], now: float) -> Followed:
-        """The kept lines since `cursor`, which the caller got in its last Followed. cursor (0, 0, 0): no line.
+        """Return at most LINES_PER_ANSWER kept lines since `cursor`, which the caller got with its last Followed.
 
-        All kept lines if the cursor is of another directory.
+        The cursor (0, 0, 0) gives no lines. A cursor of another directory gives the kept lines from the oldest on.
         """
         self._until = now + FOLLOW_S
         known, seen, left_out = cursor

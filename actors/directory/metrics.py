@@ -21,7 +21,7 @@ from raykv.metrics.tick_clock import TickClock
 from raykv.protocol.calls import CALLS
 
 log = logging.getLogger("raykv")
-TOTALS = {  # by metric, names in Directory.totals
+TOTALS = {  # name of a metric -> name in Directory.totals
     "lookup_blocks_total": "lookups",
     "stored_blocks_total": "stored",
     "refused_blocks_total": "refused",
@@ -39,26 +39,26 @@ GAUGES = {
     "pinned_blocks": "pinned",
 }
 MEMORY_EVERY = 2  # slots are counted at every second export, as counting looks at every slot
-STEP_SLOTS = 16_384  # slots that are counted in one step, in less than a millisecond
-STEP_S = 0.0005  # between two steps of counting a node's slots, so that calls come in between
-FOLDED = 1024  # call times that are added to their buckets at once
+STEP_SLOTS = 16_384  # slots counted in one step, which takes less than a millisecond
+STEP_S = 0.0005  # seconds between two steps of counting a node's slots, so that calls are answered in between
+FOLDED = 1024  # number of call times that are added to their buckets together
 TIMED_EVERY = 8  # only every eighth call of a frequent method is timed, as timing costs more than counting
 SLOT_STATES = ("free", "writing", "ready", "replica", "staging", "quarantined", "dropped", "demoting")
 
 
 def timed_every(method: str) -> int:
-    """For how many calls of a method one timed call stands."""
+    """Return how many calls of a method each timed call stands for."""
     return TIMED_EVERY if CALLS[method].frequent else 1
 
 
 class DirectoryMetrics:
-    """Exports a directory's figures once in EXPORT_S, from when the directory takes charge.
+    """Exports a directory's figures every EXPORT_S, once the directory is in charge.
 
     calls: number of calls by method; the directory's lock guards this dict.
     """
 
     def __init__(self, pool: str, name: str) -> None:
-        """name: of the directory's actor."""
+        """name: name of the directory's actor."""
         self._name = name
         self._pool, self._exporter, self._clock = pool, Exporter(pool), TickClock()
         self.calls: defaultdict[str, int] = defaultdict(int)
@@ -69,7 +69,7 @@ class DirectoryMetrics:
         self._steps, self._started = 0, time.time()
 
     def called(self, method: str, seconds: float) -> None:
-        """Note how long a call took. The caller holds the directory's lock. Takes a tenth of a microsecond."""
+        """Record how long a call took. The caller must hold the directory's lock. Takes a tenth of a microsecond."""
         try:
             times = self._times[method]
         except KeyError:
@@ -79,7 +79,7 @@ class DirectoryMetrics:
             self._fold(method)
 
     def _fold(self, method: str) -> None:
-        """Add the times of a method to their buckets. The caller holds the lock."""
+        """Add the times of a method to their buckets. The caller must hold the lock."""
         sums, every = self._sums.setdefault(method, np.zeros(len(CALL_SECONDS) + 2)), timed_every(method)
         times = np.array(self._times[method])
         self._times[method].clear()
@@ -87,16 +87,16 @@ class DirectoryMetrics:
         sums[-1] += every * times.sum()
 
     def saved(self) -> dict[str, int]:
-        """The totals of earlier directories."""
+        """Return the totals of earlier directories."""
         self._kept = json.loads(internal_kv.get(self._pool, Kept.TOTALS) or b"{}")
         return self._kept
 
     def attach(self, directory: Directory, lock: threading.Lock) -> None:
-        """Export this directory's figures. lock: guards the directory; free between two steps of counting slots."""
+        """Export this directory's figures. lock: guards the directory; released between two steps of counting slots."""
         self._directory, self._lock = directory, lock
 
     def start(self) -> None:
-        """Export once in EXPORT_S."""
+        """Start exporting every EXPORT_S."""
         self._loop = Periodic("raykv-metrics", self._step, self._on_error)
         self._loop.start()
 
@@ -158,7 +158,7 @@ class DirectoryMetrics:
             self._tier_figures(node or "shared", tier)
 
     def _last(self, steps: Iterator[dict[str, Any] | None]) -> dict[str, Any] | None:
-        """The last value of `steps`. The lock is held during a step, and free between two steps."""
+        """Return the last value of `steps`. The lock is held during each step, and released between steps."""
         found = None
         while found is None:
             with self._lock:
@@ -170,7 +170,7 @@ class DirectoryMetrics:
         return found
 
     def _keep(self, totals: dict[str, int]) -> None:
-        """Save the totals for the next directory, if they are new, and if no other directory is in charge."""
+        """Save the totals for the next directory if they have changed and this directory is in charge."""
         if totals != self._kept and internal_kv.in_charge(self._pool).name == self._name:
             internal_kv.put(self._pool, Kept.TOTALS, json.dumps(totals).encode())
             self._kept = totals
@@ -203,9 +203,9 @@ class DirectoryMetrics:
 
 
 def _by_source(totals: dict[str, int]) -> dict[str, int]:
-    """Hits by the place of the blocks.
+    """Return the number of hits by where the blocks were found.
 
-    If a reader on a GPU finds a block in the memory of its own node, the block counts as memory.
+    A block that a reader on a GPU finds in the memory of its own node counts as "memory".
     """
     elsewhere = {"gpu": "gpu_hits", "node": "remote_hits", "external": "external_hits"}
     found = {source: totals[name] for source, name in elsewhere.items()}

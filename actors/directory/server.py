@@ -1,6 +1,6 @@
-"""Answers calls of a pool's clients and node stores on a socket. Adds time, a lock and counts to a Directory.
+"""Answers calls of a pool's clients and node stores on a socket. Adds the time, a lock and call counts to a Directory.
 
-It needs no Ray. `raykv.actors.directory.directory` is the server as an actor.
+This module does not need Ray. `raykv.actors.directory.directory` makes the server a Ray actor.
 """
 
 import functools
@@ -28,22 +28,22 @@ from raykv.system.hints import taker, takers
 
 log = logging.getLogger("raykv")
 
-Message = tuple[Any, ...]  # of raykv.protocol, as a plain tuple, which Ray pickles fastest
+Message = tuple[Any, ...]  # message of raykv.protocol, as a plain tuple, which Ray pickles fastest
 
-# limits: a client sends its lists of keys in steps; a store's big arena may have many half-written slots
+# Maximum bytes of a frame. Clients send long lists of keys in steps; a store's arena may have many half-written slots.
 FRAME_BYTES = {CLIENT: 4 << 20, STORE: 64 << 20}
-PARTS = 1024  # parts of one match, at most: each rank has a part for each of its KV heads and kinds of layers
-ERROR_CHARS = 1000  # of the error text of a failed call
-LOG_EVERY_S = 60.0  # between two lines of the log about failed calls of one name
-PLAN_EVERY_S = 10.0  # between two plans of a node's memory
-PREFIXES, HOLDERS = 20, 3  # how many of each `stats` lists
+PARTS = 1024  # maximum number of parts of one match: each rank has a part for each of its KV heads and kinds of layers
+ERROR_CHARS = 1000  # maximum characters of a failed call's error text
+LOG_EVERY_S = 60.0  # minimum seconds between two log lines about failed calls of the same method
+PLAN_EVERY_S = 10.0  # seconds between two plans for a node's memory
+PREFIXES, HOLDERS = 20, 3  # maximum numbers of prefixes and of holders that `stats` lists
 T = TypeVar("T")
 
 
 def one_at_a_time(method: Callable[..., T]) -> Callable[..., T]:
-    """Lets Ray's thread and the socket's thread call a method: the Directory is for a single thread.
+    """Make a method callable from Ray's thread and the socket's thread, as a Directory is for a single thread.
 
-    The method gets plain values, converted by its type hints. ValueError for other values.
+    Callers pass plain values, which are converted according to the type hints. ValueError for other values.
     """
     name, clock, take = method.__name__, time.perf_counter, takers(method)
     every, least = timed_every(name), len(take) - len(method.__defaults__ or ())
@@ -69,7 +69,7 @@ def one_at_a_time(method: Callable[..., T]) -> Callable[..., T]:
 
 
 def _bounded(method: Callable[..., T]) -> Callable[..., T]:
-    """A method that raises ValueError for too many keys: all other callers wait while it runs."""
+    """Make a method raise ValueError for too many keys, as all other callers wait while it runs."""
 
     def answer(self: "DirectoryServer", call: Call, request: Any, *rest: Any) -> T:
         size = len(request if isinstance(request, bytes) else request.keys)
@@ -84,27 +84,27 @@ _name, _arena = taker(str), taker(ArenaDescription)
 
 
 class DirectoryServer:
-    """Answers calls in the order they came. Clients and stores make their calls over its socket.
+    """Answers calls in the order of their arrival. Clients and stores make their calls over its socket.
 
-    It has a method for each call of CALLS. `_served` makes most of them from Directory's functions.
+    It has a method for each call in CALLS. `_served` makes most of these methods from Directory's functions.
     """
 
     def __init__(self, pool: str, metrics: DirectoryMetrics, clock: Callable[[], float] = time.monotonic) -> None:
-        """Has no directory yet. metrics: counts the calls. clock: seconds of any clock that never goes back."""
+        """Create a server without a directory. metrics: counts the calls. clock: seconds of a monotonic clock."""
         self._pool, self._metrics, self._clock = pool, metrics, clock
-        self._state: Directory | None = None  # while in charge
+        self._state: Directory | None = None  # None until `serve`
         self._listener: Listener | None = None
         self._lock = threading.Lock()  # guards _state, _followers
-        self._logged: dict[str, float] = {}  # by name of a call: when its failure was last logged
+        self._logged: dict[str, float] = {}  # by method: time when a failure was last logged
         self._followers = Followers()
-        self._planned: dict[str, float] = {}  # by node: when it last followed a plan
+        self._planned: dict[str, float] = {}  # by node: time when it last followed a plan
 
     def serve(self, directory: Directory) -> None:
         """Answer with this directory from now on."""
         self._state = directory
 
     def listen(self, host: str) -> Address:
-        """Answer on a socket too. Returns where. Raises OSError."""
+        """Also answer on a socket. Returns the socket's address. Raises OSError."""
         self._listener = Listener(host, "raykv-calls", FRAME_BYTES, self._answer)
         return self._listener.address
 
@@ -120,7 +120,7 @@ class DirectoryServer:
         return self._state
 
     def _answer(self, connection: Connection, request: bytes) -> bytes:
-        """The answer to a call over the socket: (True, answer) or (False, error)."""
+        """Answer a call over the socket with (True, answer) or (False, error)."""
         unhurried, name = False, ""
         try:
             method, *arguments = unpacked(request)
@@ -131,14 +131,14 @@ class DirectoryServer:
                 raise ValueError(f"there is no such call, or not over the socket, or not of a {who}: {method!r}")
             name = method
             answer = packed((True, getattr(self, method)(*arguments)))
-        except Exception as error:  # only this caller is wrong; the others must be served
+        except Exception as error:  # only this call has failed; other callers must still be served
             answer = packed((False, self._failed(name, error)))
         return Unhurried(wire.frame(answer)) if unhurried else wire.frame(answer)
 
     def _failed(self, name: str, error: Exception) -> str:
-        """The error text for the caller.
+        """Return the error text for the caller.
 
-        Also logs the text, once a minute for each call, as callers repeat themselves.
+        Also logs the text, at most once a minute for each method, as callers repeat failed calls.
         """
         text, now = repr(error), time.monotonic()
         if len(text) > ERROR_CHARS:
@@ -180,9 +180,9 @@ class DirectoryServer:
         return answer.epoch, found, answer.pending, short
 
     def _why_parts_short(self, parts: tuple[MatchRequest, ...], found: int) -> str:
-        """Why a match of several parts ended at a missing part.
+        """Return why a match of several parts ended: the reason of the first part whose next block is missing.
 
-        Parts that are present would give NO_MEMORY as the reason.
+        For a part whose next block is present, the reason would be NO_MEMORY.
         """
         reasons = [self._why_short(part.keys, found + part.ahead) for part in parts]
         return next((why for why in reasons if why != NO_MEMORY), NO_MEMORY)
@@ -193,12 +193,12 @@ class DirectoryServer:
 
     @one_at_a_time
     def report_requests(self, lines: tuple[bytes, ...], left_out: int) -> None:
-        """A client's finished requests; see Followers."""
+        """Take a client's lines about finished requests; see Followers."""
         self._followers.report(lines, left_out, self._clock())
 
     @one_at_a_time
     def follow(self, cursor: tuple[int, int, int]) -> Message:
-        """Have clients report requests for a moment. Answers with a Followed."""
+        """Make clients report requests for a few seconds. Returns the fields of a Followed."""
         now, epoch = self._clock(), self._directory.epoch
         return tuple(self._followers.follow(cursor, epoch, self._directory.indices(), now))
 
@@ -206,7 +206,7 @@ class DirectoryServer:
         return tuple(self._join(name, arena)[0])
 
     def _join(self, name: str, arena: Message) -> tuple[Joined, bool]:
-        """The answer, and whether the arena raised the epoch, as it knew of later directories."""
+        """Return the answer, and whether the arena's epoch raised the directory's epoch."""
         with self._lock:
             before = self._directory.epoch
             joined = self._directory.join(_name(name), _arena(arena), self._clock())
@@ -219,7 +219,7 @@ class DirectoryServer:
 
     @one_at_a_time
     def heartbeat(self, name: str, slabs: SlabReport) -> tuple[Message, Message] | None:
-        """A Heartbeat and a SlabTarget; None where the node must `join` again."""
+        """Return a Heartbeat and a SlabTarget, or None if the node must `join` again."""
         target = self._directory.set_slab_target(name, slabs, self._clock())
         answer = self._directory.heartbeat(name, slabs.offered, self._clock())
         if answer is None:
@@ -228,14 +228,14 @@ class DirectoryServer:
         return tuple(answer), tuple(target)
 
     def _follow_plan(self, name: str, now: float) -> None:
-        """Plan anew how a node uses its memory, once in PLAN_EVERY_S."""
+        """Make a new plan for a node's memory, at most once in PLAN_EVERY_S."""
         if now - self._planned.get(name, -PLAN_EVERY_S) >= PLAN_EVERY_S:
             self._planned = {node: at for node, at in self._planned.items() if now - at < PLAN_EVERY_S} | {name: now}
             self._directory.follow(name, self._directory.next_plan(), now)
 
     @one_at_a_time
     def nodes(self) -> dict[int, str]:
-        """Ray node ids of nodes and of tiers that belong to a node, by the node's or tier's index in locations."""
+        """Return nodes' names by index in locations. A node has one index for its memory and one for its own tier."""
         return self._directory.indices()
 
     @one_at_a_time
@@ -251,7 +251,7 @@ class DirectoryServer:
 
     @one_at_a_time
     def remove_quota(self, tenant: str) -> bool:
-        """Returns whether the tenant had a quota."""
+        """Remove a tenant's quota. Returns whether the tenant had a quota."""
         return self._directory.remove_quota(tenant, self._clock())
 
     @one_at_a_time
@@ -260,9 +260,9 @@ class DirectoryServer:
 
     @one_at_a_time
     def stats(self) -> dict[str, Any]:
-        """Statistics of the Directory, its largest `prefixes`, and `holders`, the clients that hold the most blocks.
+        """Return the Directory's statistics, its largest `prefixes`, and `holders`: clients that hold the most blocks.
 
-        Also its `socket` (host:port or None), and the number of `connections` there.
+        Also returns the `socket` (host:port or None), and the number of `connections` to this socket.
         """
         listener = self._listener
         socket = f"{listener.address.host}:{listener.address.port}" if listener else None
@@ -275,7 +275,7 @@ class DirectoryServer:
 
 
 def _served(name: str) -> Callable[..., Any]:
-    """A method that calls the Directory's function of that name. It takes and returns plain values."""
+    """Make a method that calls the Directory's function of this name. It takes and returns plain values."""
     function = getattr(Directory, name)
     hints = get_type_hints(function)
     takes_now = hints.pop("now", None) is not None
@@ -289,5 +289,5 @@ def _served(name: str) -> Callable[..., Any]:
     return one_at_a_time(method)
 
 
-for _call in CALLS.keys() - vars(DirectoryServer).keys():  # calls to which only the time must be added
+for _call in CALLS.keys() - vars(DirectoryServer).keys():  # calls that only need the time added
     setattr(DirectoryServer, _call, _served(_call))

@@ -1,8 +1,8 @@
-"""Which directory of a pool is in charge. A pool has two: one is in charge, the other is ready to take over.
+"""Decides which directory of a pool is in charge. A pool has two directories: one serves, and the other stands by.
 
-A take-over needs no supervisor, and does not wait until Ray notices a lost node. A directory that takes charge takes a
-new epoch, a number higher than that of all directories before. Processes that know the newer epoch refuse the older
-directory.
+A takeover needs no supervisor, and does not wait until Ray notices a lost node. A directory that takes charge gets a
+new epoch, a number higher than the epochs of all earlier directories. Processes that know the newer epoch refuse the
+older directory.
 """
 
 import logging
@@ -23,14 +23,14 @@ from raykv.protocol.location import Address
 from raykv.system import events
 
 log = logging.getLogger("raykv")
-SILENT_PINGS = 3  # after so many pings without an answer, of HEARTBEAT_S each, a directory counts as lost
-ENDING_LOOKS = 50  # most checks whether a process has ended
-ENDING_LOOK_S = 0.02  # between two checks whether a process has ended
+SILENT_PINGS = 3  # unanswered pings in a row, of HEARTBEAT_S each, after which a directory counts as lost
+ENDING_LOOKS = 50  # maximum number of checks whether a process has ended
+ENDING_LOOK_S = 0.02  # seconds between two checks whether a process has ended
 SILENT_RAY_PINGS = 10  # like SILENT_PINGS, for pings through Ray, which wait behind all other calls
 
 
 class Succession:
-    """A thread of each directory. While its directory stands by, the thread watches the directory in charge.
+    """A thread in each directory. While its directory stands by, the thread watches the directory in charge.
 
     Once its own directory is in charge, the thread checks that no other directory has taken charge.
     """
@@ -38,14 +38,14 @@ class Succession:
     def __init__(
         self, pool: str, name: str, prepare: Callable[[], None], take_charge: Callable[[], Address | None]
     ) -> None:
-        """name: of this directory's actor. prepare: slow work before it serves. take_charge: makes it serve.
+        """name: name of this directory's actor. prepare: does slow work before the directory serves.
 
-        take_charge returns the address where the directory listens. It is called again if this address could not be
-        written into Ray's internal KV. The second call changes nothing.
+        take_charge: makes the directory serve, and returns the address where it listens. It is called again if this
+        address could not be written into Ray's internal KV. The second call changes nothing.
         """
         self._pool, self._name, self._prepare, self._take_charge = pool, name, prepare, take_charge
         self._line = DirectoryLine(pool)
-        self._pinged, self._silent = 0.0, 0  # the last ping of the directory in charge, and how many failed in a row
+        self._pinged, self._silent = 0.0, 0  # time of the last ping, and number of failed pings in a row
         self._watched: Address | None = None  # the address that was pinged
         self._known: Address | None = None  # the address that answered
         self._serves = False
@@ -53,7 +53,7 @@ class Succession:
         self._loop = Periodic("raykv-succession", self._step, self._on_error, self._watched_connection)
 
     def start(self) -> None:
-        """Take charge now if the pool names this directory; else stand by."""
+        """Take charge now if Ray's internal KV names this directory; else stand by."""
         if internal_kv.in_charge(self._pool).name == self._name:
             self.take()
         else:
@@ -61,7 +61,7 @@ class Succession:
         self._loop.start()
 
     def take(self) -> None:
-        """Take charge, and write that into Ray's internal KV. Does nothing if another directory is faster."""
+        """Take charge, and record this in Ray's internal KV. Does nothing if another directory takes charge first."""
         with self._taking:
             before = internal_kv.in_charge(self._pool)
             if self._serves:
@@ -69,7 +69,7 @@ class Succession:
                 return
             self._prepare()
             if internal_kv.in_charge(self._pool) == before:
-                address, self._known = self._take_charge(), None  # if the next line fails, `_is_lost` finds out
+                address, self._known = self._take_charge(), None  # if the next line fails, `_is_lost` notices
                 internal_kv.put_in_charge(self._pool, self._name, address)
                 self._serves = True
 
@@ -83,7 +83,7 @@ class Succession:
         return max(0.0, self._pinged + HEARTBEAT_S - time.monotonic())
 
     def _watched_connection(self) -> Stream | None:
-        """The connection to the directory in charge, which closes when its process ends. None if this one serves."""
+        """Return the connection to the directory in charge, which closes when its process ends; None while serving."""
         return None if self._serves else self._line.connection
 
     def _on_error(self, error: Exception) -> float:
@@ -92,7 +92,7 @@ class Succession:
         return HEARTBEAT_S
 
     def _step_down_if_replaced(self) -> None:
-        """End this process if another directory is in charge. Ray starts it again, as the successor."""
+        """End this process if another directory is in charge. Ray restarts this process as the successor."""
         if internal_kv.in_charge(self._pool).name != self._name:
             events.tell("stop", why="another directory is in charge")
             os._exit(1)
@@ -128,7 +128,7 @@ class Succession:
         return self._silent >= (SILENT_PINGS if self._line.way == "socket" else SILENT_RAY_PINGS)
 
     def _has_ended(self, address: Address) -> bool:
-        """Whether nobody listens any more at the directory's address, though its node lives."""
+        """Whether the directory's process has ended: its node answers, but nobody listens at its address."""
         self._known = None  # forget the address, so that the directory is looked up again
         self._line.close()
         for _ in range(ENDING_LOOKS):
@@ -137,7 +137,7 @@ class Succession:
                 return False
             except ConnectionRefusedError:
                 return internal_kv.in_charge(self._pool).address == address
-            except ConnectionError:  # a killed process listens a moment longer than it keeps its connections
+            except ConnectionError:  # a killed process still listens for a moment after its connections close
                 self._loop.sleep(ENDING_LOOK_S)
             except OSError:
                 return False

@@ -1,7 +1,7 @@
-"""The directory: it knows where every block of a pool is, and decides which blocks stay. No Ray, no clock, no I/O.
+"""The directory: it knows where every block of a pool is, and decides which blocks stay. It has no Ray, clock or I/O.
 
 It answers the calls of `raykv.protocol.calls`. kernels/placement.py chooses the slot of a new block,
-kernels/eviction.py the block to evict, and kernels/quotas.py whose blocks may go. state/holds.py ends leases.
+kernels/eviction.py the block to evict, and kernels/quotas.py whose blocks may be evicted. state/holds.py ends leases.
 `raykv.actors.directory.server` serves a Directory.
 """
 
@@ -13,10 +13,11 @@ class Directory(State):
     """All blocks, leases, reservations and nodes of one pool: a State, and the functions that answer calls.
 
     A state machine for a single thread: it has no locks, and its caller must not call it from two threads at a time.
-    Every call takes the time as `now` (seconds of any monotonic clock), and first does everything that is due by then.
-    Late or repeated calls raise no error. A call raises ValueError or TypeError if its arguments make no valid message:
-    for example, if a key is incomplete or a count impossible. Such a call neither holds nor drops a block.
-    Keys are 16 bytes each, joined. `name` names a node or one of its GPUs: see `protocol.location.host_of`.
+    Every call takes the time as `now` (seconds of any monotonic clock), and first does all work that is due by then.
+    Late or repeated calls raise no error. A call raises ValueError or TypeError if its arguments are not a valid
+    message, for example because of an incomplete key or an impossible count. Such a call neither holds nor drops a
+    block. Keys are passed as one bytes object with 16 bytes for each key. `name` is the name of a node or of one of
+    its GPUs: see `protocol.location.host_of`.
     """
 
     join = nodes.join

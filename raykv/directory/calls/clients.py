@@ -1,4 +1,4 @@
-"""Calls of clients about themselves and about blocks by key. Also: the fields that every client call carries."""
+"""Calls of clients about themselves and about keys, and the fields that every client call carries (`on_call`)."""
 
 import math
 
@@ -12,13 +12,13 @@ from raykv.directory.state.state import State
 from raykv.protocol.clients import Call, Counted
 from raykv.protocol.location import LOCATION, Locations
 
-PINNED_SHARE = 0.5  # at most so much of all memory may be pinned
-LAST_SECOND = 2**32 - 1  # of `columns.kept_until`
+PINNED_SHARE = 0.5  # maximum share of all memory that may be pinned
+LAST_SECOND = 2**32 - 1  # maximum value in `Columns.kept_until`
 NO_LOCATIONS = np.zeros(0, LOCATION)
 
 
 def on_call(state: State, call: Call, now: float) -> Client:
-    """Take what each call carries: pulled blocks, corrupt blocks, and the list of holds that the client still has."""
+    """Process the fields of every call: pulled blocks, corrupt blocks, and the list of the client's present holds."""
     check(state, now)
     pulled, corrupt = _locations(call.pulled), _locations(call.corrupt)
     client = state.clients.seen(call.client, now)
@@ -26,7 +26,7 @@ def on_call(state: State, call: Call, now: float) -> Client:
         promoted = np.zeros(len(state.c.size_classes), np.int64)
         leases.pulled(state.c, *state.size_classes.rows_of(pulled), promoted)
         state.allocator.restore_windows(promoted)
-        if promoted.any():  # the primaries until now have become replicas
+        if promoted.any():  # the former primaries have become replicas
             state.pins.repair()
     state.clients.end_unlisted(client, call)
     state.intents.end_unlisted(call)
@@ -41,7 +41,7 @@ def on_call(state: State, call: Call, now: float) -> Client:
 
 
 def disconnect(state: State, client: int, now: float) -> None:
-    """A client says that it leaves. It writes nothing any more."""
+    """Remove a client that disconnects. It no longer writes."""
     check(state, now)
     state.intents.end_all(client)
     if gone := state.clients.disconnect(client):
@@ -49,13 +49,13 @@ def disconnect(state: State, client: int, now: float) -> None:
 
 
 def client_heartbeat(state: State, call: Call, now: float) -> Counted:
-    """A client without a request says that it is alive."""
+    """Note that a client without requests is alive."""
     on_call(state, call, now)
     return Counted(state.epoch)
 
 
 def pin(state: State, call: Call, keys: bytes, now: float) -> Counted:
-    """Pin stored blocks until `unpin`. Counts the keys that are pinned now.
+    """Pin stored blocks until `unpin`. Returns how many of the keys are pinned now.
 
     Pins hold at most PINNED_SHARE of the nodes' memory.
     """
@@ -65,15 +65,15 @@ def pin(state: State, call: Call, keys: bytes, now: float) -> Counted:
 
 
 def unpin(state: State, call: Call, keys: bytes, now: float) -> Counted:
-    """End pins. Counts the keys that were pinned."""
+    """End pins. Returns how many of the keys were pinned."""
     on_call(state, call, now)
     return Counted(state.epoch, state.pins.unpin(split_keys(keys)))
 
 
 def touch(state: State, call: Call, keys: bytes, seconds: float, tenant: str, now: float) -> Counted:
-    """Use blocks as a look-up does, and keep them for `seconds`: evictions pass over them. Counts the keys.
+    """Mark blocks as used, and keep them for `seconds`: evictions pass over kept blocks. Returns how many were found.
 
-    0 seconds: the blocks are evicted by age again. Only the tenant's own keys count. ValueError for a bad argument.
+    With 0 seconds, the blocks are evicted by age again. Ignores keys of other tenants. ValueError for a bad argument.
     """
     on_call(state, call, now)
     if not 0 <= seconds < math.inf or not isinstance(tenant, str):
@@ -85,11 +85,11 @@ def touch(state: State, call: Call, keys: bytes, seconds: float, tenant: str, no
 
 
 def done(state: State, call: Call, keys: bytes, now: float, again: bool = False, tenant: str = "") -> Counted:
-    """Make blocks older than all blocks in use. Counts copies.
+    """Make blocks older than all blocks in use. Returns how many copies became older.
 
-    again: the user asks for the blocks again, later than for others; False: never again. Copies that somebody holds,
-    copies of another tenant, and copies on a GPU or on a node that joins or is suspect, stay as they are.
-    ValueError for a bad `again` or tenant.
+    again: whether the user will ask for the blocks again, later than for other blocks. Copies that somebody holds,
+    copies of another tenant, and copies on a GPU or on a joining or suspect node do not change. ValueError for a bad
+    `again` or tenant.
     """
     on_call(state, call, now)
     if not isinstance(again, bool) or not isinstance(tenant, str):
@@ -102,7 +102,10 @@ def done(state: State, call: Call, keys: bytes, now: float, again: bool = False,
 
 
 def forget(state: State, call: Call, keys: bytes, now: float) -> Counted:
-    """Drop blocks that nobody will ask for again. A held block keeps its slot until the hold ends. Counts copies."""
+    """Drop blocks that nobody will ask for again. Returns the number of copies.
+
+    A held block keeps its slot until the hold ends.
+    """
     client = on_call(state, call, now)
     for key in split_keys(keys):
         client.swapped.pop(key, None)
@@ -110,9 +113,9 @@ def forget(state: State, call: Call, keys: bytes, now: float) -> Counted:
 
 
 def preempted(state: State, call: Call, keys: bytes, now: float) -> Counted:
-    """An engine swapped a request out. Its blocks stay until they are forgotten or the client is gone.
+    """Pin the blocks of a request that an engine swapped out, until they are forgotten or the client is gone.
 
-    Counts the keys. Where a key is not stored, the directory forgets all of them and counts 0.
+    Returns the number of keys. If any key is not stored, forgets all these keys and returns 0.
     """
     client, names = on_call(state, call, now), split_keys(keys)
     state.counters["num_cumulative_preemption"] += 1

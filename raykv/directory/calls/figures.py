@@ -10,18 +10,18 @@ from raykv.directory.state.state import COUNTERS, State
 
 
 def totals(state: State) -> dict[str, int]:
-    """Counts since the pool started, by this directory and by earlier ones."""
+    """Return the counts since the pool started, including the counts of earlier directories."""
     return {**state.counters, "evicted": state.evicted_before + int(state.c.size_classes["evicted"].sum())}
 
 
 def resume(state: State, totals: dict[str, int]) -> None:
-    """Go on counting from the totals of the directory before. Ignores unknown names."""
+    """Continue counting from the previous directory's totals. Ignores unknown names."""
     state.evicted_before = totals.get("evicted", 0)
     state.counters.update({name: totals[name] for name in COUNTERS if name in totals})
 
 
 def gauges(state: State) -> dict[str, int]:
-    """Those numbers of the present state that need no look at every slot."""
+    """Return the numbers of the present state that can be computed without a look at every slot."""
     held = [hold.writes for client in state.clients.values() for hold in client.holds.values()]
     return {
         "keys": int(state.c.state[ENTRIES]),
@@ -34,37 +34,37 @@ def gauges(state: State) -> dict[str, int]:
 
 
 def oldest_lease(state: State) -> float:
-    """When the oldest lease began, by the callers' clock; inf without leases."""
+    """Return the time at which the oldest lease began (callers' clock); inf without leases."""
     held = (hold for client in state.clients.values() for hold in client.holds.values())
     return min((hold.since for hold in held if not hold.writes), default=float("inf"))
 
 
 def coldest(state: State, name: str) -> int:
-    """When the node's oldest block in use was last used, as a tick (State.tick); -1 if no block is in use."""
+    """Return the tick (State.tick) at which the node's oldest block in use was last used; -1 if no block is in use."""
     node = state.nodes.get(name)
     ticks = [state.size_classes.oldest_tick_in_use(number) for number in node.size_classes.values()] if node else []
     return min((tick for tick in ticks if tick >= 0), default=-1)
 
 
 def memory_stats(state: State, name: str, now: float, slots_a_step: int) -> Iterator[dict[str, Any] | None]:
-    """Slots by state, and bytes, of the memory of that name. KeyError for an unknown name.
+    """Count the slots by state, and the used bytes, of a node's or GPU's memory. KeyError for an unknown name.
 
-    Looks at every slot, in steps. Yields None after about every `slots_a_step` slots, so that other calls can come in
-    between. Yields the answer at the end.
+    Looks at every slot, in steps. Yields None after about every `slots_a_step` slots, so that other calls can be
+    answered in between. Yields the result at the end.
     """
     return state.allocator.stats_in_steps(state.nodes[name], now, slots_a_step)
 
 
 def tier_fill(state: State) -> dict[str, dict[str, Any]]:
-    """Figures of external tiers, by the node that owns the tier; "" for a shared tier. See TierCatalog.fill."""
+    """Return figures of external tiers by the node that owns the tier; "" is a shared tier. See TierCatalog.fill."""
     return state.tier_catalog.fill()
 
 
 def largest_prefixes(state: State, n: int, now: float) -> list[dict[str, Any]]:
-    """At most `n` prefixes at which look-ups ended since this directory began, by found blocks, the most first.
+    """Return at most `n` prefixes at which look-ups of this directory ended, in descending order of found blocks.
 
-    key: of the last block, in hex. blocks, bytes: of the prefix. hits: look-ups that ended there. idle_s: seconds since
-    the last such look-up. nodes: names of the nodes that have the last block in memory.
+    key: key of the last block, in hex. blocks, bytes: size of the prefix. hits: look-ups that ended there. idle_s:
+    seconds since the last such look-up. nodes: names of the nodes that have the last block in memory.
     """
     return [
         {
@@ -80,7 +80,7 @@ def largest_prefixes(state: State, n: int, now: float) -> list[dict[str, Any]]:
 
 
 def stats(state: State, now: float) -> dict[str, Any]:
-    """Slots by node and state, leases, reservations, and totals since the pool started."""
+    """Return slots by node and state, leases, reservations, and totals since the pool started."""
     check(state, now)
     tiers = state.tier_catalog.stats()
     used = sum(tier["bytes_used"] for tier in tiers.values())

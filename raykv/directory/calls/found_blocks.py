@@ -1,4 +1,4 @@
-"""The blocks that a node store found in its arena, as arrays. All are checked, as any process can alter an arena."""
+"""The blocks that a node store found in its arena, as arrays. All are checked, as any process can change an arena."""
 
 from typing import NamedTuple, Self
 
@@ -9,11 +9,11 @@ from raykv.directory.state.arrays import KeyArray, key_array
 from raykv.protocol.location import GENERATIONS, LOCATION, Locations
 from raykv.protocol.stores import Inventory
 
-BLOCKS_MAX = 1 << 40  # of a node: no node has so many blocks
+BLOCKS_MAX = 1 << 40  # upper bound for the blocks of a node
 
 
 class FoundBlocks(NamedTuple):
-    """An Inventory as arrays; the first four have equal lengths. left: as in Inventory."""
+    """An Inventory as arrays. The first four arrays have equal lengths. left: see Inventory."""
 
     locations: Locations
     keys: KeyArray
@@ -24,7 +24,7 @@ class FoundBlocks(NamedTuple):
 
     @classmethod
     def of(cls, found: Inventory) -> Self:
-        """The arrays of an Inventory. ValueError for unequal lengths, or if `left` is no number of blocks."""
+        """Convert an Inventory. ValueError for unequal lengths, or if `left` is not a possible number of blocks."""
         locations, keys = np.frombuffer(found.locations, LOCATION), key_array(found.keys)
         positions, stamps = np.frombuffer(found.positions, np.uint32), np.frombuffer(found.stamps, np.uint32)
         if not len(locations) == len(keys) == len(positions) == len(stamps):
@@ -35,7 +35,7 @@ class FoundBlocks(NamedTuple):
         return cls(locations, keys, positions, stamps, np.frombuffer(found.writing, LOCATION), found.left)
 
     def in_arena(self, node: int, slabs: int) -> "FoundBlocks":
-        """Leave out locations that the arena of a node with `slabs` slabs can't have."""
+        """Return only the blocks whose location is possible in the arena of a node with `slabs` slabs."""
         there, writing = _in_arena(self.locations, node, slabs), _in_arena(self.writing, node, slabs)
         return FoundBlocks(
             self.locations[there],

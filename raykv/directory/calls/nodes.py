@@ -26,16 +26,16 @@ from raykv.protocol.stores import (
     SweepResult,
 )
 
-SOLE_COPIES_PER_CALL = 4096  # of each size
+SOLE_COPIES_PER_CALL = 4096  # maximum number of blocks of each size in an answer
 ARENA_BYTES_MAX = 1 << 50
-EPOCHS_AHEAD = 1 << 16  # an arena's epoch may be so far ahead of the directory's; no pool uses so many epochs in years
-GPUS = 64  # of a node, at most
+EPOCHS_AHEAD = 1 << 16  # maximum lead of an arena's epoch over the directory's; no pool uses this many epochs in years
+GPUS = 64  # maximum number of a node's GPUs
 
 
 def join(state: State, name: str, arena: ArenaDescription, now: float, window: int | None = None) -> Joined:
-    """A node store started. The directory offers and grants nothing there until `adopt`.
+    """Register a node store that started. The directory neither offers nor grants slots there until `adopt`.
 
-    window: bytes of its staging window; None: see `staging_window`. ValueError for an impossible arena.
+    window: bytes of the staging window; None: see `staging_window`. ValueError for an impossible arena.
     """
     check(state, now)
     _check_arena(arena, state.epoch)
@@ -57,7 +57,7 @@ def join(state: State, name: str, arena: ArenaDescription, now: float, window: i
 
 
 def _check_gpus(state: State, name: str) -> None:
-    """ValueError for more GPUs than a node can have: each GPU costs memory."""
+    """Raise ValueError if a node has too many GPUs, as each GPU costs memory."""
     host = host_of(name)
     others = sum(node.on_gpu and node.host == host and node.name != name for node in state.nodes.values())
     if name != host and others >= GPUS:
@@ -65,12 +65,12 @@ def _check_gpus(state: State, name: str) -> None:
 
 
 def adopt(state: State, name: str, found: Inventory, now: float, offered: int = 0) -> None:
-    """Take up the blocks that a node store found in its arena. If the node is adopted already, drop blocks that differ.
+    """Adopt the blocks that a node store found in its arena. If the node was adopted before, drop blocks that differ.
 
-    The inventory may come in pieces, the youngest blocks first. Other calls may come between two pieces; nothing is
-    offered on the node until the last piece. offered: how many slabs the node has allocated. Without this number,
-    writers would evict blocks until the next heartbeat, as they would not know of spare slabs. ValueError for a bad
-    Inventory or count of slabs. Leaves out impossible locations.
+    The inventory may come in pieces, the youngest blocks first, with other calls in between. The directory offers no
+    blocks on the node until the last piece. offered: number of slabs that the node has allocated. Without this number,
+    writers would evict blocks until the next heartbeat, as spare slabs would be unknown. Ignores impossible locations.
+    ValueError for a bad Inventory or count of slabs.
     """
     check(state, now)
     node = state.nodes.get(name)
@@ -90,13 +90,13 @@ def adopt(state: State, name: str, found: Inventory, now: float, offered: int = 
     set_state(state, node, "alive")
     for other in state.nodes.values():
         if other.leaving or (other.on_gpu and other.host == name):
-            promote_replicas(state, other)  # before anybody can evict the copies here
+            promote_replicas(state, other)  # before the copies on this node can be evicted
     if joined and not node.leaving:
         state.allocator.empty_windows(node)
 
 
 def _take_up(state: State, node: Node, found: FoundBlocks) -> None:
-    """Make rows of the blocks in a joining node's arena, the oldest first, and children before their parents."""
+    """Create rows for the blocks in a joining node's arena: oldest blocks first, and children before parents."""
     state.allocator.open_slabs_of(node, np.concatenate([found.locations, found.writing]))
     slabs.set_aside(state.c, *state.size_classes.rows_of(found.writing))
     order = np.lexsort((-found.positions.astype(np.int64), found.stamps))
@@ -111,7 +111,7 @@ def _take_up(state: State, node: Node, found: FoundBlocks) -> None:
 
 
 def _veto(state: State, found: FoundBlocks) -> None:
-    """Drop blocks in whose slot the store found another block, of the same or a newer generation."""
+    """Drop each block if the store found another block of the same or a newer generation in its slot."""
     rows, gens = state.size_classes.rows_of(found.locations)
     keys, known = found.keys, state.c.rows[rows]
     other = (known["gen"] != gens) | (known["k0"] != keys[:, 0]) | (known["k1"] != keys[:, 1])
@@ -121,9 +121,9 @@ def _veto(state: State, found: FoundBlocks) -> None:
 
 
 def heartbeat(state: State, name: str, offered: int, now: float) -> Heartbeat | None:
-    """A node store is alive and has allocated `offered` slabs.
+    """Note that a node store is alive and has allocated `offered` slabs. ValueError for a bad count of slabs.
 
-    None: the directory does not know the node, which must `join`. ValueError for a bad count of slabs.
+    Returns None if the directory does not know the node, or has not adopted its blocks. Then the node must `join`.
     """
     check(state, now)
     _check_slabs(offered)
@@ -138,7 +138,7 @@ def heartbeat(state: State, name: str, offered: int, now: float) -> Heartbeat | 
 
 
 def sweep_result(state: State, result: SweepResult, now: float) -> None:
-    """A node store reports its findings in quarantined slots."""
+    """Process a node store's report on quarantined slots."""
     check(state, now)
     rows, gens = state.size_classes.rows_of(np.frombuffer(result.locations, LOCATION))
     verdicts, keys = np.frombuffer(result.verdicts, np.uint8), key_array(result.keys)
@@ -149,11 +149,11 @@ def sweep_result(state: State, result: SweepResult, now: float) -> None:
 
 
 def set_slab_target(state: State, name: str, report: SlabReport, now: float) -> SlabTarget:
-    """Set a node's number of slabs to `report.limit`. Comes before every `adopt` and `heartbeat`.
+    """Set a node's number of slabs to `report.limit`. Called before every `adopt` and `heartbeat`.
 
-    A slab is gone once the report says that it was given back, whatever was agreed before. If the node has too many
-    slabs, the answer names slabs to give back, the oldest first. It leaves out slabs with a held slot: later answers
-    name them, when the holds have ended. ValueError for a bad limit.
+    A slab is removed once the report says that it was given back, regardless of earlier answers. If the node has too
+    many slabs, the answer names slabs to give back, the oldest first. A slab with a held slot is named by a later
+    answer, after the hold has ended. ValueError for a bad limit.
     """
     check(state, now)
     _check_slabs(report.limit)
@@ -173,11 +173,11 @@ def set_slab_target(state: State, name: str, report: SlabReport, now: float) -> 
 
 
 def follow(state: State, name: str, plan: Plan, now: float) -> None:
-    """Use the memory by a plan from now on, and make room on a node for copies of other nodes' blocks.
+    """Follow a plan for the memory from now on, and reserve room on a node for copies of other nodes' blocks.
 
-    While tenants have quotas, no node makes room: minima are shares of memory without such room. A pool's only node
-    makes no room, as it has no node to copy from. A leaving node makes no room either: its primaries still have to be
-    copied.
+    While tenants have quotas, no room is reserved, as minima are shares of the memory without this room. A pool's only
+    node reserves no room, as there is no other node to copy from. A leaving node reserves no room either, as its
+    primaries still have to be copied.
     """
     check(state, now)
     alone = sum(not node.on_gpu for node in state.nodes.values()) < 2
@@ -189,7 +189,7 @@ def follow(state: State, name: str, plan: Plan, now: float) -> None:
 
 
 def _set_withdrawn(state: State, node: Node, given_back: set[int]) -> None:
-    """Take over the node's list of the slabs that it gave back. After a lost answer the directory's list is another."""
+    """Adopt the node's list of slabs that it gave back. After a lost answer, the directory's own list may differ."""
     kept = sorted(node.withdrawn - given_back, reverse=True)
     lost = [number for number in given_back if number in node.slabs]
     for number in lost:
@@ -202,9 +202,9 @@ def _set_withdrawn(state: State, node: Node, given_back: set[int]) -> None:
 
 
 def leave(state: State, name: str, now: float) -> None:
-    """A node is about to leave. The directory stores nothing new there; `sole_copies` names the blocks to save.
+    """Mark a node as about to leave. The directory stores no new blocks there; `sole_copies` names the blocks to save.
 
-    A new directory must get this call before any node joins.
+    On a new directory, this must be called before any node joins.
     """
     check(state, now)
     state.leaving.add(name)
@@ -216,7 +216,7 @@ def leave(state: State, name: str, now: float) -> None:
 
 
 def stay(state: State, name: str, now: float) -> None:
-    """A node does not leave after all. The directory stores blocks there again."""
+    """Undo `leave`: the node stays, and the directory stores blocks there again."""
     check(state, now)
     state.leaving.discard(name)
     for node in state.of_host(name):
@@ -226,7 +226,7 @@ def stay(state: State, name: str, now: float) -> None:
 
 
 def sole_copies(state: State, name: str, now: float) -> SoleCopies | None:
-    """Blocks that would be lost with a node. None: the directory does not know the node's blocks yet."""
+    """Return the blocks that would be lost with a node; None if the directory does not know the node's blocks yet."""
     check(state, now)
     nodes, shared = state.of_host(name), state.tier_catalog.tiers.get("")
     if name not in state.nodes or any(node.state == "joining" for node in nodes):
@@ -251,7 +251,7 @@ def sole_copies(state: State, name: str, now: float) -> SoleCopies | None:
 
 
 def remove_node(state: State, name: str, now: float) -> int:
-    """Remove the rows of a node that is dead, as Ray says. Returns how many slots the node had."""
+    """Remove the rows of a node that Ray reports as dead. Returns how many slots the node had."""
     check(state, now)
     state.leaving.discard(name)
     return sum(_remove(state, node.name) for node in state.of_host(name))
@@ -276,9 +276,9 @@ def _remove(state: State, name: str) -> int:
 
 
 def _check_arena(arena: ArenaDescription, epoch: int) -> None:
-    """ValueError for an impossible arena, whose numbers come from outside.
+    """Raise ValueError for an impossible arena, as its numbers come from another process.
 
-    epoch: the directory's. An epoch too far ahead would bring the directory to the last epoch that a header can keep.
+    epoch: the directory's epoch. An arena's epoch that is too far ahead would use up the epochs that a header can hold.
     """
     _check_slabs(arena.slab_count)
     if not 0 < arena.slab_bytes <= ARENA_BYTES_MAX:
@@ -288,6 +288,6 @@ def _check_arena(arena: ArenaDescription, epoch: int) -> None:
 
 
 def _check_slabs(count: int) -> None:
-    """ValueError for a bad count of slabs."""
+    """Raise ValueError for a bad count of slabs."""
     if not 0 <= count <= SLABS_MAX:
         raise ValueError(f"{count} slabs: an arena has at most {SLABS_MAX}")

@@ -27,29 +27,29 @@ from raykv.protocol.clients import (
 )
 from raykv.protocol.location import KEY_BYTES, LOCATION, is_block_size, is_count, is_tier, slot_bytes
 
-HELD_UP_S = 0.5  # a reader that gets no staging slot waits so long for slots that other readers hold
+HELD_UP_S = 0.5  # seconds that a reader without a staging slot waits for slots that other readers hold
 TURN = 4  # while other readers wait, a reader in a chain gets slots for a quarter of the blocks that it asks for
-AWAITED_S = 0.1  # readers in chains count as waiting for so long after an answer that told a reader to wait
-WAIT_S = 0.5  # a reader in a chain waits so long for copies that were on their way, and twice as long for any copies
+AWAITED_S = 0.1  # seconds after a reader was told to wait, during which readers in chains count as waiting
+WAIT_S = 0.5  # seconds that a reader in a chain waits for copies already on their way; twice as long for later copies
 
 
 @dataclass(slots=True)
 class HeldPrefix:
-    """A prefix that is held for a reader, and where its blocks are.
+    """A prefix that is held for a reader, and the places of its blocks.
 
-    counts: four numbers of blocks: all; those outside the reader's memory; those in external tiers; and, if the reader
-    is a GPU, those in the memory of its node.
+    counts: the number of all blocks, of blocks outside the reader's memory, of blocks in external tiers, and for a
+    reader on a GPU, of blocks in the memory of its node.
     """
 
     reader: Node | None
-    host: int  # index of the node whose GPU the reader is; -1 if it is no GPU
+    host: int  # index of the node that the reader's GPU belongs to; -1 if the reader is not on a GPU
     hold: Hold
     places: Places
     counts: tuple[int, int, int, int]
 
     @property
     def in_memory(self) -> int:
-        """How many blocks are in memory."""
+        """Number of blocks in memory."""
         return self.counts[0] - self.counts[2]
 
     @property
@@ -83,11 +83,12 @@ def match(state: State, call: Call, request: MatchRequest, now: float) -> Matche
 def match_parts(
     state: State, call: Call, requests: tuple[MatchRequest, ...], intent: Intent | None, now: float
 ) -> MatchedParts:
-    """Lease the longest prefix that all parts have: for each reader, the blocks of the prefix that it needs.
+    """Lease the longest prefix that all parts have. Each reader gets a lease on the blocks that it needs.
 
-    requests: one for each part and reader, each with its own lease. Parts with equally long blocks have equally many
-    keys. intent: the client will compute the blocks that are not leased, or wait for clients that compute them. Others
-    can wait for this client if the intent has an id. ValueError for bad requests.
+    requests: a request for each part and reader, each with its own lease. Parts with the same number of tokens in a
+    block have the same number of keys. intent: says that the client will compute the blocks that are not leased, or
+    wait for other clients to compute these blocks. Other clients can wait for this client if the intent has an id.
+    ValueError for bad requests.
     """
     client = on_call(state, call, now)
     keys = [key_array(request.keys) for request in requests]
@@ -131,7 +132,7 @@ def match_parts(
 
 
 def _ready_prefix(state: State, requests: tuple[MatchRequest, ...], keys: list[KeyArray]) -> int:
-    """Tokens up to which all parts without a window are ready, with their blocks ahead. Changes nothing."""
+    """Return how many tokens are ready in all parts without a window, with their `ahead` blocks. Changes nothing."""
     whole = _whole(requests, keys)
     limits = whole or zip(requests, keys, strict=True)
     tokens = min(_less_ahead(request, len(part)) for request, part in limits)
@@ -143,7 +144,7 @@ def _ready_prefix(state: State, requests: tuple[MatchRequest, ...], keys: list[K
 
 
 def _boundary(state: State, requests: tuple[MatchRequest, ...], keys: list[KeyArray], prefix: int) -> int:
-    """Tokens of the longest prefix after which all readers can go on. prefix: ready tokens of windowless parts.
+    """Return the tokens of the longest prefix from which all readers can continue. prefix: see `_ready_prefix`.
 
     A reader of a part with a window needs the last `window` blocks, and the next `ahead` blocks.
     """
@@ -163,10 +164,10 @@ def _boundary(state: State, requests: tuple[MatchRequest, ...], keys: list[KeyAr
 
 
 def _pending(state: State, client: int, requests: tuple[MatchRequest, ...], keys: list[KeyArray], prefix: int) -> int:
-    """How many blocks of the first part other clients will add to the ready prefix.
+    """Return how many blocks of the first part other clients will add to the ready prefix.
 
-    Counts blocks that other clients write, or are about to compute. Intents name keys of the first part only: a client
-    computes all parts of a block together.
+    These are blocks that other clients are writing or are about to compute. Intents name only keys of the first part,
+    since a client computes all parts of a block together.
     """
     first, whole = requests[0], _whole(requests, keys)
     tokens = min((_less_ahead(request, len(part)) for request, part in whole), default=0)
@@ -216,7 +217,7 @@ def _hold_prefix(state: State, call: Call, request: MatchRequest, keys: KeyArray
 
 
 def _cut(state: State, prefix: HeldPrefix, n: int) -> None:
-    """End the hold on a prefix's blocks from n on."""
+    """End the hold on a prefix's blocks from index n on."""
     if prefix.counts[0] == n:
         return
     state.clients.release([prefix.hold.cut(n)])
@@ -239,7 +240,7 @@ def _count_match(state: State, asked: int, prefix: HeldPrefix) -> None:
 def next_window(state: State, call: Call, request: NextWindowRequest, now: float) -> Window:
     """Provide staging slots for some blocks of a lease. The lease's other blocks lose their slots.
 
-    The lease may be another client's.
+    The lease may belong to another client.
     """
     on_call(state, call, now)
     owner, start = state.clients.get(request.owner), request.start
@@ -264,7 +265,7 @@ def next_window(state: State, call: Call, request: NextWindowRequest, now: float
     chained = request.may_wait and len(hold.keys) >= state.long_blocks(request.block_bytes)
     turn = _turn(state, int((wanted.staged == UNSTAGED).sum()), now) if chained else 0
     n, waits = leases.next_window(state.c, hold.keys[start:end], tuple(wanted), hold.node, hold.size_class, turn)
-    if (wanted.staged >= 0).any():  # the reader can go on
+    if (wanted.staged >= 0).any():  # the reader can continue
         hold.held_up = hold.waits = None
     elif waits and hold.waits is None:
         hold.waits, hold.waits_gen = now, state.size_classes.last_gen
@@ -280,15 +281,15 @@ def next_window(state: State, call: Call, request: NextWindowRequest, now: float
 
 
 def _turn(state: State, blocks: int, now: float) -> int:
-    """How many blocks of a reader in a chain get slots. blocks: how many the reader wants slots for."""
+    """Return how many blocks of a reader in a chain get slots. blocks: number of blocks that need slots."""
     return max(1, blocks // TURN if now - state.waited_at < AWAITED_S else blocks)
 
 
 def _provide_staging(state: State, hold: Hold, staged: RowArray, stride: int, now: float) -> None:
-    """Give the reader of a lease slabs for the blocks that it stages next.
+    """Provide slabs for the blocks that the reader of a lease stages next.
 
-    The reader waits while it can take no slot of its window, as other leases probably hold the slots. After HELD_UP_S
-    it gets the slots of the oldest primaries: the other leases' readers may themselves wait for this reader. A leaving
+    The reader waits while no slot of its window can be taken, as other leases probably hold the slots. After HELD_UP_S
+    it gets the slots of the oldest primaries, as the other leases' readers may in turn wait for this reader. A leaving
     node keeps its primaries, which still have to be copied.
     """
     since, hold.held_up = hold.held_up, None
@@ -305,7 +306,7 @@ def _provide_staging(state: State, hold: Hold, staged: RowArray, stride: int, no
 
 
 def locate_prefix(state: State, keys: bytes) -> Located:
-    """Which nodes have the longest ready prefix of `keys`. A router uses the answer to choose a reader."""
+    """Count the blocks of the longest ready prefix of `keys` on each node. Routers use this to choose a reader."""
     hosts = np.zeros(len(state.c.grid), np.int64)
     numbers: dict[str, int] = {}
     for node in state.nodes.values():
@@ -317,7 +318,7 @@ def locate_prefix(state: State, keys: bytes) -> Located:
 
 
 def stored(state: State, keys: bytes) -> Stored:
-    """Which keys are stored, in memory or in an external tier. A node that does not answer for a while counts too."""
+    """Return which keys are stored, in memory or in an external tier. Blocks on nodes that are silent count too."""
     if any(node.state == "joining" for node in state.nodes.values()):
         return Stored(state.epoch, b"")
     found = state.find(keys)
@@ -326,12 +327,12 @@ def stored(state: State, keys: bytes) -> Stored:
 
 
 def _next_keys(keys: bytes, n: int) -> list[bytes]:
-    """Keys from the n-th on, at most KEYS_PER_CALL: other callers wait while the directory looks each key up."""
+    """Return at most KEYS_PER_CALL keys from index n on, as other callers wait while each key is looked up."""
     return split_keys(keys[n * KEY_BYTES : (n + KEYS_PER_CALL) * KEY_BYTES])
 
 
 def _index_of(reader: Node | None) -> int:
-    """The index of a reader's memory in locations; -1 where it has none yet."""
+    """Return the index of a reader's memory in locations; -1 if it has no index yet."""
     return reader.index if reader and reader.state != "joining" else -1
 
 
@@ -342,7 +343,7 @@ def _matched_part(found: HeldPrefix, first: int) -> MatchedPart:
 
 
 def _check(requests: tuple[MatchRequest, ...], keys: list[KeyArray], intent: Intent | None) -> None:
-    """ValueError for bad arguments of `match_parts`."""
+    """Raise ValueError for bad arguments of `match_parts`."""
     lengths = {(request.tokens, len(part)) for request, part in zip(requests, keys, strict=True)}
     if len(lengths) > len({tokens for tokens, _ in lengths}) or len({r.lease for r in requests}) < len(requests):
         raise ValueError(f"{len(requests)} parts: give equally many keys of each, and each a lease of its own")
@@ -357,25 +358,25 @@ def _check(requests: tuple[MatchRequest, ...], keys: list[KeyArray], intent: Int
 
 
 def _whole(requests: tuple[MatchRequest, ...], keys: list[KeyArray]) -> list[tuple[MatchRequest, KeyArray]]:
-    """The parts of which the reader needs all blocks."""
+    """Return the parts without a window: their readers need all blocks."""
     return [(request, part) for request, part in zip(requests, keys, strict=True) if not request.window]
 
 
 def _less_ahead(request: MatchRequest, blocks: int) -> int:
-    """Tokens of the prefix that `blocks` leading blocks allow. The last `ahead` of these blocks follow the prefix."""
+    """Return the tokens of the prefix that `blocks` ready blocks allow. The last `ahead` blocks follow the prefix."""
     return max(0, blocks - request.ahead) * request.tokens
 
 
 def _needed(request: MatchRequest, tokens: int) -> slice:
-    """Slice of a part's blocks that a reader needs if it goes on after `tokens`."""
+    """Return the slice of a part's blocks that a reader needs to continue after `tokens`."""
     stop = tokens // request.tokens
     return slice(max(0, stop - request.window) if request.window else 0, stop)
 
 
 def _shortened(requests: tuple[MatchRequest, ...], tokens: int) -> int:
-    """The longest prefix, in tokens, that is at most `tokens` long and ends with a block of every part.
+    """Return the longest prefix of at most `tokens` tokens that ends at the end of a block in every part.
 
-    0 if a part has a window: a shorter prefix needs other blocks of that part.
+    Returns 0 if a part has a window, since a shorter prefix needs other blocks of that part.
     """
     if any(request.window for request in requests):
         return 0

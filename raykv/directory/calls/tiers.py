@@ -23,7 +23,7 @@ NO_GPU_DEMOTIONS = GpuDemotions(b"", b"", b"")
 
 
 def tier_heartbeat(state: State, name: str, report: TierReport, now: float) -> TierReply | None:
-    """A node store reports whether it reaches its external tier. None: the node must `join` first."""
+    """Process a store's report on whether it reaches its external tier. Returns None if the node must `join` first."""
     check(state, now)
     node = state.nodes.get(name)
     if node is None:
@@ -37,7 +37,7 @@ def tier_heartbeat(state: State, name: str, report: TierReport, now: float) -> T
 
 
 def report_existing(state: State, name: str, existing: ExistingBlocks, now: float) -> None:
-    """A node store lists blocks that lay in its tier before."""
+    """Process a node store's list of the blocks that its tier already had."""
     check(state, now)
     keys, sizes = key_array(existing.keys), np.frombuffer(existing.sizes, np.int64)
     if len(keys) == len(sizes):
@@ -60,14 +60,14 @@ def demote(state: State, name: str, report: DemotionReport, now: float) -> Demot
     if report.whole and share > 0.0:
         held = state.allocator.held_primaries(node, state.tier_catalog.min_uses)
         share, examined, pinned = 1.0, sum(slots.values()), np.concatenate([pinned, held])
-    elif node.spare and share < 1.0:  # new blocks take the spare slab, so no block has to go
+    elif node.spare and share < 1.0:  # new blocks use the spare slab, so no block is evicted
         share = 0.0
     shares = {stride: _share(state, node, stride, count, share) for stride, count in slots.items()}
     return state.tier_catalog.demote(name, node.size_classes, slots, shares, examined, pinned)
 
 
 def _share(state: State, node: Node, stride: int, slots: int, share: float) -> float:
-    """The share of a size's slots to keep free or clean. If other sizes may take a slab, at least one slab's slots."""
+    """Return the share of a size's slots to keep free or clean: at least a slab's slots if there are other sizes."""
     if not 0.0 < share < 1.0 or not slots or len(node.size_classes) == 1:
         return share
     return max(share, min(1.0, (node.slab_bytes // stride) / slots))

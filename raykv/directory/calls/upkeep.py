@@ -9,14 +9,14 @@ from raykv.directory.state.arrays import split_keys
 from raykv.directory.state.holds import Client
 from raykv.directory.state.state import State
 
-CHECK_EVERY_S = 0.5  # between two looks for nodes and clients that are gone
-MARKS = 12  # how often the tick is noted in the time after which a user is late
+CHECK_EVERY_S = 0.5  # seconds between two checks for nodes and clients that are gone
+MARKS = 12  # how many times the tick is recorded in `State.late` seconds
 
 
 def check(state: State, now: float) -> None:
-    """Set silent nodes to "suspect"; end silent clients, and old leases and intents; age the hit curve.
+    """Set silent nodes to "suspect", end silent clients, old leases and old intents, and age the hit curve.
 
-    Does so at most twice a second. After a burst of look-ups it ages the hit curve sooner.
+    Does this at most twice a second, but ages the hit curve sooner after a burst of look-ups.
     """
     if now < state.next_check:
         if state.hit_curve.overdue:
@@ -37,7 +37,7 @@ def check(state: State, now: float) -> None:
 
 
 def mark(state: State, now: float) -> None:
-    """Note the tick now and then. Users that have waited since before the tick noted `state.late` ago are late."""
+    """Record the tick regularly. Users who began to wait before the tick recorded `state.late` seconds ago are late."""
     marks = state.marks
     if now - marks[-1][0] >= state.late / MARKS:
         marks.append((now, state.tick))

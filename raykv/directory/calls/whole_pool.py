@@ -8,7 +8,7 @@ from raykv.directory.state.state import State
 
 
 def indices(state: State) -> dict[int, str]:
-    """Names of nodes by index in locations. A node has an index for its memory, and another for its own tier."""
+    """Return nodes' names by index in locations. A node has one index for its memory and one for its own tier."""
     own = {tier.index: name for name, tier in state.tier_catalog.tiers.items() if tier.owner}
     return {node.index: name for name, node in state.nodes.items()} | own
 
@@ -28,9 +28,9 @@ def clear(state: State, now: float) -> int:
 
 
 def set_quota(state: State, tenant: str, quota: Quota, now: float) -> None:
-    """Set a tenant's minimum and maximum. ValueError where the minima of all tenants would exceed 1.
+    """Set a tenant's minimum and maximum. ValueError if the sum of all tenants' minima would exceed 1.
 
-    From then on no memory is reserved for copies: see `nodes.follow`.
+    While any tenant has a quota, no memory is reserved for copies: see `nodes.follow`.
     """
     check(state, now)
     state.quotas.set(tenant, quota)
@@ -42,6 +42,6 @@ def set_quota(state: State, tenant: str, quota: Quota, now: float) -> None:
 
 
 def remove_quota(state: State, tenant: str, now: float) -> bool:
-    """End a tenant's quota: the tenant then counts among those without a quota. Returns whether it had a quota."""
+    """Remove a tenant's quota. Returns whether the tenant had a quota."""
     check(state, now)
     return state.quotas.remove(tenant)

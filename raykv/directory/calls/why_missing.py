@@ -1,4 +1,4 @@
-"""Why a match ended at a block: the text for people who follow requests."""
+"""Explains why a match ended at a block, for people who follow requests."""
 
 from raykv.directory.kernels import columns
 from raykv.directory.state.state import State
@@ -11,7 +11,7 @@ NO_MEMORY = "on another node, and the reader's has no memory to take it"
 
 
 def why_missing(state: State, key: bytes) -> str:
-    """Why a match ended at this key, in words. If copies exist, says why the reader could not get the best of them."""
+    """Return in words why a match ended at a key. If the key has copies: why the reader could not get the best copy."""
     found, row, c = ABSENT, int(state.find(key)[0]), state.c
     while row >= 0:
         role = int(c.rows[row]["state"])

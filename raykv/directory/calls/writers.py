@@ -64,7 +64,7 @@ def reserve(state: State, call: Call, request: ReserveRequest, now: float) -> Re
 
 
 def _classes_in_turn(state: State, writer: Node, stride: int) -> RowArray:
-    """Size classes of all nodes in the order to try them. For a GPU's writer, its own node's memory comes first."""
+    """Return all nodes' size classes in the order to try. For a writer on a GPU, its own node's memory comes first."""
     classes = state.size_classes.classes[stride]
     if not writer.on_gpu:
         return classes
@@ -73,7 +73,7 @@ def _classes_in_turn(state: State, writer: Node, stride: int) -> RowArray:
 
 
 def _refused(state: State, request: ReserveRequest) -> Reserved:
-    """The answer to a writer whose node takes no blocks: the node is unknown, joining or drained."""
+    """Return the answer to a writer whose node takes no blocks, for example because it is joining or leaving."""
     firsts = state.find(request.keys)
     missing = request.start + np.flatnonzero(firsts[request.start :] < 0)
     covered = int(missing[0]) if len(missing) else len(firsts)
@@ -92,7 +92,7 @@ def commit(state: State, call: Call, request: CommitRequest, now: float) -> Coun
     if not len(locations) == len(keys) == len(written):
         return Counted(state.epoch)
     hold = client.holds.get(request.reservation)
-    if NOT_WRITTEN in request.written:  # only the reservation that has a slot may give the slot up
+    if NOT_WRITTEN in request.written:  # only a slot's own reservation may give the slot back
         rows, _ = state.size_classes.rows_of(locations)
         theirs = (written == NOT_WRITTEN) & ~np.isin(rows, hold.blocks.source if hold else [])
         written = np.where(theirs, np.uint8(UNTOUCHED), written)

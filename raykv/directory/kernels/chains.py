@@ -1,9 +1,9 @@
-"""Chains of readers: readers that want the same many blocks pull them one after another, each from the last copy.
+"""Chains of readers: readers that need the same long prefix pull it one after another, each from the newest copy.
 
-Without a chain all readers would read the same copy, on one node. A reader waits while another reader pulls a copy of
-its next block. When that copy has arrived, the reader pulls the block from there, and the next reader waits for its
-copy in turn. A reader that has waited too long gives up the copies on their way: from then on nobody waits for these
-copies. `leases.next_window` grants the slots.
+Without a chain, all readers would read the same copy, on one node. A reader waits while another reader pulls a copy of
+its next block. When that copy has arrived, the reader pulls the block from it, and the next reader in turn
+waits for this reader's copy. If a reader has waited too long, the copies on their way are given up: from then on no
+reader waits for these copies. `leases.next_window` grants the slots.
 """
 
 import numpy as np
@@ -18,25 +18,26 @@ GIVEN_UP = 0  # `last` of a STAGING row for which no reader waits
 
 @kernel
 def in_chains(c, size_class):
-    """Whether readers on a node form chains. Readers on GPUs form none: their node's memory is nearer than any copy.
+    """Whether readers of a size class form chains.
 
-    Readers on nodes that leave, or that are late with heartbeats, form no chains either.
+    Readers on GPUs form no chains, as their node's memory is nearer than any copy. Readers on nodes that are leaving or
+    late with heartbeats form no chains either.
     """
     return size_class >= 0 and c.size_classes[size_class].offered == TO_ALL
 
 
 @kernel
 def is_crowded(c, row):
-    """Whether a copy is in memory, and somebody besides the reader holds the copy."""
+    """Whether a copy is in memory and is also held by others than the reader."""
     return c.rows[row].holds > 1 and not is_tier_row(c, row)
 
 
 @kernel
 def copies_elsewhere(c, first, node):
-    """Look at a key's copies on other nodes. Returns (row of the newest copy in memory or -1, whether a copy arrives).
+    """Check a key's copies on other nodes. Returns (row of newest copy in memory or -1, whether a copy is arriving).
 
-    A copy arrives while a reader pulls it into a staging slot. Copies that were given up do not count. Leaves out GPUs,
-    and nodes that leave or are late with heartbeats.
+    A copy is arriving while a reader pulls it into a staging slot, unless the copy was given up. Ignores copies on
+    GPUs, and on nodes that are leaving or late with heartbeats.
     """
     newest, arrives = np.int64(-1), False
     row = np.int64(first)
@@ -51,7 +52,7 @@ def copies_elsewhere(c, first, node):
 
 @kernel
 def arrives_elsewhere(c, firsts, n, reader, blocks):
-    """Whether a reader has to wait, as another reader pulls a copy of its next block.
+    """Whether a reader must wait because another reader is pulling a copy of its next block.
 
     The next block is the first block without a staging slot. n: number of the reader's blocks.
     """
@@ -64,9 +65,9 @@ def arrives_elsewhere(c, firsts, n, reader, blocks):
 
 @kernel(C, KEYS, INT, INT)
 def give_up(c, keys, node, gen):
-    """Give up the copies that readers on other nodes pull: no reader waits for them any more.
+    """Give up the copies that readers on other nodes are pulling, so that no reader waits for these copies any more.
 
-    gen: the newest generation of a copy that is given up.
+    gen: newest generation of the copies to give up.
     """
     for i in range(len(keys)):
         row = first_row(c, keys[i, 0], keys[i, 1])

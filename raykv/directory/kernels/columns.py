@@ -1,7 +1,7 @@
 """The directory's columns: what a row, a list, a size class and a slab are, and the types that kernels take.
 
 A *row* stands for one slot of one node. While the slot holds a block, the row also stands for that copy of the block's
-key. Rows of a slab are consecutive, so a row's location needs no memory.
+key. The rows of a slab are consecutive, so that locations of rows need not be stored.
 """
 
 from typing import NamedTuple
@@ -17,20 +17,20 @@ from raykv.protocol.location import LOCATION
 # in an external tier FREE -> DEMOTING -> EXTERNAL -> (evicted) DEMOTING ...
 FREE, WRITING, READY, REPLICA, STAGING, QUARANTINED, DROPPED, DEMOTING, EXTERNAL, CLOSED = range(10)
 STATES = ("free", "writing", "ready", "replica", "staging", "quarantined", "dropped", "demoting", "external")
-# QUARANTINED: somebody may still write there, until a node store has seen the slot's write lock free.
+# QUARANTINED: somebody may still write into the slot, until a node store has found the slot's write lock free.
 # DROPPED: its block was forgotten, but somebody still holds the slot. CLOSED: it belongs to no slab.
 
 PAGE_BITS = 6  # rows are handed to slabs in pages of 64
 HOLDS_MAX = 65535
-# Whom the directory sends to a size class. NOT_OFFERED: nobody. TO_READERS: readers of a tier or of a leaving node.
+# To whom the directory offers a size class. NOT_OFFERED: nobody. TO_READERS: readers of a tier or of a leaving node.
 # TO_OWN: readers, and writers of the same GPU. TO_ALL: all readers and writers.
 NOT_OFFERED, TO_READERS, TO_OWN, TO_ALL = range(4)
-NODE_BITS = 20  # low bits of a node's index; the epoch is above them, so that no directory repeats an earlier index
+NODE_BITS = 20  # number of low bits of a node's index; the higher bits are the epoch, so that no index is used again
 NODE_MASK = (1 << NODE_BITS) - 1
 NOWHERE = -2  # `prev` of a row that is not in a list
 UNSTAGED = -2  # in `Blocks.staged`: the block is on another node, and has no staging row yet
 
-# The comment of a column says which kernels write it; tests/directory/test_columns.py compares.
+# The comment of a column says which kernels write it; tests/directory/test_columns.py checks this.
 ROW = np.dtype(
     [
         ("k0", "<u8"),  # written by lists
@@ -45,11 +45,11 @@ ROW = np.dtype(
         ("uses", "u1"),  # matches since it was stored; written by lists, leases, demotion
     ]
 )
-# All rows from the old end up to `clean_tail` are clean. clean_count: number of clean rows. clean_tail: -1 without any.
-# An eviction of a clean row loses nothing: its block is in the external tier, is being demoted, or is not wanted there.
-# done: the youngest of the rows that `eviction.done` put at the old end, -1 if there are none. late: the youngest of
-# these that nobody asks for again, or whose user is late; or -1. kept: the youngest of the rows at the old end that
-# evictions pass over since they are kept (`eviction.keep`), or -1. kept_count: the number of rows up to `kept`.
+# All rows from the old end up to `clean_tail` are clean. clean_count: number of clean rows. clean_tail: -1 if none.
+# Evicting a clean row loses nothing: its block is in the external tier, is being demoted, or is not wanted there.
+# done: the youngest of the rows that `eviction.done` put at the old end, or -1. late: the youngest of these rows that
+# nobody will ask for again or whose user is late, or -1. kept: the youngest of the rows at the old end that evictions
+# pass over because they are kept (`eviction.keep`), or -1. kept_count: number of rows from the old end up to `kept`.
 LIST = np.dtype(
     [
         *(("head", "<i4"), ("tail", "<i4"), ("count", "<i8")),  # written by lists
@@ -75,7 +75,7 @@ TENANT = np.dtype(
         ("evicted", "<i8"),  # blocks; written by eviction
     ]
 )
-TENANTS_MAX = 16  # including tenant 0, which is all tenants without a quota
+TENANTS_MAX = 16  # including tenant 0, which stands for all tenants without a quota
 NO_LIMIT = 1 << 62  # bytes
 # Written by no kernel
 SLAB = np.dtype([("base", "<i8"), ("slots", "<i8"), ("size_class", "<i4"), ("number", "<i4"), ("gen", "<i8")])
@@ -83,19 +83,20 @@ FREE_LIST, REPLICA_LIST, READY_LISTS = range(3)  # from READY_LISTS on, each ten
 LISTS_PER_CLASS = READY_LISTS + TENANTS_MAX
 HEAP = np.dtype([("tick", "<i8"), ("size_class", "<i8")])
 
-CLOCK, COUNTER, EPOCH, ENTRIES, TENANTS, TIERED, SECOND, LAST_KEPT = range(8)  # of Columns.state
-FIRST_TICK = 1 << 52  # so that floats tell all idle times apart
-# Rows that are done with have ticks near FIRST_TICK minus one of these: the user asks again, is late, or will not ask.
-# Each is more than twice the one before: a writer evicts a block of its own node instead of one that is twice as old.
+CLOCK, COUNTER, EPOCH, ENTRIES, TENANTS, TIERED, SECOND, LAST_KEPT = range(8)  # indices in Columns.state
+FIRST_TICK = 1 << 52  # small enough that floats distinguish all idle times
+# `eviction.done` and `end_late` set a row's tick near FIRST_TICK minus AGAIN (the user will ask for the block again),
+# OVERDUE (the user is late) or FOR_GOOD (nobody will ask). Each number is more than twice the previous one, since a
+# writer may evict a block of its own node instead of a block that is twice as old.
 AGAIN, OVERDUE, FOR_GOOD = 1 << 47, 1 << 49, 1 << 51
 WAITING = FIRST_TICK - AGAIN
 IN_USE = FIRST_TICK - AGAIN // 2  # rows in use have ticks above this
 IN_TIME = FIRST_TICK - (AGAIN + OVERDUE) // 2  # rows whose user is late or will not ask have ticks below this
-NEEDED = FIRST_TICK - (OVERDUE + FOR_GOOD) // 2  # rows that nobody asks for again have ticks below this
+NEEDED = FIRST_TICK - (OVERDUE + FOR_GOOD) // 2  # rows that nobody will ask for again have ticks below this
 
 
 class Columns(NamedTuple):
-    """All state that kernels touch."""
+    """All state that kernels access."""
 
     rows: NDArray[np.void]  # ROW
     # Of each row: the tenant that pays for its key. Not used while there is only one tenant; written by lists, table
@@ -115,7 +116,7 @@ class Columns(NamedTuple):
 
 
 class Blocks(NamedTuple):
-    """The rows that a lease or reservation holds: (n,) int64 each, with an entry for each key."""
+    """The rows that a lease or reservation holds: each field is (n,) int64, with an entry for each key."""
 
     source: NDArray[np.int64]  # the row to read, or to write; negative: none
     gens: NDArray[np.int64]  # generation of the `source` row
@@ -132,29 +133,29 @@ class Blocks(NamedTuple):
 
 
 class Places(NamedTuple):
-    """Output: where blocks are. Both (n,) LOCATION."""
+    """Output: the locations of blocks. Both arrays are (n,) LOCATION."""
 
-    locations: NDArray[np.void]  # of `source`
-    staged_locations: NDArray[np.void]  # of `staged`
+    locations: NDArray[np.void]  # locations of `source` in Blocks
+    staged_locations: NDArray[np.void]  # locations of `staged` in Blocks
 
 
 class Reader(NamedTuple):
-    """The reader that a match is for. -1 stands for a thing that the reader does not have."""
+    """The reader of a match. `node`, `size_class` and `host` are -1 if the reader has none."""
 
     node: int  # index of its node
-    size_class: int  # on that node, for blocks of this size; -1 if no store there can pull them
-    limit: int  # how many blocks are to have a staging slot
-    host: int  # index of the node whose GPU it is
+    size_class: int  # size class on that node for blocks of this size; -1 if no store there can pull such blocks
+    limit: int  # maximum number of blocks that get a staging slot
+    host: int  # index of the node that the reader's GPU belongs to
     block_bytes: int
     tenant: int
-    long: int  # how many blocks make a read long: see chains.py
+    long: int  # number of blocks from which on a read is long: see chains.py
 
 
 class Writer(NamedTuple):
     """The writer to which slots are granted."""
 
-    start: int  # index of the first key that it writes; the keys before that key are its parents
-    size_class: int  # of its node
+    start: int  # index of the first key to write; the keys before this key are its parents
+    size_class: int  # size class of its node
     others: NDArray[np.int64]  # (m,) size classes of this slot size, in the order in which they are tried
     heaps: NDArray[np.void]  # (tenants, size classes of this slot size) HEAP: see `eviction.coldest`
     locality: float  # see `eviction.victim`
@@ -164,24 +165,24 @@ class Writer(NamedTuple):
 
 
 class Goal(NamedTuple):
-    """How many of a size class's slots are to be free, or to hold a clean block or a replica."""
+    """How many of a size class's slots must be free, or hold a clean block or a replica."""
 
     size_class: int
-    slots: int  # of the size class
-    share: float  # of these slots
+    slots: int  # number of the size class's slots
+    share: float  # share of these slots
 
 
 class Chosen(NamedTuple):
     """Output: the blocks that are demoted to an external tier."""
 
-    source: NDArray[np.int64]  # (n,) the row in memory. A demotion does not hold it: the copier checks its generation
+    source: NDArray[np.int64]  # (n,) the row in memory. It is not held: the copier checks its generation
     target: NDArray[np.int64]  # (n,) the DEMOTING row
     evicted: NDArray[np.uint64]  # (n, 2) keys evicted from the tier
 
 
-# Types of arguments of kernels that Python calls. A read-only type takes any array. Nothing in a tuple is converted:
-# its numbers must be Python's, and its arrays writable. Calls for clients pass plain tuples, and the kernel makes the
-# NamedTuple: for a NamedTuple as argument numba would read all field names at every call, which takes 1.5 us.
+# Argument types of kernels that Python calls. A read-only type accepts any array. Values in a tuple are not converted:
+# numbers must be Python numbers, and arrays must be writable. Calls for clients pass plain tuples, and the kernel makes
+# the NamedTuple: given a NamedTuple, numba would read all field names at every call, which takes 1.5 us.
 INT, FLOAT, BOOL = types.int64, types.float64, types.boolean
 ROWS = types.Array(types.int64, 1, "C")  # numbers of rows, generations, counts
 KEYS = types.Array(types.uint64, 2, "C", readonly=True)

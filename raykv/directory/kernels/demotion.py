@@ -1,8 +1,8 @@
 """Demotion to an external tier, and from a GPU to the memory of its node: which blocks are copied one tier down.
 
-A tier has size classes of its own, and a row for each of its blocks: DEMOTING while the block is written, then
-EXTERNAL. The block stays in memory too. There it is *clean*: evicting it loses nothing, as the tier has it. The tier
-may evict other blocks to make room.
+A tier has its own size classes, and a row for each of its blocks: DEMOTING while the block is written, then EXTERNAL.
+The block stays in memory too, and is *clean* there: evicting it loses nothing, as the tier has a copy. The tier may
+evict other blocks to make room.
 
 A block that was copied from a GPU becomes a primary in memory and a replica on the GPU: evicting that replica loses
 nothing. During the copy the row in memory is DEMOTING and held, so that nobody evicts or reads it.
@@ -55,17 +55,17 @@ from raykv.directory.kernels.slots import room, take
 from raykv.directory.kernels.table import delete, first_of, first_row
 from raykv.system.jit import kernel
 
-ROWS_EXAMINED = 1 << 14  # by one call, at most: clean rows cost time too, and other callers wait
-CHANCES = 8  # an eviction from a tier passes over at most so many blocks that are in memory too
+ROWS_EXAMINED = 1 << 14  # maximum rows that one call examines: clean rows cost time too, and other callers wait
+CHANCES = 8  # maximum number of blocks that an eviction from a tier passes over as they are in memory too
 
 
 @kernel(C, GOAL)
 def shortfall(c, goal):
-    """How many blocks to demote until `share` of a size class's `slots` can be taken without losing a block.
+    """Return how many blocks to demote so that `share` of a size class's `slots` can be taken without losing a block.
 
-    These slots are free, hold a replica, or hold a clean block. Staging slots do not count.
+    Such slots are free, or hold a replica or a clean block. Staging slots do not count.
     """
-    oldest(c, goal.size_class)  # takes held rows off the old end: they are no victims
+    oldest(c, goal.size_class)  # removes held rows from the old end, since held rows can't be evicted
     want, short = _wanted(c, goal), np.int64(0)
     for tenant in range(c.state[TENANTS]):
         short += max(0, _lack(c, goal.size_class, tenant, want))
@@ -74,15 +74,15 @@ def shortfall(c, goal):
 
 @kernel
 def _wanted(c, goal):
-    """How many blocks of a size class are to be clean."""
+    """Return how many blocks of a size class must be clean."""
     return np.int64(np.ceil(goal.slots * goal.share)) - max(0, room(c, goal.size_class))
 
 
 @kernel
 def _lack(c, size_class, tenant, want):
-    """How many of a tenant's blocks to demote, so that every tenant has the same share of clean blocks.
+    """Return how many of a tenant's blocks to demote, so that every tenant has the same share of clean blocks.
 
-    Otherwise all clean blocks could belong to a tenant within its minimum, and no other tenant may evict these.
+    Otherwise all clean blocks could belong to a tenant within its minimum, whose blocks no other tenant may evict.
     """
     total = np.int64(0)
     for other in range(c.state[TENANTS]):
@@ -95,7 +95,7 @@ def _lack(c, size_class, tenant, want):
 
 @kernel
 def start_demotion(c, row, target_row, holds, source, target, n):
-    """Begin the demotion of a block to a taken row of the lower tier, as the n-th of an answer."""
+    """Begin the demotion of a block to a taken row of the lower tier, as entry n of `source` and `target`."""
     grant(c, target_row, c.rows[row].k0, c.rows[row].k1, DEMOTING, holds)
     source[n] = row
     target[n] = target_row
@@ -114,10 +114,10 @@ def in_memory(c, row):
 
 @kernel
 def take_tier_slot(c, tier_class, evicted, count):
-    """Take a free row of a tier's size class. Without one, evict the oldest block, and append its key to `evicted`.
+    """Take a free row of a tier's size class. If none is free, evict the oldest block, and append its key to `evicted`.
 
-    While a block is in memory too, readers read it there. So its row in the tier looks older than the block is. The
-    eviction passes over CHANCES such blocks. Returns (row or -1, new count of evicted keys).
+    A block that is in memory too is read there, so its row in the tier looks older than the block is. The eviction
+    passes over at most CHANCES such blocks. Returns (row or -1, new count of evicted keys).
     """
     row = np.int64(c.lists[tier_class * LISTS_PER_CLASS + FREE_LIST].head)
     if row >= 0:
@@ -141,8 +141,8 @@ def take_tier_slot(c, tier_class, evicted, count):
 def demote(c, goal, min_uses, tier_class, examined, pinned, chosen):
     """Demote a size class's oldest blocks that are not in a tier yet, until there is no `shortfall`.
 
-    min_uses: a block with so many matches is worth demoting. tier_class: the tier's size class. examined: rows to look
-    at, at most. pinned: rows to demote once no other rows are left. Returns (number of blocks, number of evicted keys).
+    min_uses: matches that a block must have. tier_class: the tier's size class. examined: maximum rows to examine.
+    pinned: rows to demote once no other rows are left. Returns (number of blocks, number of evicted keys).
     """
     n, count, row = 0, 0, np.int64(0)
     for _ in range(examined):
@@ -152,7 +152,7 @@ def demote(c, goal, min_uses, tier_class, examined, pinned, chosen):
         if row < 0:
             break
         which = list_of(c, row, READY)
-        if goal.share < 1.0 and c.rows[row].holds > 0:  # no victim: at the end of its last hold it becomes the youngest
+        if goal.share < 1.0 and c.rows[row].holds > 0:  # not evictable: becomes the youngest when its last hold ends
             unlink(c, which, row)
             continue
         if c.rows[row].uses >= min_uses and c.rows[row].last >= NEEDED and not in_external_tier(c, row):
@@ -176,7 +176,7 @@ def demote(c, goal, min_uses, tier_class, examined, pinned, chosen):
 
 @kernel
 def _oldest_unclean(c, size_class, want):
-    """The oldest primary that is not known to be clean, among tenants that lack clean blocks; or -1."""
+    """Return the oldest primary that is not known to be clean, among tenants that lack clean blocks; or -1."""
     oldest_row = np.int64(-1)
     for tenant in range(c.state[TENANTS]):
         if _lack(c, size_class, tenant, want) <= 0:
@@ -200,10 +200,10 @@ def _start_in_tier(c, row, tier_class, chosen, n, count):
 
 @kernel(C, ROWS, ROWS, FLAGS, MASK)
 def demoted(c, rows, gens, stored, lost):
-    """If a DEMOTING row was stored, set it to EXTERNAL, else free it. Idempotent.
+    """Set each DEMOTING row to EXTERNAL if it was stored, else free it. Idempotent.
 
-    lost[i], out: whether the row no longer belongs to this demotion, so that nobody wants the stored bytes. Returns how
-    many rows became EXTERNAL.
+    lost[i], out: whether the row no longer belongs to this demotion, so that the stored bytes are not needed. Returns
+    how many rows became EXTERNAL.
     """
     count = 0
     for i in range(len(rows)):
@@ -233,14 +233,14 @@ def cancel(c, rows):
 
 @kernel(C, INT, KEYS, MASK)
 def in_tier(c, tier, keys, out):
-    """out[i] = whether keys[i] is in the external tier of that index, or being demoted to it."""
+    """Set out[i] to whether keys[i] is in the external tier with index `tier`, or is being demoted to this tier."""
     for i in range(len(keys)):
         out[i] = _row_in(c, tier, keys[i, 0], keys[i, 1]) >= 0
 
 
 @kernel
 def _row_in(c, tier, k0, k1):
-    """The row of a key in an external tier, or -1."""
+    """Return the row of a key in an external tier, or -1."""
     row = first_row(c, k0, k1)
     while row >= 0:
         if node_of(c, row) == tier and (c.rows[row].state == EXTERNAL or c.rows[row].state == DEMOTING):
@@ -251,7 +251,7 @@ def _row_in(c, tier, k0, k1):
 
 @kernel(C, INT, KEYS, MASK)
 def report_existing(c, tier_class, keys, refused):
-    """Take up blocks that lay in a tier before, oldest first. refused[i], out: whether there is no room for keys[i]."""
+    """Adopt blocks that were in a tier before, oldest first. refused[i], out: whether there was no room for keys[i]."""
     for i in range(len(keys)):
         row = np.int64(c.lists[tier_class * LISTS_PER_CLASS + FREE_LIST].head)
         known = _row_in(c, c.size_classes[tier_class].node, keys[i, 0], keys[i, 1]) >= 0
@@ -265,7 +265,7 @@ def report_existing(c, tier_class, keys, refused):
 
 @kernel(C, INT)
 def forget_clean_tail(c, size_class):
-    """Let demotion look at a size class's blocks again, oldest first, as some clean blocks are no longer clean."""
+    """Make demotion look at a size class's blocks again, oldest first, as some clean blocks may no longer be clean."""
     for tenant in range(c.state[TENANTS]):
         c.lists[ready_list(size_class, tenant)].clean_tail = -1
         c.lists[ready_list(size_class, tenant)].clean_count = 0
@@ -273,11 +273,10 @@ def forget_clean_tail(c, size_class):
 
 @kernel(C, INT, INT, INT, ROWS, ROWS)
 def demote_gpu(c, size_class, host_class, want, source, target):
-    """Demote a GPU's oldest primaries that nobody holds, `want` at most.
+    """Demote at most `want` of a GPU's oldest primaries that nobody holds. Returns how many blocks were demoted.
 
-    Each block takes a slot of the node's memory (`host_class`): a slot that costs nothing, else the slot of an evicted
-    block. The evicted block is the oldest there that may go for the demoted block's tenant. Returns how many blocks
-    were demoted.
+    Each block takes a slot of the node's memory (`host_class`): a slot that needs no eviction, else the slot of an
+    evicted block. The evicted block is the oldest block there that may be evicted for the demoted block's tenant.
     source[i], out: the row on the GPU; it is not held, as the copier checks its generation.
     target[i], out: the DEMOTING row in memory.
     """
@@ -298,7 +297,7 @@ def demote_gpu(c, size_class, host_class, want, source, target):
 
 @kernel
 def _take_in_memory(c, host_class, tenant):
-    """Take a row of the node's memory for a tenant, or -1."""
+    """Take a row of the node's memory for a tenant. Returns -1 if there is none."""
     if room(c, host_class) > 0 and not is_full(c, tenant, c.size_classes[host_class].charge):
         return take(c, host_class)
     row = near_victim(c, host_class, tenant)
@@ -307,7 +306,7 @@ def _take_in_memory(c, host_class, tenant):
 
 @kernel
 def _being_demoted(c, row):
-    """Whether a row's key is being copied to memory, maybe from another GPU."""
+    """Whether a row's key is being copied to memory, possibly from another GPU."""
     other = first_of(c, row)
     while other >= 0:
         if c.rows[other].state == DEMOTING and c.rows[other].holds > 0:
@@ -318,10 +317,10 @@ def _being_demoted(c, row):
 
 @kernel(C, ROWS, MASK)
 def gpu_demoted(c, rows, stored):
-    """If a DEMOTING row was stored, make it the primary. Its copies on GPUs become replicas that are evicted first.
+    """Make each DEMOTING row that was stored the primary, or a replica if its key has another lasting primary.
 
-    A row that was not stored is quarantined, since somebody may still write to its slot. Returns how many rows were
-    stored.
+    A new primary's copies on GPUs become replicas that are evicted first. A row that was not stored is quarantined,
+    since somebody may still write to its slot. Returns how many rows were stored.
     """
     count = 0
     for i in range(len(rows)):
@@ -337,7 +336,7 @@ def gpu_demoted(c, rows, stored):
             finish(c, row, REPLICA if has_primary(c, row) else READY)
             unhold(c, row)
             count += 1
-    for i in range(len(rows)):  # youngest first, so that the oldest is the first victim
+    for i in range(len(rows)):  # youngest first, so that the oldest is evicted first
         row = np.int64(rows[len(rows) - 1 - i])
         if row >= 0 and c.rows[row].state == READY:
             _make_replicas(c, row)
@@ -346,7 +345,7 @@ def gpu_demoted(c, rows, stored):
 
 @kernel
 def _make_replicas(c, row):
-    """After a key got a new primary, make its other primaries replicas, and the oldest ones of their size class."""
+    """Turn a key's primaries other than its new primary, `row`, into the oldest replicas of their size classes."""
     other = first_of(c, row)
     while other >= 0:
         if other != row and c.rows[other].state == READY:

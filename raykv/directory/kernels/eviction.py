@@ -1,16 +1,17 @@
-"""Which block is evicted: the line that evicts is in `evict`.
+"""Chooses the blocks to evict. The eviction itself is in `evict`.
 
 Each size class keeps the primaries of each tenant in a list by age. A writer's own size class evicts its oldest block,
 unless the oldest block of the whole cluster was idle much longer (`victim`). `placement.reserve` evicts blocks for a
 writer. `restore_window` evicts blocks if primaries or leases use up a staging window. quotas.py decides whose blocks
-may go. If there is only one tenant, all blocks may go.
+may be evicted. If there is only one tenant, all blocks may be evicted.
 
-Of the blocks that users ask for again (`done`), those of the last user go first, since a user that waits longer returns
-sooner. A user that is late may not return at all: the blocks of this user go before (`end_late`). In a pool with an
-external tier the blocks of the first user go first: demotion copies the oldest blocks.
+Among blocks that users will ask for again (`done`), the blocks of the user who left last are evicted first, since users
+who have waited longer return sooner. A late user may not return at all, so this user's blocks are evicted even earlier
+(`end_late`). In a pool with an external tier, the blocks of the user who left first are evicted first, since demotion
+copies the oldest blocks.
 
-A block may be kept until a time (`keep`). Then the oldest block of the same list that is not kept goes in its place
-(`_instead_of`).
+A block may be kept until a given time (`keep`). Until then, the oldest block of the same list that is not kept is
+evicted instead (`_instead_of`).
 """
 
 import numpy as np
@@ -61,19 +62,19 @@ from raykv.system.jit import kernel
 
 @kernel(C, INT)
 def oldest(c, size_class):
-    """The size class's oldest primary without a hold, or -1. Older held rows leave the list until their holds end."""
+    """Return a size class's oldest primary without a hold, or -1. Takes older held rows out of the list."""
     return _oldest_for(c, size_class, -1, ANYBODY)
 
 
 @kernel
 def oldest_of(c, size_class, tenant):
-    """As `oldest`, among the blocks of one tenant."""
+    """Like `oldest`, but only among the blocks of one tenant."""
     return oldest_in(c, ready_list(size_class, tenant))
 
 
 @kernel(C, INT)
 def oldest_in_use(c, size_class):
-    """As `oldest`, among rows that nobody is done with (see `done`). The row may be held."""
+    """Like `oldest`, but only among rows in use, for which `done` was not called. The row may be held."""
     found = np.int64(-1)
     for tenant in range(c.state[TENANTS]):
         row = oldest_of(c, size_class, tenant)
@@ -86,7 +87,7 @@ def oldest_in_use(c, size_class):
 
 @kernel
 def _oldest_for(c, size_class, tenant, who):
-    """As `oldest`, among blocks that may go for a tenant: see `may_go`."""
+    """Like `oldest`, but only among blocks that may be evicted for a tenant: see `may_go`."""
     row = np.int64(-1)
     for owner in range(c.state[TENANTS]):
         if may_go(c, owner, tenant, who, c.size_classes[size_class].charge):
@@ -98,23 +99,24 @@ def _oldest_for(c, size_class, tenant, who):
 
 @kernel(C, INT, INT)
 def oldest_candidate(c, size_class, tenant):
-    """As `oldest`, among blocks that may go for one more block of a tenant: see `whose`."""
+    """Like `oldest`, but only among blocks that may be evicted for a new block of a tenant: see `whose`."""
     return _oldest_for(c, size_class, tenant, whose(c, tenant, c.size_classes[size_class].charge))
 
 
 @kernel
 def near_victim(c, size_class, tenant):
-    """The row of this size class that a tenant's new block evicts, or -1. The last resort is a row of the tenant."""
+    """Return the row of a size class that a tenant's new block evicts, or -1. The last resort is a tenant's own row."""
     row = oldest_candidate(c, size_class, tenant)
     return row if row >= 0 else _oldest_for(c, size_class, tenant, OWN)
 
 
 @kernel
 def coldest(c, heap, tenant):
-    """A tenant's oldest primary of all size classes of one slot size, or -1.
+    """Return a tenant's oldest primary in all size classes of one slot size, or -1.
 
-    heap: of that tenant and slot size. Each entry is for a size class. Its tick is at most that of the tenant's oldest
-    primary there: oldest primaries only get younger. Corrects the top entry until its tick is exact.
+    heap: heap of this tenant and slot size, with an entry for each size class. An entry's tick is a lower bound of the
+    tick of the tenant's oldest primary in the size class, since oldest primaries only get younger. Corrects the top
+    entry until its tick is exact.
     """
     clock = c.state[CLOCK]
     while True:
@@ -139,10 +141,10 @@ def coldest(c, heap, tenant):
 
 @kernel
 def _coldest_for(c, writer, who):
-    """As `coldest`, among blocks that may go for a writer's tenant."""
+    """Like `coldest`, but only among blocks that may be evicted for a writer's tenant."""
     row = np.int64(-1)
     for owner in range(c.state[TENANTS]):
-        has_some = c.quotas[owner].used > 0  # a search that finds nothing costs most
+        has_some = c.quotas[owner].used > 0  # a search that finds nothing costs the most
         if has_some and may_go(c, owner, writer.tenant, who, writer.size):
             tail = coldest(c, writer.heaps[owner], owner)
             if row < 0 or (tail >= 0 and c.rows[tail].last < c.rows[row].last):
@@ -152,7 +154,7 @@ def _coldest_for(c, writer, who):
 
 @kernel
 def victim(c, writer, may_leave):
-    """The row that is evicted for a writer, or -1.
+    """Return the row to evict for a writer, or -1.
 
     It is the oldest row of the writer's size class, unless the oldest row of the cluster was idle more than `locality`
     times as long. may_leave: whether the writer can use a slot on another node.
@@ -170,7 +172,7 @@ def victim(c, writer, may_leave):
 
 @kernel
 def _victim(c, writer, may_leave, near, far):
-    """As `victim`. near, far: whose blocks may go (`whose`), in the writer's size class and in the whole cluster."""
+    """Like `victim`. near, far: results of `whose` for the writer's size class and for the whole cluster."""
     tail = _oldest_for(c, writer.size_class, writer.tenant, near)
     far_tail = _coldest_for(c, writer, far) if may_leave else np.int64(-1)
     return _idler(c, tail, far_tail, writer.locality)
@@ -178,7 +180,7 @@ def _victim(c, writer, may_leave, near, far):
 
 @kernel
 def _idler(c, tail, far_tail, locality):
-    """The far row if it was idle more than `locality` times as long as the near row, else the near row; -1: no row."""
+    """Return `far_tail` if it was idle more than `locality` times as long as `tail`, else `tail`. -1: no row."""
     if far_tail < 0:  # `tail` may be on a GPU, which is in no heap
         return tail
     if tail < 0:
@@ -202,11 +204,11 @@ def drop_replicas(c, first):
 
 @kernel
 def evict(c, row):
-    """Forget the oldest primary of a list, or if it is kept, the primary that goes in its place. Nobody may hold it.
+    """Evict the oldest primary of a list, or if it is kept, the primary to evict instead. Nobody may hold the row.
 
-    Returns the row of the primary that went; the caller must fill or free this row. It has the same size class.
-    The key's replicas go too, unless somebody holds them. They are as old as the primary, since `release` touches the
-    primary after a read of a replica. A replica that became the primary would take a slot of its node's staging window.
+    Returns the evicted primary's row, which is in the same size class; the caller must fill or free it. Also frees the
+    key's replicas that nobody holds. They are as old as the primary, since `release` touches the primary after a
+    read of a replica. A replica that became the primary would take a slot of its node's staging window.
     """
     if c.state[LAST_KEPT] > c.state[SECOND]:
         row = _instead_of(c, row)
@@ -226,11 +228,11 @@ def _is_kept(c, row):
 
 @kernel
 def _instead_of(c, row):
-    """The row that goes in the place of the oldest row of a list, which may be kept.
+    """Return the row to evict instead of the oldest row of a list, which may be kept.
 
-    The oldest row that is not kept goes, and the kept row gets its place and age. So the ages of the list are the same
-    as without a kept row: no hint of a tenant costs a block of another tenant. The kept row goes itself if the rows to
-    pass over are more than half of the list, or if an unclean row would go for a clean row.
+    This is the oldest row that is not kept, whose place and age the kept row gets. So the ages in the list are the same
+    as without a kept row, and no tenant's hint costs a block of another tenant. The kept row itself is evicted if more
+    than half of the list would be passed over, or if an unclean row would be evicted instead of a clean row.
     """
     which = list_of(c, row, READY)
     if not _is_kept(c, row):
@@ -258,7 +260,7 @@ def _instead_of(c, row):
 
 @kernel
 def _first_not_kept(c, which):
-    """A list's oldest row that nobody holds or keeps. -1: the rows before it are more than half of the list."""
+    """Return a list's oldest row that is neither held nor kept; -1 if the older rows are more than half of the list."""
     while 2 * c.lists[which].kept_count <= c.lists[which].count:
         kept = c.lists[which].kept
         row = np.int64(c.rows[kept].prev if kept >= 0 else c.lists[which].tail)
@@ -271,9 +273,9 @@ def _first_not_kept(c, which):
 
 @kernel(C, ROWS, INT, INT)
 def keep(c, firsts, tenant, until):
-    """Use keys of a tenant: the first key is the youngest then. Keep them until a second. Returns how many are there.
+    """Touch a tenant's keys, last to first, and keep them until second `until`. Returns how many keys are stored.
 
-    Copies in the memory of nodes are kept: evictions pass over them, see `_instead_of`. firsts: of `find`.
+    Only copies in the memory of nodes are kept: evictions pass over them, see `_instead_of`. firsts: from `find`.
     """
     count = 0
     c.state[LAST_KEPT] = max(c.state[LAST_KEPT], until)
@@ -301,7 +303,7 @@ def _keep_until(c, row, until):
 
 @kernel(C, INT, INT)
 def set_second(c, size_classes, second):
-    """The time is `second` now. size_classes: how many there are."""
+    """Set the time to `second`. size_classes: number of size classes."""
     if c.state[LAST_KEPT] > c.state[SECOND]:
         for which in range(size_classes * LISTS_PER_CLASS):
             pass_over_none(c, which)
@@ -310,7 +312,7 @@ def set_second(c, size_classes, second):
 
 @kernel
 def evict_surplus(c, size_class):
-    """Evict the oldest block without which its tenant keeps its minimum. If there is none, evict the oldest block.
+    """Evict the oldest block whose tenant keeps its minimum without it. If there is none, evict the oldest block.
 
     Returns whether there was any block to evict.
     """
@@ -332,7 +334,7 @@ def keep_maximum(c, tenant, size_class):
 
 @kernel(C, INT, INT)
 def restore_window(c, size_class, slots):
-    """Evict until the staging window lacks no slot, at most `slots` times. Returns how many slots are still lacking."""
+    """Evict at most `slots` blocks until the staging window lacks no slot. Returns how many slots are still lacking."""
     while slots > 0 and room(c, size_class) < 0 and evict_surplus(c, size_class):
         slots -= 1
     return slots if room(c, size_class) < 0 else 0
@@ -340,7 +342,7 @@ def restore_window(c, size_class, slots):
 
 @kernel
 def victim_ahead(c, size_class, tenant, steps):
-    """The tenant's row that goes `steps` evictions from now, or -1. Prefetches the victims before it."""
+    """Return the tenant's row that is evicted `steps` evictions from now, or -1. Prefetches the victims before it."""
     row = np.int64(c.lists[ready_list(size_class, tenant)].tail)
     for _ in range(steps):
         if row < 0:
@@ -352,7 +354,7 @@ def victim_ahead(c, size_class, tenant, steps):
 
 @kernel
 def next_ahead(c, row):
-    """The next younger victim after a row. Prefetches this victim and the table's entry of the row.
+    """Return the next younger victim after a row. Prefetches this victim, and the table entry of the row.
 
     So each cache miss of the list overlaps with the work of one grant.
     """
@@ -367,12 +369,12 @@ def next_ahead(c, row):
 
 @kernel(C, ROWS, INT, BOOL)
 def done(c, firsts, tenant, again):
-    """Make keys of a tenant older than all blocks in use. Returns how many copies became older.
+    """Make a tenant's keys older than all blocks in use. Returns how many copies became older.
 
-    Copies that somebody holds stay as they are. firsts: of `find`. again: whether somebody will ask for the keys later.
-    Keys that nobody will ask for are evicted first, and of these the keys of the last call. Then keys follow that
-    somebody will ask for, and of these the keys of the last call; with an external tier those of the first call. Of one
-    call the last key is evicted first.
+    Held copies do not change. firsts: from `find`. again: whether somebody will ask for the keys later. Keys for which
+    nobody will ask are evicted first, in reverse order of the calls. Keys for which somebody will ask come next, also
+    in reverse order of the calls, but with an external tier in the order of the calls. Within a call, the last key is
+    evicted first.
     """
     count = 0
     for i in range(len(firsts)):
@@ -383,7 +385,7 @@ def done(c, firsts, tenant, again):
             if stored(c.rows[row].state) and c.rows[row].holds == 0 and _may_rest(c, row):
                 _keep_until(c, row, 0)
                 which = list_of(c, row, c.rows[row].state)
-                oldest_in(c, which)  # takes held rows off the old end, else they would end up in the middle
+                oldest_in(c, which)  # removes held rows from the old end, else they would end up in the middle
                 if again:
                     count += _rest(c, which, row)
                 else:
@@ -397,8 +399,8 @@ def done(c, firsts, tenant, again):
 def _may_rest(c, row):
     """Whether `done` may make a row older.
 
-    False on a GPU: the oldest blocks of a GPU become young blocks of memory. False while the row's node is not offered,
-    as when the node joins.
+    False on a GPU, as a GPU's oldest blocks become young blocks of memory. False while the row's node is not offered,
+    for example while the node is joining.
     """
     size_class = c.size_classes[size_class_of(c, row)]
     return is_tier_row(c, row) or (size_class.charge > 0 and size_class.offered != NOT_OFFERED)
@@ -406,10 +408,10 @@ def _may_rest(c, row):
 
 @kernel
 def _rest(c, which, row):
-    """Put a row between the rows in use and the rows that nobody asks for again. Returns whether it did.
+    """Put a row between the rows in use and the rows that nobody will ask for again. Returns whether the row moved.
 
-    A row stays where it is if its new place is among clean rows and the external tier lacks its block: demotion skips
-    clean rows.
+    A row does not move if its new place would be among clean rows and the external tier lacks its block, since demotion
+    skips clean rows.
     """
     clean_tail, done = c.lists[which].clean_tail, np.int64(c.lists[which].done)
     is_clean = clean_tail >= 0 and c.rows[row].last <= c.rows[clean_tail].last
@@ -429,7 +431,7 @@ def _rest(c, which, row):
 
 @kernel
 def _link_above(c, which, row, older):
-    """Put a row that is done with into a list, as the next younger of another; -1: as the oldest."""
+    """Insert a row into the `done` part of a list, as the next younger row of `older`; -1: as the oldest row."""
     if c.lists[which].done == older:
         c.lists[which].done = row
     link_between(c, which, np.int64(c.rows[older].prev if older >= 0 else c.lists[which].tail), row, older)
@@ -437,10 +439,10 @@ def _link_above(c, which, row, older):
 
 @kernel(C, INT, INT, INT)
 def end_late(c, size_classes, after, before):
-    """Have rows go before all other rows that wait, if their wait began at ticks in (after, before]. Returns how many.
+    """Make rows whose wait began at a tick in (after, before] late: they are evicted before other rows that wait.
 
-    size_classes: how many there are. The rows' order stays the same. With an external tier no row moves: there the
-    longest waits end first.
+    Returns the number of these rows, whose order stays the same. size_classes: number of size classes. With an
+    external tier no row moves, as the rows with the longest wait are evicted first anyway.
     """
     count = 0
     for which in range(0 if c.state[TIERED] else size_classes * LISTS_PER_CLASS):
@@ -460,13 +462,13 @@ def end_late(c, size_classes, after, before):
 
 @kernel
 def _since(c, row):
-    """The tick at which a row began to wait. Not for rows of a pool with an external tier."""
+    """Return the tick at which a row began to wait. Not valid in a pool with an external tier."""
     return FIRST_TICK + WAITING - c.rows[row].last
 
 
 @kernel
 def _end(c, which, row):
-    """Make a row the next victim of its list. The row counts as clean, since no external tier wants its block."""
+    """Make a row the next victim of its list. The row counts as clean, as no external tier needs its block."""
     unlink(c, which, row)
     c.state[CLOCK] += 1
     c.rows[row].last = FIRST_TICK - FOR_GOOD - (c.state[CLOCK] - FIRST_TICK)

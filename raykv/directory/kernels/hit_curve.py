@@ -2,7 +2,7 @@
 
 SHARDS: Waldspurger, Park, Garthwaite, Ahmad, "Efficient MRC Construction with SHARDS", FAST 2015. A key is in the
 sample if its hash is below a limit, so the sample sees either all uses of a key or none. The distance of a use is the
-bytes of all keys that were used since the key's last use, and of the key itself. An LRU with that much memory would
+number of bytes of all keys used since the key's last use, including the key itself. An LRU with that much memory would
 have had the key.
 """
 
@@ -21,24 +21,24 @@ KEY = np.dtype(
     [
         *(("k0", "<u8"), ("k1", "<u8"), ("bytes", "<i8")),
         ("last", "<i4"),  # the place of its last use
-        ("free", "<i4"),  # from entry state[COUNT] on: a number that no key has; unused in earlier entries
+        ("free", "<i4"),  # in entries from state[COUNT] on: a number that no key has; unused in earlier entries
     ]
 )
 # A use that is not counted yet. Counting many uses in a row is four times as fast, as the processor caches the sample
 USE = np.dtype([("k0", "<u8"), ("k1", "<u8"), ("bytes", "<i8"), ("call", "<i4"), ("asked", "<i4")])
-# Two things in one: an entry of a hash table (`hashed`), and a place in the order of last uses (`used`, `sum`)
+# Combines an entry of a hash table (`hashed`) and a place in the order of last uses (`used`, `sum`)
 PLACE = np.dtype(
     [
         ("hashed", "<i4"),  # 0, or 1 more than a key's number
         ("used", "<i4"),  # 0, or 1 more than the number of the key whose last use has this place
-        ("sum", "<i8"),  # of a Fenwick tree of bytes
+        ("sum", "<i8"),  # node of a Fenwick tree of bytes
     ]
 )
-NEXT, COUNT, BYTES, SHIFT, USES, WAITING, CALL = range(7)  # of Sample.state
+NEXT, COUNT, BYTES, SHIFT, USES, WAITING, CALL = range(7)  # indices in Sample.state
 FINENESS = 16  # entries of `counts` for each doubling of a distance
-LEAST_BITS, MOST_BITS = 12, 52  # log2 of the shortest and longest distances (bytes) that are told apart
+LEAST_BITS, MOST_BITS = 12, 52  # log2 of the shortest and longest distances (bytes) that are distinguished
 DISTANCES = (MOST_BITS - LEAST_BITS) * FINENESS
-SHIFT_MAX = 20  # upper bits of a hash that say whether a key is in the sample, at most; the table uses lower bits
+SHIFT_MAX = 20  # maximum number of upper bits of a hash that decide whether a key is sampled; the table uses lower bits
 HASHES = np.uint64(0xFFFFFFFFFFFFFFFF)
 
 
@@ -47,15 +47,15 @@ class Sample(NamedTuple):
 
     keys: NDArray[np.void]  # (n,) KEY
     places: NDArray[np.void]  # (4 n,) PLACE
-    counts: NDArray[np.float64]  # (DISTANCES + 1,) estimated uses of all keys by distance; last entry: of unknown keys
-    waiting: NDArray[np.void]  # (n,) USE. Uses of several calls, if these have at most n / 4 keys
-    # state[NEXT]: the next place. COUNT: number of keys in the sample. BYTES: bytes of these keys. SHIFT: the sample
-    # samples one key of 2**SHIFT. USES: counted uses. WAITING: uses not counted yet. CALL: number of the last `use`
+    counts: NDArray[np.float64]  # (DISTANCES + 1,) estimated uses by distance; the last entry is for unknown keys
+    waiting: NDArray[np.void]  # (n,) USE. Uses of one call, or of calls with at most n / 4 keys in total
+    # state[NEXT]: the next place. COUNT: number of keys in the sample. BYTES: bytes of these keys. SHIFT: one key
+    # of 2**SHIFT is sampled. USES: counted uses. WAITING: uses not counted yet. CALL: number of the last `use`
     state: NDArray[np.int64]
 
 
 def sample(keys: int) -> Sample:
-    """An empty sample of at most `keys` keys, a power of two."""
+    """Create an empty sample of at most `keys` keys, which must be a power of two."""
     counts, waiting = np.zeros(DISTANCES + 1), np.zeros(keys, USE)
     empty = Sample(np.zeros(keys, KEY), np.zeros(4 * keys, PLACE), counts, waiting, np.zeros(7, np.int64))
     empty.keys["free"], empty.state[NEXT] = np.arange(keys), 1
@@ -67,9 +67,9 @@ SAMPLE = types.Tuple(tuple(numba.typeof(array) for array in sample(1)))
 
 @kernel(SAMPLE, KEYS, INT, BOOL, FLOAT)
 def use(sample, keys, size, asked, horizon):
-    """Note a use of each key. `keys` may be as long as `waiting`. size: bytes of each key's block.
+    """Record a use of each key. `keys` may be at most as long as `waiting`. size: bytes of each key's block.
 
-    asked: whether somebody looked for the keys. horizon: bytes; keys with a larger distance may leave the sample.
+    asked: whether somebody looked for the keys. horizon: distance in bytes beyond which keys may leave the sample.
     """
     s = Sample(*sample)
     if s.state[WAITING] > 0 and s.state[WAITING] + len(keys) > len(s.waiting) // 4:
@@ -86,13 +86,13 @@ def use(sample, keys, size, asked, horizon):
 
 @kernel(SAMPLE, FLOAT)
 def count(sample, horizon):
-    """Count the uses that wait."""
+    """Count the uses in `waiting`."""
     _count(Sample(*sample), horizon)
 
 
 @kernel
 def _count(s, horizon):
-    """For each call, count the distances of all its keys, and only then note their uses, last to first."""
+    """For each call, count the distances of all its keys, and only then record their uses, last to first."""
     begin = end = np.int64(0)
     while begin < s.state[WAITING]:
         while end < s.state[WAITING] and s.waiting[end].call == s.waiting[begin].call:
@@ -123,7 +123,7 @@ def _use_one(s, k0, k1, size, horizon):
     if number < 0:
         if s.state[COUNT] == len(s.keys):
             _thin(s, horizon)
-        # `_thin` may leave this key out, or make no room: somebody may have chosen keys with small hashes
+        # `_thin` may exclude this key, or make no room, as somebody may have chosen keys with small hashes
         if hashed <= HASHES >> np.uint64(s.state[SHIFT]) and s.state[COUNT] < len(s.keys):
             _place(s, _insert(s, hashed, k0, k1, size))
     elif s.keys[number].last + 1 != s.state[NEXT]:
@@ -133,7 +133,7 @@ def _use_one(s, k0, k1, size, horizon):
 
 @kernel
 def _find(s, hashed, k0, k1):
-    """The number of a key, or -1."""
+    """Return the number of a key, or -1."""
     mask = len(s.places) - 1
     at = np.int64(hashed >> np.uint64(SHIFT_MAX)) & mask
     while s.places[at].hashed > 0:
@@ -175,7 +175,7 @@ def _place(s, number):
 
 @kernel
 def _remove(s, number):
-    """Take a key's place from it."""
+    """Remove a key from its place."""
     at = np.int64(s.keys[number].last)
     s.places[at].used = 0
     _add(s, at, -s.keys[number].bytes)
@@ -191,7 +191,7 @@ def _add(s, at, size):
 
 @kernel
 def _distance(s, number):
-    """Index in `counts` of a key's use. number: -1 for an unknown key."""
+    """Return the index in `counts` for a new use of a key. number: number of the key; -1 for an unknown key."""
     if number < 0:
         return DISTANCES
     before, at = np.int64(0), np.int64(s.keys[number].last) - 1

@@ -3,7 +3,7 @@
 `state/holds.py: Clients` ends holds that a call does not list any more. `calls/upkeep.py: check` ends the holds of
 clients that made no call for CLIENT_TTL_S.
 
-A row may be held by a lease (a reader's), a reservation (a writer's, see placement.py), a pin or a demotion.
+A row may be held by a reader's lease, a writer's reservation (see placement.py), a pin or a demotion.
 """
 
 import numpy as np
@@ -63,7 +63,7 @@ from raykv.system.jit import kernel
 
 @kernel
 def _staging_need(c, firsts, reader):
-    """How many staging slots a ready prefix needs on its reader's node, within the window; 0 if enough are free."""
+    """Count staging slots that a ready prefix needs on its reader's node, within the window; 0 if enough are free."""
     if reader.size_class < 0:
         return np.int64(0)
     own = c.size_classes[reader.size_class]
@@ -83,12 +83,12 @@ def _staging_need(c, firsts, reader):
 
 @kernel(C, KEYS, ROWS, READER, BLOCKS, PLACES, BOOL)
 def match(c, keys, firsts, reader, blocks, places, found):
-    """Hold the longest ready prefix, and write where its blocks are.
+    """Hold the longest ready prefix, and write its blocks' locations to `places`.
 
     blocks, out: see `_hold_prefix`. places, out: the locations of `blocks`. found: whether `find` has filled `firsts`.
-    Returns four numbers of blocks: in the prefix, on other nodes, in external tiers, and on the reader's `host`.
-    If `found` is False and the prefix needs more staging slots than are free, holds nothing. Then the first number is
-    minus the number of slots that the prefix needs.
+    Returns the number of blocks in the prefix, on other nodes, in external tiers, and on the reader's `host`. If
+    `found` is False and the prefix needs more staging slots than are free, nothing is held. Then the first number is
+    the negative of the number of slots that the prefix needs.
     """
     reader, blocks, places = Reader(*reader), Blocks(*blocks), Places(*places)
     if not found:
@@ -113,9 +113,9 @@ def match(c, keys, firsts, reader, blocks, places, found):
 def _hold_prefix(c, keys, firsts, reader, blocks):
     """Hold the longest ready prefix, and charge it to the reader's tenant.
 
-    firsts: the keys' first rows, of `find`. blocks: out; fills all fields but `gens`. staged[i] is -1 if block i is on
+    firsts: the keys' first rows, from `find`. blocks, out: all fields except `gens`. staged[i] is -1 if block i is on
     the reader's node already. staged[i] is UNSTAGED if `limit` earlier blocks have a slot, or if the window is used up:
-    `next_window` gives block i a slot later. Returns (number of blocks, how many of these are on other nodes).
+    `next_window` gives block i a slot later. Returns (number of blocks, number of these on other nodes).
     """
     source, staged = blocks.source, blocks.staged
     n, remote = 0, 0
@@ -123,7 +123,7 @@ def _hold_prefix(c, keys, firsts, reader, blocks):
         row, staging = best(c, firsts[n], reader.node)
         if row < 0:
             break
-        hold(c, row)  # hold all before the first staging, which may evict replicas
+        hold(c, row)  # hold all rows before the first staging, which may evict replicas
         _count_use(c, firsts[n])
         if c.state[TENANTS] > 1:
             claim(c, firsts[n], reader.tenant)
@@ -169,8 +169,8 @@ def _count_use(c, first):
 def _read_elsewhere(c, firsts, covered, n, node, blocks):
     """Release replicas on the reader's node, and read their primaries on other nodes instead.
 
-    Held replicas may fill the staging window. Replaces replicas of blocks[covered:n], last to first. Returns the number
-    of replaced replicas. If a released replica still exists later, `next_window` uses it.
+    Otherwise held replicas could fill the staging window. Replaces replicas of blocks[covered:n], last to first.
+    Returns the number of replaced replicas. If a released replica still exists later, `next_window` uses it.
     """
     moved = 0
     for j in range(n - covered):
@@ -190,7 +190,7 @@ def _read_elsewhere(c, firsts, covered, n, node, blocks):
 
 @kernel
 def _primary_elsewhere(c, first, node):
-    """The row of a key's primary on another node than `node`; -1 if there is none. first: the key's first row."""
+    """Return the row of a key's primary on a node other than `node`, or -1. first: the key's first row."""
     while first >= 0 and not (_readable(c, first) and node_of(c, first) != node):
         first = np.int64(c.rows[first].same)
     return first
@@ -198,10 +198,10 @@ def _primary_elsewhere(c, first, node):
 
 @kernel(C, KEYS, BLOCKS, INT)
 def pass_by(c, keys, blocks, node):
-    """Release the replicas that a lease has passed. From now on the lease reads their primaries.
+    """Release the replicas that the reader of a lease has passed, and hold their primaries instead.
 
-    The held replicas may fill a staging window that this lease or another lease waits for. Releases the last replica
-    first. Returns the number of released replicas.
+    Otherwise held replicas could fill a staging window that this lease or another lease waits for. Releases the last
+    replica first. Returns the number of released replicas.
     """
     blocks, moved = Blocks(*blocks), 0
     source, gens = blocks.source, blocks.gens
@@ -211,7 +211,7 @@ def pass_by(c, keys, blocks, node):
         if row < 0 or c.rows[row].gen != gens[i]:
             source[i] = -1  # the block is gone
             continue
-        if c.rows[row].state != REPLICA:  # checked first: a look into the hash table costs 50 times as much
+        if c.rows[row].state != REPLICA:  # checked first: a look-up in the hash table costs 50 times as much
             continue
         other = _primary_elsewhere(c, first_row(c, keys[i, 0], keys[i, 1]), node)
         if other >= 0:
@@ -233,7 +233,7 @@ def _readable(c, row):
 def _cover(c, keys, n, limit, size_class, blocks):
     """Give UNSTAGED blocks[:n] staging slots, in order, until `limit` blocks have a slot or the window is used up.
 
-    Returns how many leading blocks can be read now. No block after these has a staging slot.
+    Returns how many leading blocks can be read now. Later blocks have no staging slot.
     """
     staged, granted = blocks.staged, 0
     for i in range(n):
@@ -278,10 +278,9 @@ def _give_back(c, first, n, blocks):
 def next_window(c, keys, blocks, node, size_class, turn):
     """Give UNSTAGED blocks of a lease staging slots, in order, until the window is used up.
 
-    A block that has a copy on the reader's node by now gets the slot of that copy. Returns (how many leading blocks
-    still exist, whether the reader waits for a copy). No block after the first block without a slot has a staging slot.
-
-    turn: how many blocks get slots if the reader is in a chain (see chains.py); 0: the reader is in no chain.
+    A block that has a copy on the reader's node by now gets the slot of that copy. After the first block that gets no
+    slot, no block has a staging slot. Returns (number of leading blocks that still exist, whether the reader waits for
+    a copy). turn: maximum number of blocks that get slots if the reader is in a chain (see chains.py); 0: no chain.
     """
     blocks, full, waits, granted = Blocks(*blocks), False, False, np.int64(0)
     chained = turn > 0 and in_chains(c, size_class)
@@ -293,7 +292,7 @@ def next_window(c, keys, blocks, node, size_class, turn):
         if row < 0 or not stored(c.rows[row].state):
             return i, waits
         if staged[i] >= 0 and c.rows[np.int64(staged[i])].gen != staged_gens[i]:
-            return i, waits  # the staging slot is somebody else's by now
+            return i, waits  # the staging slot has been given to another block
         if staged[i] == -1 and node_of(c, row) != node:
             return i, waits  # the reader's node is gone, and the source with it
         if full or staged[i] != UNSTAGED:
@@ -325,7 +324,7 @@ def next_window(c, keys, blocks, node, size_class, turn):
 
 @kernel
 def _hold_elsewhere(c, keys, i, node, blocks):
-    """Block i's source is gone: hold a copy on another node. Returns the copy's row; -1 if there is none."""
+    """Hold a copy of block i, whose source is gone, on another node. Returns the copy's row; -1 if there is none."""
     row = copies_elsewhere(c, first_row(c, keys[i, 0], keys[i, 1]), node)[0]
     if row >= 0:
         hold(c, row)
@@ -335,7 +334,7 @@ def _hold_elsewhere(c, keys, i, node, blocks):
 
 @kernel(C, INT, ROWS)
 def staging_lack(c, size_class, staged):
-    """How many staging slots the UNSTAGED blocks of a lease need, within the window; 0 if enough are free."""
+    """Return how many staging slots a lease's UNSTAGED blocks need, within the window; 0 if enough are free."""
     need = np.int64(0)
     for row in staged:
         need += row == UNSTAGED
@@ -347,7 +346,7 @@ def staging_lack(c, size_class, staged):
 def pulled(c, rows, gens, promoted):
     """Turn pulled STAGING rows into replicas, or into primaries where the key has no lasting primary (`has_primary`).
 
-    promoted[size_class], in and out: this call adds the number of new primaries, each of which keeps its slot of the
+    promoted[size_class], in and out: increased by the number of new primaries, each of which keeps its slot of the
     staging window.
     """
     for i in range(len(rows)):
@@ -383,7 +382,7 @@ def fleeting(c, row):
 
 @kernel
 def _succeed(c, row):
-    """After a row became its key's primary, make the key's other primaries replicas. The others are fleeting."""
+    """After a row became its key's primary, turn the key's other primaries, which are fleeting, into replicas."""
     other = first_of(c, row)
     while other >= 0:
         if other != row and c.rows[other].state == READY:
@@ -422,7 +421,7 @@ def hold_lasting(c, firsts, rows, gens):
 
 @kernel
 def _lasting(c, first):
-    """The row of a key to keep: its copy in an external tier, else its primary, else -1."""
+    """Return the row of a key's lasting copy: the copy in an external tier, else the primary, else -1."""
     lasting = np.int64(-1)
     row = np.int64(first)
     while row >= 0:
@@ -435,7 +434,7 @@ def _lasting(c, first):
 
 @kernel(C, ROWS, ROWS)
 def copies(c, firsts, out):
-    """Write the rows of the keys to `out`, as many as fit. Returns the number of all rows of the keys."""
+    """Write as many of the keys' rows to `out` as fit. Returns the number of all rows of the keys."""
     n = 0
     for first in firsts:
         row = np.int64(first)
@@ -449,14 +448,14 @@ def copies(c, firsts, out):
 
 @kernel(C, ROWS, ROWS, ROWS, ROWS)
 def release(c, source, gens, staged, staged_gens):
-    """End a lease or reservation, last block first. A row whose generation changed is somebody else's by now."""
+    """End a lease or reservation, last block first. Skips rows whose generation changed: they hold other blocks."""
     warm = warm_neighbours(c, source)
     for j in range(len(source)):
         i = len(source) - 1 - j
         row = np.int64(source[i])
         _release_row(c, row, gens[i])
         if row >= 0 and c.rows[row].state == REPLICA and c.rows[row].gen == gens[i]:
-            touch_primary(c, row)  # reading a replica uses the key, whose age the primary has
+            touch_primary(c, row)  # a read of a replica is a use of the key, and the primary has the key's age
         if i < len(staged):
             _release_row(c, np.int64(staged[i]), staged_gens[i])
     return warm
@@ -480,10 +479,10 @@ def _release_row(c, row, gen):
 
 @kernel(C, ROWS, ROWS)
 def abandon(c, rows, gens):
-    """Quarantine the rows into which a client that is gone may still write.
+    """Quarantine the rows into which a lost client may still write.
 
-    These are rows that only this client held and that are unfinished or were forgotten. Leaves out rows of external
-    tiers: no client writes there, and no node store would sweep such rows.
+    These are rows that only this client held, and that are unfinished or were forgotten. Skips rows of external tiers,
+    as no client writes there and no node store would sweep such rows.
     """
     for i in range(len(rows)):
         row = np.int64(rows[i])

@@ -1,8 +1,8 @@
 """The LRU lists, and operations on a single row: holds, and changes of state.
 
-A row that somebody holds (`holds` > 0) is never evicted: an eviction that meets such a row at the old end of a list
-takes the row out of the list. When the last hold ends, the row goes to the young end. Holds of a request end with its
-last block first, so that plain LRU never evicts a parent before its children.
+A row that somebody holds (`holds` > 0) is never evicted: an eviction that finds such a row at the old end of a list
+removes the row from the list. When the last hold ends, the row is put at the young end. The holds of a request end in
+reverse order, last block first, so that plain LRU never evicts a parent before its children.
 """
 
 import numpy as np
@@ -45,7 +45,7 @@ from raykv.system.jit import kernel
 
 @kernel
 def list_of(c, row, state):
-    """Index of the list that rows of this state are in, in the row's size class."""
+    """Return the index of the list for rows in this state, in the row's size class."""
     size_class = size_class_of(c, row)
     if state == FREE:
         return size_class * LISTS_PER_CLASS + FREE_LIST
@@ -57,7 +57,7 @@ def list_of(c, row, state):
 
 @kernel
 def ready_list(size_class, tenant):
-    """Index of the list of a tenant's READY (or EXTERNAL) rows."""
+    """Return the index of the list of a tenant's READY (or EXTERNAL) rows."""
     return size_class * LISTS_PER_CLASS + READY_LISTS + tenant
 
 
@@ -108,10 +108,10 @@ def _assign_row(c, row, tenant):
 
 @kernel(C, INT, INT)
 def give_up_list(c, size_class, tenant):
-    """Move a tenant's primaries into the list of tenant 0, by age. No row of the lists counts as clean then."""
+    """Merge a tenant's primaries into the list of tenant 0, by age. After that, no row of the lists counts as clean."""
     source, target = ready_list(size_class, tenant), ready_list(size_class, 0)
     for which in (source, target):
-        oldest_in(c, which)  # takes held rows off the old end, else they would end up in the middle
+        oldest_in(c, which)  # removes held rows from the old end, else they would end up in the middle
         c.lists[which].clean_tail = -1
         c.lists[which].clean_count = 0
         pass_over_none(c, which)
@@ -132,13 +132,13 @@ def give_up_list(c, size_class, tenant):
 
 @kernel
 def younger_of(c, row, other):
-    """The younger of two rows; -1 stands for none."""
+    """Return the younger of two rows; -1 stands for no row."""
     return other if row < 0 or (other >= 0 and c.rows[other].last > c.rows[row].last) else row
 
 
 @kernel
 def link_between(c, which, younger, row, older):
-    """Put a row into a list, between two rows that are neighbours there; -1 stands for none."""
+    """Put a row into a list, between two rows that are neighbours there; -1 stands for no row."""
     c.rows[row].prev = younger
     c.rows[row].next = older
     if younger >= 0:
@@ -163,7 +163,7 @@ def _up_to_kept(c, which, row):
 
 @kernel
 def pass_over_none(c, which):
-    """Have the next eviction look at a list from the old end on."""
+    """Make the next eviction examine a list from the old end on."""
     c.lists[which].kept = -1
     c.lists[which].kept_count = 0
 
@@ -189,7 +189,7 @@ def link_old(c, which, row):
 
 @kernel
 def unlink(c, which, row):
-    """Take a row out of its list."""
+    """Remove a row from its list."""
     before, after, clean_tail = c.rows[row].prev, c.rows[row].next, c.lists[which].clean_tail
     if clean_tail >= 0 and c.rows[row].last <= c.rows[clean_tail].last:
         c.lists[which].clean_count -= 1
@@ -216,7 +216,7 @@ def unlink(c, which, row):
 
 @kernel
 def oldest_in(c, which):
-    """A list's oldest row without a hold, or -1. Older held rows leave the list until their holds end."""
+    """Return a list's oldest row without a hold, or -1. Takes older held rows out of the list."""
     row = np.int64(c.lists[which].tail)
     while row >= 0 and c.rows[row].holds > 0:
         unlink(c, which, row)
@@ -253,7 +253,7 @@ def touch(c, row):
 
 @kernel
 def free(c, row):
-    """Free a row that is in no table and no list."""
+    """Free a row that is neither in the table nor in a list."""
     c.rows[row].state = FREE
     c.rows[row].holds = 0
     link(c, list_of(c, row, FREE), row)
@@ -261,7 +261,7 @@ def free(c, row):
 
 @kernel
 def hold(c, row):
-    """Hold a stored row. A replica leaves its list: that list counts the replicas whose slots may be taken."""
+    """Hold a stored row. A replica is removed from its list, which counts only replicas whose slots may be taken."""
     if listed(c, row) and c.rows[row].state == REPLICA:
         unlink(c, list_of(c, row, REPLICA), row)
     c.rows[row].holds += 1
@@ -297,7 +297,7 @@ def unfinished(state):
 
 @kernel
 def withdraw(c, row):
-    """Take an unfinished row out of the table; the caller sets its next state."""
+    """Remove an unfinished row from the table; the caller must set its next state."""
     if c.rows[row].state == STAGING:
         c.size_classes[size_class_of(c, row)].staging -= 1
     else:
@@ -319,7 +319,7 @@ def node_of(c, row):
 
 @kernel
 def is_tier_row(c, row):
-    """Whether a row is in an external tier: `protocol.is_tier` of its node."""
+    """Whether a row is in an external tier: see `protocol.location.is_tier`."""
     return node_of(c, row) & 1 == 1
 
 
@@ -338,7 +338,7 @@ def quarantine(c, row):
 
 @kernel
 def suspend(c, row):
-    """Quarantine a row that is in no table and no list."""
+    """Quarantine a row that is neither in the table nor in a list."""
     c.rows[row].state = QUARANTINED
     c.rows[row].holds = 0
     c.size_classes[size_class_of(c, row)].quarantined += 1
@@ -388,7 +388,7 @@ def in_external_tier(c, row):
 
 @kernel
 def promote(c, row):
-    """A key's primary, or a WRITING row of the key, goes. Make the key's first replica the primary."""
+    """Make a key's first replica the primary, as `row`, the key's primary or WRITING row, is being removed."""
     other = first_of(c, row)
     while other >= 0 and c.rows[other].state != REPLICA:
         other = np.int64(c.rows[other].same)
@@ -406,7 +406,7 @@ def set_role(c, row, state):
 
 @kernel
 def unlist_in_role(c, row, state):
-    """As `set_role`, but leave the row in no list."""
+    """Like `set_role`, but keep the row out of all lists."""
     if listed(c, row):
         unlink(c, list_of(c, row, c.rows[row].state), row)
     c.rows[row].state = state
@@ -415,7 +415,7 @@ def unlist_in_role(c, row, state):
 
 @kernel
 def finish(c, row, state):
-    """A row's block has been written: the row is READY, REPLICA or EXTERNAL from now on."""
+    """Set the state of a row whose block has been written: READY, REPLICA or EXTERNAL."""
     before = c.rows[row].state
     c.rows[row].state = state
     if before == STAGING:
@@ -435,7 +435,7 @@ def drop_or_free(c, row):
 
 @kernel
 def close(c, row):
-    """Take a row that is in no table and no list out of its slab."""
+    """Set a row that is neither in the table nor in a list to CLOSED: it no longer belongs to a slab."""
     c.rows[row].state = CLOSED
     c.rows[row].holds = 0
     c.rows[row].gen = 0
@@ -443,18 +443,18 @@ def close(c, row):
 
 @kernel
 def forget(c, row):
-    """Take a stored row out of table and lists. If it was the primary, a replica takes its place."""
+    """Remove a stored row from the table and its list. If it was the primary, a replica becomes the primary."""
     forget_at(c, row, probe(c, c.rows[row].k0, c.rows[row].k1))
 
 
 @kernel
 def forget_at(c, row, position):
-    """As `forget`. position: of the key's entry."""
+    """Like `forget`. position: position of the key's entry in the table."""
     if listed(c, row):
         unlink(c, list_of(c, row, c.rows[row].state), row)
     if c.rows[row].state == READY:
         charge(c, row, -1)
-    if alone(c, position, row):  # most are: no second probe
+    if alone(c, position, row):  # true for most rows, which need no second probe
         close_gap(c, position)
         return
     if c.rows[row].state == READY:
@@ -470,7 +470,7 @@ def grant(c, row, k0, k1, state, holds):
     c.rows[row].holds = holds
     if state == STAGING:
         c.size_classes[size_class_of(c, row)].staging += 1
-        c.rows[row].last = c.state[CLOCK]  # other readers wait for its reader: see `chains.give_up`
+        c.rows[row].last = c.state[CLOCK]  # not GIVEN_UP: other readers may wait for this copy
 
 
 @kernel

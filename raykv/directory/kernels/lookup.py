@@ -1,4 +1,4 @@
-"""Which leading blocks of a prompt can be read, and where they are. Looks only: no block becomes younger or held."""
+"""Finds which leading blocks of a prompt can be read, and where. Changes nothing: blocks are not touched or held."""
 
 import numpy as np
 
@@ -10,7 +10,7 @@ from raykv.system.jit import kernel
 
 @kernel
 def best(c, first, node):
-    """Of a key's rows: (the row to read, the row that is being staged on `node`), each -1 if there is none.
+    """Return (row of a key to read, row of the key that is being staged on `node`), each -1 if there is none.
 
     The row to read is a copy on `node`, else the primary, else any replica, else a copy in an external tier. A copy on
     `node` is read even if the store of `node` does not answer, since the reader shares the memory.
@@ -40,7 +40,7 @@ def best(c, first, node):
 
 @kernel(C, KEYS, ROWS, INT)
 def ready_prefix(c, keys, firsts, node):
-    """As `find`. Returns how many leading keys a reader on `node` may read now."""
+    """Fill `firsts` as `find` does. Returns how many leading keys a reader on `node` may read now."""
     find(c, keys, firsts)
     n = 0
     while n < len(firsts) and best(c, firsts[n], node)[0] >= 0:
@@ -50,9 +50,9 @@ def ready_prefix(c, keys, firsts, node):
 
 @kernel(C, KEYS, ROWS, INT, INT, ROWS)
 def ready_runs(c, keys, firsts, node, window, runs):
-    """As `find`. runs[i], out: length of the run of keys that ends with keys[i] and that a reader on `node` may read.
+    """Fill `firsts` as `find` does. runs[i], out: length of the run of readable keys that ends with keys[i].
 
-    No run is longer than `window`.
+    Readable keys are keys that a reader on `node` may read now. Lengths above `window` are cut to `window`.
     """
     find(c, keys, firsts)
     run = np.int64(0)
@@ -63,7 +63,7 @@ def ready_runs(c, keys, firsts, node, window, runs):
 
 @kernel(C, KEYS, ROWS, INT)
 def unfinished_prefix(c, keys, firsts, node):
-    """As `ready_prefix`, but counts keys that are still being written too."""
+    """Like `ready_prefix`, but also counts keys that are still being written."""
     find(c, keys, firsts)
     n = 0
     while n < len(firsts) and (best(c, firsts[n], node)[0] >= 0 or _is_written(c, firsts[n])):
@@ -82,12 +82,12 @@ def _is_written(c, first):
 
 @kernel(C, ROWS, ROWS, ROWS, ROWS)
 def locate_prefix(c, firsts, hosts, counts, last):
-    """The number of blocks of the longest ready prefix.
+    """Return the number of blocks of the longest ready prefix.
 
     counts[h], out: how many of these blocks host h has, in memory or on a GPU.
 
-    hosts[node & NODE_MASK]: the host of a node. last[h], in and out: number of the host's last counted block, from 1;
-    0 at first.
+    hosts[node & NODE_MASK]: host of a node. last[h], in and out: 1 + index of the last block counted for host h; 0 at
+    first.
     """
     for i in range(len(firsts)):
         row = np.int64(firsts[i])

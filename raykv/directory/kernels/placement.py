@@ -1,4 +1,4 @@
-"""Where a writer's blocks go: `reserve` grants slots, `commit` offers the blocks that were written there."""
+"""Places a writer's blocks: `reserve` grants slots, and `commit` offers the blocks that were written into them."""
 
 import numpy as np
 
@@ -42,12 +42,12 @@ from raykv.directory.kernels.table import find, first_of, first_row
 from raykv.protocol.clients import NOT_WRITTEN, WRITTEN
 from raykv.system.jit import kernel
 
-AHEAD = 4  # victims whose rows are prefetched
+AHEAD = 4  # number of victims whose rows are prefetched
 
 
 @kernel
 def _missing(c, firsts, start):
-    """How many keys are neither in memory nor being written there. firsts: the keys' first rows, of `find`."""
+    """Return how many keys from `start` on are neither in memory nor being written there. firsts: from `find`."""
     count = np.int64(0)
     for i in range(start, len(firsts)):
         count += not taken(c, firsts[i])
@@ -56,10 +56,10 @@ def _missing(c, firsts, start):
 
 @kernel(C, KEYS, ROWS, WRITER, BLOCKS, INDICES_OUT, PLACES, BOOL)
 def reserve(c, keys, firsts, writer, blocks, granted, places, found):
-    """As `_grant_missing`, and write the slots' locations. places, out: entry j is for the slot of keys[granted[j]].
+    """Grant slots: see `_grant_missing`. places, out: entry j is the location of the slot of keys[granted[j]].
 
     found: whether `find` has filled `firsts` already. If `found` is False and the writer's size class lacks room for
-    the missing keys, nothing is granted. Then the first number is minus the number of missing keys.
+    the missing keys, nothing is granted. Then the first number is the negative of the number of missing keys.
     """
     writer, blocks, places = Writer(*writer), Blocks(*blocks), Places(*places)
     if not found:
@@ -83,19 +83,19 @@ def _grant_missing(c, keys, firsts, writer, source, staged, granted):
     """Hold all keys that are present, then grant slots for the missing keys from the writer's `start` on.
 
     A key gets a slot of the writer's size class while that class has room, else a slot of one of `others` with room. If
-    no class has room, the key gets the slot of an evicted block (`victim`). A tenant at its maximum may not use room:
-    each of its new blocks evicts an older block of this tenant.
+    no class has room, the key gets the slot of an evicted block (`victim`). A tenant at its maximum may not use free
+    room: each of its new blocks evicts an older block of this tenant.
 
-    firsts: the keys' first rows, of `find`. source[i], out: the held or granted row, -1 where another client writes the
-    key. staged[i], out: if the granted row is elsewhere, the row on the writer's node to write into; else -1.
+    firsts: the keys' first rows, from `find`. source[i], out: the held or granted row; -1 if another client is writing
+    the key. staged[i], out: if the granted row is on another node, the row on the writer's node to write into; else -1.
     granted, out: indices of the granted keys.
-    Returns (number of leading keys that are covered, number of grants). The first key that is not covered found no
-    room, or came after this call had used up the staging window.
+    Returns (number of leading keys that are covered, number of grants). For the first key that is not covered,
+    there was no slot, or this call had used up the staging window before.
     """
     size_class, others, tenant = np.int64(writer.size_class), writer.others, writer.tenant
     n, grants, tried, elsewhere = len(keys), 0, 0, 0
     ahead = victim_ahead(c, size_class, tenant, AHEAD)
-    for i in range(n):  # hold all before the first eviction: a batch must not evict its own keys
+    for i in range(n):  # hold all rows before the first eviction: a batch must not evict its own keys
         source[i] = -1
         staged[i] = -1
         row = np.int64(firsts[i])
@@ -112,7 +112,7 @@ def _grant_missing(c, keys, firsts, writer, source, staged, granted):
             continue
         ahead = next_ahead(c, ahead)
         can_leave = can_stage(c, size_class)
-        may_leave = can_leave or elsewhere > 0  # if not, other calls fill the window: store it here or not at all
+        may_leave = can_leave or elsewhere > 0  # else other calls fill the window: store the key here or not at all
         leaving, target = np.int64(-1), np.int64(-1)
         if room(c, size_class) > 0 and not is_full(c, tenant, c.size_classes[size_class].charge):
             target = size_class
@@ -123,7 +123,7 @@ def _grant_missing(c, keys, firsts, writer, source, staged, granted):
                 tried += 1
         has_room = bool(target >= 0)
         if not has_room:
-            has_own_room = room(c, size_class) > 0  # a tenant at its maximum must evict a block before using it
+            has_own_room = room(c, size_class) > 0  # a tenant at its maximum must evict before it uses the room
             leaving = victim(c, writer, can_leave or has_own_room or (may_leave and writer.locality == 1.0))
             if leaving < 0:
                 return i, grants
@@ -135,7 +135,7 @@ def _grant_missing(c, keys, firsts, writer, source, staged, granted):
             if not can_leave:  # this call used up the window: evict nothing for keys that another call must store
                 return i, grants
             elsewhere += 1
-            staged[i] = stage(c, size_class, k0, k1)  # before an eviction: that may promote a replica in the window
+            staged[i] = stage(c, size_class, k0, k1)  # before the eviction, which may promote a replica in the window
         row = take(c, target) if has_room else evict(c, leaving)
         grant(c, row, k0, k1, WRITING, 1)
         if c.state[TENANTS] > 1:

@@ -1,9 +1,9 @@
-"""The memory of tenants: the bytes that each tenant pays for, and which tenant's blocks may go for another tenant.
+"""The memory of tenants: the bytes that each tenant pays for, and whose blocks may be evicted for another tenant.
 
-A tenant is a number below `TENANTS`. Tenant 0 is everybody without a quota. All rows of a key have one tenant, usually
-the tenant that stored or matched the key last. Only primaries in the memory of nodes count, ready or being written.
-`eviction` asks this module before a block goes, `placement` before it grants a slot, and `demotion` before it takes a
-slot. `lists.assign` moves a key from one tenant to another.
+A tenant is a number below `TENANTS`. Tenant 0 stands for everybody without a quota. All rows of a key have one tenant,
+usually the tenant that stored or matched the key last. Only primaries in the memory of nodes count, ready or being
+written. `eviction` asks this module before it evicts a block, `placement` before it grants a slot, and `demotion`
+before it takes a slot. `lists.assign` moves a key from one tenant to another.
 """
 
 import numpy as np
@@ -11,7 +11,7 @@ import numpy as np
 from raykv.directory.kernels.columns import TENANTS
 from raykv.system.jit import kernel
 
-ANYBODY, OWN, OTHERS, FAIR = range(4)  # whose blocks may go: see `may_go`
+ANYBODY, OWN, OTHERS, FAIR = range(4)  # whose blocks may be evicted: see `may_go`
 
 
 @kernel
@@ -28,7 +28,7 @@ def is_full(c, tenant, size):
 
 @kernel
 def whose(c, tenant, size):
-    """Whose blocks may be evicted for a tenant's new block. size: bytes of the new block; 0 if no quota counts it.
+    """Return whose blocks may be evicted for a tenant's new block. size: bytes of this block; 0 if no quota counts it.
 
     ANYBODY: no quota counts the new block. OWN: the tenant would be above its maximum. OTHERS: the tenant would be
     within its minimum, and must be able to grow even if its own blocks are the oldest. FAIR: the tenant would be
@@ -43,10 +43,10 @@ def whose(c, tenant, size):
 
 @kernel
 def may_go(c, owner, tenant, who, size):
-    """Whether a block of `owner`, of `size` bytes, may be evicted for a block of `tenant` (-1: for nobody's block).
+    """Whether a block of `owner` with `size` bytes may be evicted for a block of `tenant` (-1: for no tenant).
 
-    OWN: only the tenant's own blocks may go. OTHERS: only blocks of other tenants may go, if these tenants keep their
-    minimum without the block. FAIR: blocks of both kinds may go.
+    OWN: only the tenant's own blocks may be evicted. OTHERS: only blocks of other tenants may be evicted, if these
+    tenants keep their minimum without the block. FAIR: blocks of both kinds may be evicted.
     """
     if who == ANYBODY:
         return True

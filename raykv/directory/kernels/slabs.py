@@ -1,6 +1,6 @@
-"""Opens, closes, empties and counts the rows of whole slabs. Takes the reports of node stores on single slots.
+"""Opens, closes, empties and counts the rows of whole slabs. Processes node stores' reports on single slots.
 
-`describe` makes locations of rows, for messages. `rows_of` makes rows of locations.
+`describe` converts rows to locations, for messages. `rows_of` converts locations to rows.
 """
 
 import numpy as np
@@ -43,7 +43,7 @@ from raykv.directory.kernels.table import delete, first_row, prefetch, prefetch_
 from raykv.protocol.stores import FINISHED, STILL_WRITTEN
 from raykv.system.jit import kernel
 
-AHEAD = 16  # rows that are prefetched: about as many cache misses as a core keeps in flight
+AHEAD = 16  # number of rows that are prefetched: about the number of cache misses that a core keeps in flight
 
 
 @kernel(C, INT, INT)
@@ -57,7 +57,7 @@ def open_rows(c, base, slots):
 
 @kernel(C, INT, INT)
 def close_rows(c, base, slots):
-    """Take a slab's rows out of table and lists, held or not. Holders of a row will see that its generation changed."""
+    """Remove a slab's rows from table and lists, even held rows. Holders of a row will see its changed generation."""
     for row in range(base, base + slots):
         ahead = row + AHEAD
         if ahead < base + slots and stored(c.rows[ahead].state):
@@ -75,7 +75,7 @@ def close_rows(c, base, slots):
 
 @kernel
 def _take_out(c, row):
-    """Take a row that has a key out of table and lists. Returns whether the row had a key."""
+    """Remove a row that has a key from table and lists. Returns whether the row had a key."""
     state = c.rows[row].state
     if stored(state):
         forget(c, row)
@@ -101,7 +101,7 @@ def clear_rows(c, base, slots):
 def retire(c, base, slots):
     """Close the unheld rows of a slab. Returns how many rows are left.
 
-    Repeated calls empty a slab even if at any time somebody holds a row in it, as long as each hold ends some time.
+    Repeated calls empty a slab even if there is always a held row in it, as long as each hold ends eventually.
     """
     left = 0
     for row in range(base, base + slots):
@@ -144,10 +144,10 @@ def census(c, base, slots, counts):
 
 @kernel(C, ROWS, KEYS, ROWS, INT)
 def adopt(c, rows, keys, gens, floor):
-    """Take up blocks found in free slots of a node that joins, oldest first. The first copy of a key is primary.
+    """Adopt blocks found in free slots of a joining node, oldest first. The first copy of a key becomes the primary.
 
     The blocks become older than all rows in the node's lists, since an inventory's youngest piece comes first.
-    floor: the oldest block gets the tick after this one. rows, in and out: -1 where a block was not taken up.
+    floor: tick before the tick of the oldest block. rows, in and out: set to -1 where a block was not adopted.
     """
     for i in range(len(rows)):
         row = np.int64(rows[i])
@@ -157,7 +157,7 @@ def adopt(c, rows, keys, gens, floor):
         unlink(c, list_of(c, row, FREE), row)
         role = REPLICA if taken(c, first_row(c, keys[i, 0], keys[i, 1])) else READY
         fill(c, row, keys[i, 0], keys[i, 1], gens[i], role)
-        c.rows[row].last = floor + i + 1  # so that blocks of nodes that are adopted one by one mix by age
+        c.rows[row].last = floor + i + 1  # so that blocks of nodes adopted one after another are mixed by age
     for j in range(len(rows)):
         row = np.int64(rows[len(rows) - 1 - j])
         if row >= 0:
@@ -197,7 +197,7 @@ def sweep_result(c, rows, gens, verdicts, keys, found_gens, floor):
 
 @kernel(C, ROWS, ROWS)
 def drop(c, rows, gens):
-    """Forget blocks that were found corrupt. Returns how many were still stored."""
+    """Forget blocks that were found corrupt. Returns how many of the blocks were still stored."""
     dropped = 0
     for i in range(len(rows)):
         row = np.int64(rows[i])
@@ -239,14 +239,14 @@ def in_state(c, base, slots, state, out, count):
 
 @kernel(C, ROWS, INT, LOCATIONS_OUT)
 def describe(c, rows, block_bytes, out):
-    """out[i] = LOCATION of rows[i]; zeros where rows[i] is negative."""
+    """Set out[i] to the LOCATION of rows[i], or to zeros if rows[i] is negative."""
     for i in range(len(rows)):
         locate(c, np.int64(rows[i]), block_bytes, out, i)
 
 
 @kernel
 def locate(c, row, block_bytes, out, i):
-    """out[i] = LOCATION of a row, zeros where it is negative. Returns its generation, or 0."""
+    """Set out[i] to the LOCATION of a row, or to zeros if `row` is negative. Returns the row's generation, or 0."""
     if row < 0:
         out[i].node = out[i].slab = out[i].slot = out[i].bytes = 0
         out[i].slab_gen = out[i].gen = 0
@@ -263,14 +263,14 @@ def locate(c, row, block_bytes, out, i):
 
 @kernel(C, LOCATIONS, ROWS)
 def rows_of(c, locations, rows):
-    """rows[i] = the row of locations[i], or -1 where the slab is gone or was formatted anew."""
+    """Set rows[i] to the row of locations[i], or to -1 if the slab is gone or was formatted anew."""
     for i in range(len(locations)):
         rows[i] = row_of(c, locations, i)
 
 
 @kernel
 def row_of(c, locations, i):
-    """The row of locations[i], or -1 where the slab is gone or was formatted anew."""
+    """Return the row of locations[i], or -1 if the slab is gone or was formatted anew."""
     node, number = np.int64(locations[i].node) & NODE_MASK, np.int64(locations[i].slab)
     if node >= c.grid.shape[0] or number >= c.grid.shape[1]:
         return np.int64(-1)

@@ -1,4 +1,4 @@
-"""The slots of one size class: how many cost nothing, and how one is taken."""
+"""Counts and takes the slots of a size class that are available without evicting a primary."""
 
 import numpy as np
 
@@ -9,7 +9,7 @@ from raykv.system.jit import kernel
 
 @kernel
 def take(c, size_class):
-    """Take a free row, else the row of the oldest replica, without evicting a primary. -1 if there is no such row."""
+    """Take a free row, else the row of the oldest replica, without evicting a primary. Returns -1 if there is none."""
     free_list = size_class * LISTS_PER_CLASS + FREE_LIST
     row = np.int64(c.lists[free_list].head)
     if row >= 0:
@@ -23,14 +23,14 @@ def take(c, size_class):
 
 @kernel(C, INT)
 def takeable(c, size_class):
-    """How many slots `take` can take: free slots, and slots of replicas that nobody holds."""
+    """Return how many slots `take` can take: free slots, and slots of replicas that nobody holds."""
     first = size_class * LISTS_PER_CLASS
     return c.lists[first + FREE_LIST].count + c.lists[first + REPLICA_LIST].count
 
 
 @kernel(C, INT)
 def room(c, size_class):
-    """How many slots writers may take without evicting. Leaves the unused staging window free. May be negative."""
+    """Return how many slots writers may take without evicting, beside the unused staging window. May be negative."""
     return takeable(c, size_class) - max(0, c.size_classes[size_class].window - c.size_classes[size_class].staging)
 
 
@@ -42,7 +42,7 @@ def can_stage(c, size_class):
 
 @kernel
 def stage(c, size_class, k0, k1):
-    """Grant a key a staging slot on the node of a reader, or of a writer to another node. -1: the window is full."""
+    """Grant a key a staging slot, for a reader or for a writer to another node. Returns -1 if no slot is left."""
     if size_class < 0 or not can_stage(c, size_class):
         return np.int64(-1)
     row = take(c, size_class)

@@ -1,4 +1,4 @@
-"""Which blocks would be lost with a node."""
+"""Finds the blocks that would be lost with a node."""
 
 import numpy as np
 
@@ -11,7 +11,7 @@ from raykv.system.jit import kernel
 
 @kernel(C, INT, INT, INT, ROWS, INT)
 def held(c, base, slots, tier, out, n):
-    """As `in_lists`, for primaries of a slab that are in no list, as somebody holds them."""
+    """Like `in_lists`, but for primaries of a slab that are in no list because somebody holds them."""
     for row in range(base, base + slots):
         if n < len(out) and c.rows[row].state == READY and not listed(c, row) and _is_sole_copy(c, row, tier):
             out[n] = row
@@ -21,7 +21,7 @@ def held(c, base, slots, tier, out, n):
 
 @kernel(C, INT, INT, INT)
 def count(c, base, slots, tier):
-    """Number of a slab's sole copies, including blocks that are still being written."""
+    """Count a slab's sole copies, including blocks that are still being written."""
     n = 0
     for row in range(base, base + slots):
         state = c.rows[row].state
@@ -37,7 +37,7 @@ def in_lists(c, size_class, tier, heads, out, n):
     tier: index of an external tier that outlives the node, -1 if there is none. heads: scratch space, an entry for each
     tenant. Returns the new n.
     """
-    oldest(c, size_class)  # takes held rows at the old end out of the lists, so that `held` finds them
+    oldest(c, size_class)  # removes held rows at the old end from the lists, so that `held` finds them
     for tenant in range(c.state[TENANTS]):
         heads[tenant] = c.lists[ready_list(size_class, tenant)].head
     while n < len(out):
@@ -58,7 +58,7 @@ def in_lists(c, size_class, tier, heads, out, n):
 
 @kernel
 def _is_sole_copy(c, row, tier):
-    """Whether a key has no copy on a node that stays, nor in the external tier of that index."""
+    """Whether a key has no copy on a node that stays, nor in the external tier with index `tier`."""
     other = first_of(c, row)
     while other >= 0:
         state = c.rows[other].state

@@ -1,4 +1,4 @@
-"""The hash table from keys to rows. A key's entry names the first row of the key; each row names the next (`same`)."""
+"""The hash table from keys to rows. A key's entry names its first row, and each row names the next row (`same`)."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ from raykv.system.jit import kernel
 
 @intrinsic  # type: ignore[untyped-decorator]
 def prefetch(typing_context: Any, array: Any, at: Any) -> Any:
-    """Ask for the cache lines of array[at] (two, if it straddles them) without waiting."""
+    """Prefetch the cache lines of array[at] without waiting for them: two lines if the element straddles them."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         kind = signature.args[0]
@@ -30,19 +30,19 @@ def prefetch(typing_context: Any, array: Any, at: Any) -> Any:
 
 @kernel
 def hash_of(k0, k1):
-    """A key's hash, of 64 bits. Its upper bits depend on all bits of the key."""
+    """Return a key's 64-bit hash. Its upper bits depend on all bits of the key."""
     return (k0 ^ (k1 * np.uint64(0x9E3779B97F4A7C15))) * np.uint64(0xD6E8FEB86659FD93)
 
 
 @kernel
 def tag_of(k0, k1):
-    """31 bits of a key's hash: the upper half of its table entry."""
+    """Return 31 bits of a key's hash, which are the upper half of its table entry."""
     return np.int64(hash_of(k0, k1) >> np.uint64(33))
 
 
 @kernel
 def probe(c, k0, k1):
-    """Position of a key's entry in the table, or -1."""
+    """Return the position of a key's entry in the table, or -1."""
     mask = len(c.table) - 1
     tag = tag_of(k0, k1)
     i = tag & mask
@@ -59,20 +59,20 @@ def probe(c, k0, k1):
 
 @kernel
 def row_at(c, position):
-    """First row of a key. position: of the key's entry in the table."""
+    """Return the first row of a key. position: position of the key's entry in the table."""
     return (c.table[position] & 0xFFFFFFFF) - 1
 
 
 @kernel
 def first_row(c, k0, k1):
-    """First row of a key, or -1."""
+    """Return the first row of a key, or -1."""
     position = probe(c, k0, k1)
     return row_at(c, position) if position >= 0 else np.int64(-1)
 
 
 @kernel
 def first_of(c, row):
-    """First row of a row's key. The row must be in the table."""
+    """Return the first row of a row's key. The row must be in the table."""
     return row_at(c, probe(c, c.rows[row].k0, c.rows[row].k1))
 
 
@@ -101,7 +101,7 @@ def insert(c, row):
 
 @kernel
 def close_gap(c, hole):
-    """Backward-shift delete: no tombstones, so probes never grow longer with age."""
+    """Delete the entry at `hole` by backward shifts: without tombstones, probes never grow longer with age."""
     c.state[ENTRIES] -= 1
     mask = len(c.table) - 1
     i = hole
@@ -119,7 +119,7 @@ def close_gap(c, hole):
 
 @kernel
 def delete(c, row):
-    """Take a row out of the rows of its key."""
+    """Remove a row from the rows of its key."""
     position = probe(c, c.rows[row].k0, c.rows[row].k1)
     first = row_at(c, position)
     after = np.int64(c.rows[row].same)
@@ -136,7 +136,7 @@ def delete(c, row):
 
 @kernel(C, KEYS, ROWS)
 def find(c, keys, out):
-    """out[i] = first row of keys[i], or -1. Three passes over each 64 keys, so that cache misses overlap."""
+    """Set out[i] to the first row of keys[i], or -1. Three passes over every 64 keys make cache misses overlap."""
     mask = len(c.table) - 1
     n = len(keys)
     for start in range(0, n, 64):
@@ -162,13 +162,13 @@ def find(c, keys, out):
 
 @kernel
 def prefetch_entry(c, row):
-    """Ask for the cache line of the table that a row's key hashes to."""
+    """Prefetch the cache line of the table that a row's key hashes to."""
     prefetch(c.table, tag_of(c.rows[row].k0, c.rows[row].k1) & (len(c.table) - 1))
 
 
 @kernel
 def alone(c, position, row):
-    """Whether a row is the only row of its key. position: of the key's entry in the table."""
+    """Whether a row is the only row of its key. position: position of the key's entry in the table."""
     return c.rows[row].same < 0 and row_at(c, position) == row
 
 

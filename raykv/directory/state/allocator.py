@@ -19,9 +19,9 @@ from raykv.directory.state.size_classes import SizeClasses
 from raykv.protocol.location import LOCATION, Locations, host_of, slot_bytes
 
 QUARANTINED_PER_HEARTBEAT = 4096
-CLOSED_PER_CALL = 8  # slabs that one call of `withdraw` takes from a node, at most
+CLOSED_PER_CALL = 8  # maximum number of slabs that one call of `withdraw` takes from a node
 NOBODY = -1  # instead of a tenant, if no writer asks for the slots
-SLOTS_MAX = 1 << 22  # of a slab: 16 times the slots of a 1 GiB slab
+SLOTS_MAX = 1 << 22  # maximum number of slots of a slab: 16 times the slots of a 1 GiB slab
 
 
 @dataclass
@@ -34,11 +34,11 @@ class Node:
     slab_bytes: int
     window_bytes: int
     last_heartbeat: float
-    limit: int  # slabs that the node is to have
+    limit: int  # number of slabs that the node should have
     state: str = "joining"  # then alive <-> suspect
     leaving: bool = False
-    floor: int = -1  # tick before that of the oldest block in its inventory; -1 until the inventory's first piece
-    offered: int = 0  # slabs that were allocated
+    floor: int = -1  # tick before the oldest block's tick in its inventory; -1 until the inventory's first piece
+    offered: int = 0  # number of slabs that the node has allocated
     withdrawn: set[int] = field(default_factory=set)  # offered slabs that the node gave back or must give back
     closing: set[int] = field(default_factory=set)  # slabs to withdraw as soon as nobody holds a slot in them
     spare: list[int] = field(default_factory=list)  # slabs that serve no size; the last is taken first
@@ -57,12 +57,12 @@ class Node:
         return self.name != self.host
 
     def least_window(self, stride: int) -> int:
-        """Slots of a size's staging window, without the room that a plan reserves for copies."""
+        """Return the slots of a size's staging window, without the room that a plan reserves for copies."""
         return max(1, self.window_bytes // stride)
 
     @property
     def is_half_adopted(self) -> bool:
-        """Whether the first piece of the node's inventory has come, but not the last piece."""
+        """Whether the first piece of the node's inventory has arrived, but not the last piece."""
         return self.state == "joining" and self.floor >= 0
 
     @property
@@ -80,8 +80,8 @@ class Allocator:
 
     def __init__(self, size_classes: SizeClasses) -> None:
         self.nodes: dict[str, Node] = {}
-        self.may_have_spare: set[str] = set()  # names of all nodes with spare slabs, and maybe of further nodes
-        self.lacking: dict[int, int] = {}  # by size class: slots that its window lacks until holds on blocks end
+        self.may_have_spare: set[str] = set()  # names of all nodes with spare slabs, and possibly of other nodes
+        self.lacking: dict[int, int] = {}  # size class -> number of slots that its window lacks until holds end
         self._size_classes = size_classes
 
     @property
@@ -89,7 +89,7 @@ class Allocator:
         return self._size_classes.c
 
     def offer(self, node: Node, offered: int) -> None:
-        """Add a node's newly allocated slabs to its spare slabs. offered: how many slabs it has allocated in all."""
+        """Add a node's newly allocated slabs to its spare slabs. offered: total number of its allocated slabs."""
         known = {*node.spare, *node.slabs, *node.withdrawn}
         node.spare[:0] = [n for n in reversed(range(node.offered, offered)) if n not in known]
         node.offered = max(node.offered, offered)
@@ -135,7 +135,7 @@ class Allocator:
         self.restore_lacking()
 
     def restore_lacking(self) -> None:
-        """Restore windows as far as blocks can be evicted now. The rest waits until holds end."""
+        """Restore windows as far as blocks can be evicted now. The other slots must wait until holds end."""
         for size_class, slots in list(self.lacking.items()):
             node = next(node for node in self.nodes.values() if size_class in node.size_classes.values())
             stride = next(stride for stride, known in node.size_classes.items() if known == size_class)
@@ -173,11 +173,11 @@ class Allocator:
         return numbers
 
     def _slabs_to_close(self, node: Node, count: int, pinned: RowArray) -> set[int]:
-        """The slabs to close, at most `count`: slabs without held slots first. Slabs with a pinned block stay.
+        """Choose at most `count` slabs to close: slabs without held slots first. Slabs with a pinned block stay.
 
-        Among slabs with held slots, slabs that are already being emptied come first: else further slabs would lose
-        their blocks too. Then come slabs whose loss brings no tenant below its minimum. Among slabs of equal rank, the
-        slab used longest ago comes first.
+        Among slabs with held slots, slabs that are already being emptied come first, since otherwise more slabs would
+        lose their blocks. Then come slabs whose loss brings no tenant below its minimum. Among slabs of equal rank, the
+        slab that was used longest ago comes first.
         """
         if count <= 0:
             return set()
@@ -207,7 +207,7 @@ class Allocator:
         whether it took any slab of another size.
         """
         with_spare = self._nodes_with_spare(writer)
-        if not with_spare and not writer.spare and len(writer.size_classes) == 1:  # no node has a slab to give
+        if not with_spare and not writer.spare and len(writer.size_classes) == 1:  # there is no slab to take
             return False
         # at least one slot here, else the node can't stage blocks for other nodes either
         took = self.provide_slots(writer, size_class, stride, 1, tenant)
@@ -222,7 +222,7 @@ class Allocator:
         return self._reclaim(writer, size_class, stride, self._size_classes.room, need, tenant) or took
 
     def _left(self, tenant: int, stride: int) -> int:
-        """How many more blocks a tenant may have before its own blocks must go."""
+        """Return how many more blocks a tenant may have before its own blocks must be evicted."""
         quota = self._c.quotas[tenant]
         return max(0, int(quota["maximum"] - quota["used"]) // stride)
 
@@ -239,7 +239,7 @@ class Allocator:
             self._reclaim(node, size_class, stride, self._size_classes.room, need, NOBODY)
 
     def staging_class(self, reader: Node | None, stride: int) -> int:
-        """The size class into which a reader's node pulls blocks; -1 if the node can't pull blocks of this size."""
+        """Return the size class into which a reader's node pulls blocks; -1 if it can't pull blocks of this size."""
         size_class = self.size_class(reader, stride) if reader else -1
         return size_class if reader and reader.state == "alive" else -1
 
@@ -252,8 +252,8 @@ class Allocator:
     def provide_slots(self, node: Node, size_class: int, stride: int, need: int, tenant: int = NOBODY) -> bool:
         """Provide a size class with free slots, without evicting its primaries.
 
-        Opens spare slabs until `need` slots are free. If no slot is free then, takes a slab of another size. Returns
-        whether it took any slab of another size.
+        Opens spare slabs until `need` slots are free. If there is still no free slot, takes a slab of another size.
+        Returns whether it took any slab of another size.
         """
         while self._size_classes.takeable(size_class) < need and node.spare:
             self._open_slab(node, node.spare.pop(), size_class, stride)
@@ -264,9 +264,9 @@ class Allocator:
     ) -> bool:
         """Take slabs of other sizes until `measure(size_class)` is `need`. Returns whether it took any slab.
 
-        While this size has nothing to evict for the tenant, any slab will do. Otherwise the slab's newest block must be
-        older than this size's oldest block that may go. A search for a slab looks at all rows. So a size class with
-        victims searches again only after as many evictions as a slab has slots.
+        While this size has no block to evict for the tenant, any slab may be taken. Otherwise the slab's newest block
+        must be older than this size's oldest evictable block. As a search for a slab looks at all rows, a size class
+        with evictable blocks searches again only after as many evictions as a slab has slots.
         """
         took = False
         while len(node.size_classes) > 1 and measure(size_class) < need:
@@ -287,7 +287,7 @@ class Allocator:
         return took
 
     def _oldest_slab(self, node: Node, size_class: int, tenant: int) -> tuple[int, int]:
-        """The slab of another size that was used longest ago: (tick of its newest block, its number; -1 for no slab).
+        """Find the slab of another size that was used longest ago. Returns (tick of its newest block, number or -1).
 
         Skips slabs whose loss would bring another tenant below its minimum. Slabs whose loss would bring this tenant
         itself below its minimum come last.
@@ -301,7 +301,7 @@ class Allocator:
         return min(found, key=lambda entry: entry[:2])[1:] if found else (0, -1)
 
     def _lacking_without(self, record: int) -> set[int]:
-        """Tenants with blocks in a slab that would fall below their minimum if the slab were lost."""
+        """Return the tenants with blocks in a slab who would fall below their minimum if the slab were lost."""
         if self._size_classes.tenants == 1:
             return set()
         used = self._size_classes.used_by_tenant(record)
@@ -314,7 +314,7 @@ class Allocator:
         node.slabs[number] = self._size_classes.open(node.index, number, size_class, node.slab_bytes // stride, gen)
 
     def held_primaries(self, node: Node, min_uses: int) -> RowArray:
-        """Primaries that somebody holds and that were matched at least `min_uses` times."""
+        """Return the primaries that somebody holds and that were matched at least `min_uses` times."""
         held = [np.zeros(0, np.int64)]
         for record in node.slabs.values():
             base, slots = self._size_classes.span(record)
@@ -324,22 +324,22 @@ class Allocator:
         return np.concatenate(held)
 
     def slots(self, node: Node) -> dict[int, int]:
-        """How many slots of each size a node has."""
+        """Return how many slots of each size a node has."""
         records = self._c.slabs[np.fromiter(node.slabs.values(), np.int64, len(node.slabs))]
         slots = np.zeros(len(self._c.size_classes), np.int64)
         np.add.at(slots, records["size_class"], records["slots"])
         return {stride: int(slots[size_class]) for stride, size_class in node.size_classes.items()}
 
     def capacity(self) -> int:
-        """The bytes for blocks that all nodes together are to have, without staging windows and GPUs."""
+        """Return the bytes for blocks that all nodes together should have, without staging windows and GPUs."""
         return sum(node.limit * node.slab_bytes - node.window_bytes for node in self.nodes.values() if not node.on_gpu)
 
     def memory_bytes(self) -> int:
-        """The bytes that all nodes together are to have, without GPUs."""
+        """Return the bytes that all nodes together should have, without GPUs."""
         return sum(node.limit * node.slab_bytes for node in self.nodes.values() if not node.on_gpu)
 
     def quarantined(self, node: Node) -> Locations:
-        """Quarantined slots, which the node's store must sweep; at most QUARANTINED_PER_HEARTBEAT of each size."""
+        """Return at most QUARANTINED_PER_HEARTBEAT quarantined slots of each size for the node's store to sweep."""
         locations = [np.zeros(0, LOCATION)]
         for stride, size_class in node.size_classes.items():
             if not self._c.size_classes[size_class]["quarantined"]:
@@ -352,7 +352,7 @@ class Allocator:
         return np.concatenate(locations)
 
     def stats(self, node: Node, now: float) -> dict[str, Any]:
-        """Slots of a node by state, and bytes."""
+        """Return a node's slots by state, and its bytes."""
         return next(filter(None, self.stats_in_steps(node, now, sys.maxsize)))
 
     def stats_in_steps(self, node: Node, now: float, slots_a_step: int) -> Iterator[dict[str, Any] | None]:

@@ -1,4 +1,4 @@
-"""Types of the arrays in a directory's state, and how to make them from the keys in a message."""
+"""Types of the arrays in a directory's state, and conversions from the keys in a message."""
 
 import contextlib
 import mmap
@@ -11,27 +11,27 @@ from raykv.protocol.location import KEY_BYTES
 
 KeyArray = NDArray[np.uint64]  # (n, 2): the 16 bytes of each key
 RowArray = NDArray[np.int64]  # numbers of rows, or their generations; -1: no row
-MAP_NORESERVE = 0x4000  # of Linux; mmap has it from Python 3.13 on
+MAP_NORESERVE = 0x4000  # Linux's flag, which Python's mmap module defines from 3.13 on
 FLAGS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
 
 
 def key_array(keys: bytes) -> KeyArray:
-    """(n, 2) uint64. ValueError for an incomplete key."""
+    """Convert keys to an (n, 2) uint64 array. ValueError for an incomplete key."""
     return np.frombuffer(keys, np.uint64).reshape(-1, 2)
 
 
 def split_keys(keys: bytes) -> list[bytes]:
-    """The 16 bytes of each key. ValueError for an incomplete key."""
+    """Split keys into the 16 bytes of each key. ValueError for an incomplete key."""
     if len(keys) % KEY_BYTES:
         raise ValueError(f"{len(keys)} bytes are no keys of {KEY_BYTES}")
     return [keys[start : start + KEY_BYTES] for start in range(0, len(keys), KEY_BYTES)]
 
 
 def zeros(length: int, least: int, dtype: DTypeLike) -> NDArray[Any]:
-    """`length` zeros, or fewer where the system refuses so many addresses.
+    """Return an array of `length` zeros, or fewer if the system refuses to reserve that many addresses.
 
-    OSError where the system refuses even `least`. The array grows in place: its addresses are reserved, and a part
-    takes memory when it is first written to. The memory is in huge pages where the system grants these.
+    OSError if the system refuses even `least` zeros. Only addresses are reserved, so that the part in use can grow in
+    place: a part takes memory when it is first written to. The memory is in huge pages if the system grants these.
     """
     while True:
         try:

@@ -1,4 +1,4 @@
-"""The blocks that one answer demotes, from memory to a tier or from a GPU to memory, and how many it may demote."""
+"""The blocks that one answer demotes, from memory to a tier or from a GPU to memory, and their maximum number."""
 
 import numpy as np
 
@@ -8,15 +8,15 @@ from raykv.directory.state.size_classes import SizeClasses
 
 
 def blocks_per_call(stride: int, left: int, budget: int) -> int:
-    """How many blocks of `stride` bytes an answer may still demote. left: unused bytes of the answer's `budget`.
+    """Return how many blocks of `stride` bytes an answer may still demote. left: unused bytes of the answer's `budget`.
 
-    An answer with an unused budget may demote one block, however large the block is.
+    If the whole budget is unused, the answer may demote one block of any size.
     """
     return min(max(left // stride, int(left == budget)), KEYS_PER_CALL)
 
 
 class Batch:
-    """The blocks of one answer: where each is copied from, its key, and where it is copied to."""
+    """The blocks of one answer: the source, key and target of each block."""
 
     def __init__(self, size_classes: SizeClasses) -> None:
         self._size_classes = size_classes
@@ -33,7 +33,7 @@ class Batch:
         return np.concatenate(self._target)
 
     def fields(self) -> tuple[bytes, bytes, bytes]:
-        """(source, keys, target) of a message."""
+        """Return the fields (source, keys, target) of a message."""
         rows = self.target
         target = self._size_classes.describe(rows, 0).tobytes()
         return b"".join(self._source), self._size_classes.keys_of(rows), target

@@ -1,7 +1,7 @@
-"""Which blocks a GPU's store copies from the GPU to the memory of its node.
+"""Chooses the blocks that a GPU's store copies from the GPU to the memory of its node.
 
-Demotion keeps a share of the GPU's slots free or clean: losing a clean slot costs no block. tier_catalog.py chooses the
-blocks for external tiers.
+Demotion keeps a share of the GPU's slots free or clean: the block in a clean slot can be evicted without loss.
+tier_catalog.py chooses the blocks for external tiers.
 """
 
 import numpy as np
@@ -17,8 +17,8 @@ from raykv.directory.state.size_classes import SizeClasses
 from raykv.protocol.location import LOCATION, Locations
 from raykv.protocol.tiers import GpuDemotions
 
-SHARE = 0.25  # of a GPU's slots
-BYTES_PER_CALL = 64 * MIB  # from a GPU, of each slot size
+SHARE = 0.25  # share of a GPU's slots to keep free or clean
+BYTES_PER_CALL = 64 * MIB  # maximum bytes to demote from a GPU, for each slot size
 
 
 class GpuDemotion:
@@ -45,7 +45,7 @@ class GpuDemotion:
         return GpuDemotions(*batch.fields())
 
     def demoted(self, name: str, locations: Locations, stored: NDArray[np.uint8]) -> int:
-        """Finish the last answer. Blocks that the report names as stored are now demoted. Returns how many these are.
+        """Finish the last answer. Blocks that the report names as stored are now demoted. Returns their number.
 
         A report on an earlier answer has no effect: that answer's rows are quarantined by now, or hold other blocks.
         """
@@ -59,6 +59,6 @@ class GpuDemotion:
         self.demoted(name, np.zeros(0, LOCATION), np.zeros(0, np.uint8))
 
     def invalidate(self) -> None:
-        """After slabs were closed, forget the rows of these slabs."""
+        """Forget the rows of closed slabs."""
         for rows in self._under_way.values():
             self._size_classes.invalidate(rows, rows)

@@ -1,4 +1,4 @@
-"""Which hit rate other sizes of the pool's memory would give: a curve that is measured while the pool runs."""
+"""Estimates the hit rates for other sizes of the pool's memory: a curve that is measured while the pool runs."""
 
 from typing import NamedTuple
 
@@ -8,17 +8,17 @@ from raykv.directory.kernels import hit_curve
 from raykv.directory.kernels.hit_curve import DISTANCES, FINENESS, LEAST_BITS, USES
 from raykv.directory.state.arrays import KeyArray
 
-KEYS = 32_768  # of the sample: 4 MiB
-MULTIPLES = (0.5, 1.0, 2.0, 4.0)  # of the pool's memory, for which `figures` has hit rates
-CEILING = 16  # times the pool's memory: a key with a longer distance between two uses counts as never used again
-USES_MOST, LOOK_S = 50_000, 10.0  # with more uses of sampled keys in LOOK_S (0.1 us each), the sample is halved
-CALM_S = 600.0  # with few look-ups: then the hit curve begins anew with all keys
-HALF_LIFE_S = 1800.0  # in which the counts of the hit curve lose half of their weight
-PLANNED_FROM = 20_000  # uses of sampled keys before the first plan
-LEAST_COPIES, MOST_COPIES, STEP = 0.125, 0.5, 1 / 32  # of a node's slots; less room for copies would spare few reads
-PRICE = 0.0075  # so much hit rate the room for copies may cost
-SHORT = 0.01  # so much hit rate less than one LRU over all nodes, the pool may have before it evicts like that LRU
-SPARE_LOCALITY = 2.0  # least `locality` while room is reserved for copies
+KEYS = 32_768  # maximum number of keys in the sample, which takes 4 MiB
+MULTIPLES = (0.5, 1.0, 2.0, 4.0)  # multiples of the pool's memory for which `figures` has hit rates
+CEILING = 16  # multiple of the pool's memory; a key with a longer distance between two uses counts as never used again
+USES_MOST, LOOK_S = 50_000, 10.0  # the sample is halved after more than USES_MOST uses in LOOK_S (0.1 us each)
+CALM_S = 600.0  # seconds with few look-ups, after which the hit curve begins anew with all keys
+HALF_LIFE_S = 1800.0  # seconds in which the counts of the hit curve lose half of their weight
+PLANNED_FROM = 20_000  # number of uses of sampled keys before the first plan
+LEAST_COPIES, MOST_COPIES, STEP = 0.125, 0.5, 1 / 32  # shares of a node's slots; less room would save few reads
+PRICE = 0.0075  # maximum loss of hit rate for the room for copies
+SHORT = 0.01  # if one LRU over all nodes would have a hit rate higher by more than this, the pool evicts like that LRU
+SPARE_LOCALITY = 2.0  # minimum `locality` while room is reserved for copies
 
 
 class Plan(NamedTuple):
@@ -32,14 +32,14 @@ class Plan(NamedTuple):
     exact: bool = False
 
     def locality(self, usual: float) -> float:
-        """The `locality` of this plan. usual: the pool's own `locality`, see PoolConfig."""
+        """Return the `locality` of this plan. usual: the pool's own `locality`, see PoolConfig."""
         if self.exact:
             return 1.0
         return max(usual, SPARE_LOCALITY) if self.copies else usual
 
 
 class HitCurve:
-    """Counts for a sample of the keys: how much memory would an LRU need so that it has a key at the key's next use?"""
+    """Counts, for a sample of the keys, how much memory an LRU would need to have a key at the key's next use."""
 
     def __init__(self) -> None:
         self._capacity = self._horizon = 1.0
@@ -51,7 +51,7 @@ class HitCurve:
         self._sample = hit_curve.sample(KEYS)
         self._arguments = tuple(self._sample)
         self._asked = self._found = 0.0  # keys
-        self._uses = self._halved = 0  # uses at the last look; how often the load halved the sample
+        self._uses = self._halved = 0  # uses at the last check; how often the load halved the sample
 
     def resize(self, capacity: int) -> None:
         """Set the bytes that all nodes have for blocks."""
@@ -59,13 +59,13 @@ class HitCurve:
         self._horizon = CEILING * self._capacity
 
     def asked(self, keys: KeyArray, block_bytes: int, found: int) -> None:
-        """Somebody looked for these keys of one prompt. found: how many were in memory."""
+        """Count a look-up of these keys of one prompt. found: number of keys that were in memory."""
         self._asked += len(keys)
         self._found += found
         self._use(keys, block_bytes, True)
 
     def stored(self, keys: KeyArray, block_bytes: int) -> None:
-        """Somebody stores these keys of one prompt."""
+        """Count a store of these keys of one prompt."""
         self._use(keys, block_bytes, False)
 
     def _use(self, keys: KeyArray, block_bytes: int, asked: bool) -> None:
@@ -76,14 +76,14 @@ class HitCurve:
 
     @property
     def overdue(self) -> bool:
-        """Whether more than USES_MOST uses were counted since the last look."""
+        """Whether more than USES_MOST uses were counted since the last check."""
         return self._uses_since() > USES_MOST
 
     def _uses_since(self) -> int:
         return int(self._sample.state[USES]) - self._uses
 
     def check(self, now: float) -> None:
-        """Count waiting uses. Halve the sample if it has too many uses, and halve old counts."""
+        """Count the waiting uses. Halves the sample if it has too many uses, and halves old counts."""
         hit_curve.count(self._arguments, self._horizon)
         uses = self._uses_since()
         if uses > USES_MOST:
@@ -101,7 +101,7 @@ class HitCurve:
             self._sample.counts[:] /= 2
 
     def hit_rate(self, memory: float) -> float:
-        """Share of the asked keys that an LRU of `memory` bytes would have had; nan before the first key."""
+        """Return the share of looked-up keys that an LRU of `memory` bytes would have had; nan before the first key."""
         if not self._asked:
             return float("nan")
         hit_curve.count(self._arguments, self._horizon)
@@ -114,10 +114,10 @@ class HitCurve:
         return float(min(max(hits / self._asked, 0.0), 1.0))
 
     def plan(self, before: Plan) -> Plan:
-        """Plan the most room for copies that costs hardly any hits.
+        """Return the plan with the most room for copies that costs at most PRICE of the hit rate.
 
-        If there is no memory to spare, and the pool found fewer blocks than one LRU over all nodes would find, the pool
-        evicts like that LRU from now on.
+        If there is no memory to spare, and the pool found fewer blocks than one LRU over all nodes would have found,
+        the pool evicts like that LRU from now on.
         """
         hit_curve.count(self._arguments, self._horizon)
         if self._sample.state[USES] < PLANNED_FROM:
@@ -130,7 +130,7 @@ class HitCurve:
         return Plan(exact=before.exact or self._found / self._asked < hit_rate - SHORT)
 
     def figures(self) -> dict[str, float]:
-        """Hit rates by multiples of the pool's memory, and the `ceiling`. {} before the first key is asked for."""
+        """Return hit rates by multiple of the pool's memory ("ceiling": CEILING). {} before the first look-up."""
         if not self._asked:
             return {}
         sizes = {f"{multiple:g}": multiple for multiple in MULTIPLES} | {"ceiling": CEILING}

@@ -13,29 +13,29 @@ from raykv.directory.state.arrays import KeyArray, RowArray
 from raykv.directory.state.size_classes import SizeClasses
 from raykv.protocol.clients import Call
 
-UNUSED_S = 600.0  # a lease that nobody used for so long ends: its reader has probably forgotten it
+UNUSED_S = 600.0  # seconds after which an unused lease ends, as its reader has probably forgotten it
 
 
 @dataclass(slots=True)
 class Hold:
     """Rows held for a client, in the order of its keys: a lease, or a reservation (`writes`)."""
 
-    seq: int  # of the call that asked for it
+    seq: int  # sequence number of the call that asked for the hold
     node: int  # index of the client's node, -1 if it has none
-    size_class: int  # on that node
+    size_class: int  # size class on that node
     keys: KeyArray
-    blocks: Blocks  # as many as keys
+    blocks: Blocks  # with an entry for each key
     writes: bool
-    group: int  # id of the question's first hold. Blocks with the same index in the holds of a group belong together
+    group: int  # id of the first hold of the same call; blocks at the same index in a group's holds belong together
     since: float  # when it began: seconds of the caller's clock
     used: float  # when it began, or when its reader last asked for staging slots (same clock)
-    held_up: float | None = None  # since when it waits for slots that others hold (same clock); None: no wait
-    waits: float | None = None  # since when it waits for a copy that another reader pulls (same clock)
+    held_up: float | None = None  # when it began to wait for slots that others hold (same clock); None: no wait
+    waits: float | None = None  # when it began to wait for a copy that another reader pulls (same clock)
     waits_gen: int = 0  # the newest generation at the time `waits`
-    gave_up: int = 0  # it waits no more for copies with generations up to this one
+    gave_up: int = 0  # newest generation of copies for which it no longer waits
 
     def cut(self, n: int) -> "Hold":
-        """Take the blocks from index n on out of this hold. Returns them as a Hold, which the caller must release."""
+        """Remove the blocks from index n on from this hold. Returns them as a Hold, which the caller must release."""
         rest = replace(self, keys=self.keys[n:], blocks=self.blocks.part(slice(n, None)))
         self.keys, self.blocks = self.keys[:n].copy(), self.blocks.first(n)
         return rest
@@ -44,8 +44,8 @@ class Hold:
 @dataclass(slots=True)
 class Client:
     last_seen: float
-    holds: dict[int, Hold] = field(default_factory=dict)  # by the id that the client has chosen
-    swapped: dict[bytes, None] = field(default_factory=dict)  # keys that are pinned while the client is there
+    holds: dict[int, Hold] = field(default_factory=dict)  # by id, which the client has chosen
+    swapped: dict[bytes, None] = field(default_factory=dict)  # keys that are pinned as long as the client exists
 
 
 class Clients(dict[int, Client]):
@@ -56,7 +56,7 @@ class Clients(dict[int, Client]):
         self._size_classes, self._ttl = size_classes, ttl
 
     def seen(self, client: int, now: float) -> Client:
-        """Note that a client calls, maybe for the first time."""
+        """Note that a client calls, possibly for the first time."""
         known = self.get(client)
         if known is None:
             known = self[client] = Client(now)
@@ -69,7 +69,7 @@ class Clients(dict[int, Client]):
             self.release([client.holds.pop(hold)])
 
     def end_all(self, client: Client, holds: Iterable[int]) -> None:
-        """End leases and reservations, as far as the client has them."""
+        """End leases and reservations, if the client has them."""
         self.release([client.holds.pop(hold) for hold in holds if hold in client.holds])
 
     def end_unlisted(self, client: Client, call: Call) -> None:
@@ -79,14 +79,14 @@ class Clients(dict[int, Client]):
             self.end_all(client, [i for i, hold in client.holds.items() if i not in held and hold.seq < call.seq])
 
     def disconnect(self, client: int) -> Client | None:
-        """Remove a client that says that it leaves. The client writes nothing any more."""
+        """Remove a client that disconnects. It no longer writes."""
         gone = self.pop(client, None)
         if gone:
             self.release(gone.holds.values())
         return gone
 
     def expire(self, client: int) -> Client:
-        """Remove a client that has vanished. Slots that it may still write are quarantined."""
+        """Remove a client that has vanished. Slots to which it may still write are quarantined."""
         gone, c = self.pop(client), self._size_classes.c
         for hold in gone.holds.values():
             leases.abandon(c, hold.blocks.source, hold.blocks.gens)
@@ -97,7 +97,7 @@ class Clients(dict[int, Client]):
     def end_unused(self, now: float) -> None:
         """End leases that nobody used for UNUSED_S. A reader that still reads notices the end by the blocks' headers.
 
-        Slots that the reader's node may still write are quarantined.
+        Slots to which the reader's node may still write are quarantined.
         """
         for client in self.values():
             unused = [i for i, hold in client.holds.items() if now - hold.used > UNUSED_S and not hold.writes]
@@ -123,7 +123,7 @@ class Clients(dict[int, Client]):
         return [i for i, client in self.items() if now - client.last_seen > self._ttl]
 
     def invalidate(self) -> None:
-        """After slabs were closed, take the rows of these slabs out of all holds."""
+        """Remove the rows of closed slabs from all holds."""
         for client in self.values():
             for hold in client.holds.values():
                 self._size_classes.invalidate(hold.blocks.source, hold.blocks.gens)
@@ -140,7 +140,7 @@ class Clients(dict[int, Client]):
 
 
 def _woven(parts: tuple[RowArray, ...]) -> RowArray:
-    """The first row of each part, then the second of each, and so on; -1 where a part has no more rows."""
+    """Interleave the parts: the first row of each, then the second row of each, and so on; -1 beyond a part's end."""
     woven = np.full((max(map(len, parts)), len(parts)), -1, np.int64)
     for i, part in enumerate(parts):
         woven[: len(part), i] = part

@@ -8,15 +8,15 @@ from dataclasses import dataclass
 
 from raykv.protocol.clients import Call
 
-KEYS_MAX = 1 << 18  # keys of all intents together; further keys are left out, so nobody waits for them
-TTL_S = 60.0  # after so long nobody waits for an intent any more
+KEYS_MAX = 1 << 18  # maximum number of keys of all intents together; nobody waits for further keys
+TTL_S = 60.0  # seconds after which nobody waits for an intent any more
 
 
 @dataclass(slots=True)
 class Intended:
-    """One intent. keys: only keys that no earlier intent has."""
+    """One intent. keys: its keys that no earlier intent has."""
 
-    seq: int  # of the call with the intent
+    seq: int  # sequence number of the call with the intent
     since: float
     keys: list[bytes]
 
@@ -35,7 +35,7 @@ class Intents:
         return sum(map(len, self._clients.values()))
 
     def add(self, call: Call, intent: int, keys: list[bytes], now: float) -> None:
-        """From now on a client computes these keys. intent: an id that is not in use."""
+        """Note that a client is about to compute these keys. intent: an id that is not in use."""
         free = list(dict.fromkeys(key for key in keys if key not in self._owners))
         mine = free[: max(0, KEYS_MAX - len(self._owners))]
         if mine:
@@ -43,14 +43,14 @@ class Intents:
             self._owners.update(dict.fromkeys(mine, call.client))
 
     def leading(self, client: int, keys: list[bytes]) -> int:
-        """How many leading keys other clients are about to compute."""
+        """Return how many leading keys other clients are about to compute."""
         n = 0
         while n < len(keys) and self._owners.get(keys[n], client) != client:
             n += 1
         return n
 
     def end(self, client: int, intent: int) -> None:
-        """A client no longer computes the keys of an intent."""
+        """End an intent: the client no longer computes its keys."""
         self._end(client, [intent])
 
     def end_unlisted(self, call: Call) -> None:

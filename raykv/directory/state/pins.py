@@ -12,7 +12,7 @@ from raykv.directory.state.size_classes import SizeClasses
 
 
 class Pins(dict[bytes, tuple[int, int]]):
-    """By key: the row that its pin holds (its copy in a tier, else its primary), and the row's generation."""
+    """Maps each pinned key to the held row (the key's copy in a tier, else its primary) and the row's generation."""
 
     def __init__(self, size_classes: SizeClasses) -> None:
         self._size_classes = size_classes
@@ -22,8 +22,8 @@ class Pins(dict[bytes, tuple[int, int]]):
     def pin(self, keys: list[bytes], limit: int | None = None) -> int:
         """Pin keys that are stored.
 
-        limit: bytes of nodes' memory for all pins. Beyond the limit the last of `keys` get no pin, but keep one that
-        they had. Returns how many of `keys` are pinned.
+        limit: maximum bytes of nodes' memory for all pins. Beyond the limit, the last of `keys` get no pin, but keep a
+        pin that they had before. Returns how many of `keys` are pinned.
         """
         new = self._hold(keys)
         if limit is not None:
@@ -31,7 +31,7 @@ class Pins(dict[bytes, tuple[int, int]]):
         return sum(key in self for key in keys)
 
     def _beyond(self, limit: int, keys: list[bytes]) -> list[bytes]:
-        """The last of these newly pinned keys: without them, the pins stay within `limit` bytes."""
+        """Return the last of these newly pinned keys, which must be unpinned to keep all pins within `limit` bytes."""
         over, beyond = self._bytes - limit, list[bytes]()
         for key in reversed(keys if over > 0 else ()):
             if over > 0 and self._sizes[key]:
@@ -55,7 +55,7 @@ class Pins(dict[bytes, tuple[int, int]]):
         return new
 
     def _take(self, keys: list[bytes]) -> dict[bytes, tuple[int, int]]:
-        """Take the pins of keys out. The caller releases what they hold."""
+        """Remove the pins of keys. The caller must release the rows that these pins hold."""
         taken = {key: self.pop(key) for key in keys if key in self}
         self._bytes -= sum(self._sizes.pop(key) for key in taken)
         return taken
@@ -67,7 +67,7 @@ class Pins(dict[bytes, tuple[int, int]]):
         return len(taken)
 
     def renew(self, keys: list[bytes]) -> None:
-        """Hold the present lasting copy of each key. Once a key is in an external tier, its copy in memory may go."""
+        """Hold each key's present lasting copy. With a copy in an external tier, the copy in memory may be evicted."""
         taken = self._take(keys)
         self._hold(list(taken))
         self._release(taken)

@@ -4,13 +4,13 @@ from dataclasses import dataclass
 
 from raykv.protocol.location import KEY_BYTES
 
-KEPT = 256  # prefixes that stay when the table is cleared
-SEEN = 1024  # with more prefixes the table is cleared: all but the KEPT largest are forgotten
+KEPT = 256  # number of prefixes that stay when the table is cleared
+SEEN = 1024  # maximum number of prefixes; beyond it, the table is cleared of all but the KEPT largest
 
 
 @dataclass(slots=True)
 class Prefix:
-    """key: of its last block. blocks: its length. hits: look-ups that ended there. last: time of the last hit."""
+    """key: key of the last block. blocks: block count. hits: look-ups that ended there. last: time of the last hit."""
 
     key: bytes
     blocks: int
@@ -42,5 +42,5 @@ class Prefixes:
         self._seen[key] = Prefix(key, blocks, block_bytes, 1, now)
 
     def largest(self, n: int) -> list[Prefix]:
-        """At most `n` prefixes, the most blocks found first."""
+        """Return at most `n` prefixes, in descending order of found blocks."""
         return sorted(self._seen.values(), key=lambda prefix: prefix.found, reverse=True)[:n]

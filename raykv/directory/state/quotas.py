@@ -1,7 +1,7 @@
-"""Quotas: shares of the pool's memory. A tenant's minimum is kept for the tenant; its maximum is the most it can have.
+"""Quotas: shares of the pool's memory. A tenant's minimum is reserved for the tenant; its maximum limits the tenant.
 
-Each tenant with a quota has a number. All others together are tenant 0, which has no minimum and no limit. Kernels
-enforce quotas: `kernels/quotas.py: may_go` says which tenant's blocks may be evicted for another tenant.
+Each tenant with a quota has a number. All other tenants together are tenant 0, which has no minimum and no limit.
+Kernels enforce quotas: `kernels/quotas.py: may_go` says which tenant's blocks may be evicted for another tenant.
 """
 
 from typing import Any
@@ -17,14 +17,14 @@ class Quotas(dict[str, Quota]):
     def __init__(self, size_classes: SizeClasses) -> None:
         self._size_classes = size_classes
         self._numbers: dict[str, int] = {}
-        self._capacity = 0  # bytes; a share of 1 is all of them
+        self._capacity = 0  # bytes that a share of 1 stands for
 
     def number(self, tenant: str) -> int:
-        """The number of a tenant in kernels."""
+        """Return the number of a tenant in kernels."""
         return self._numbers.get(tenant, 0)
 
     def set(self, tenant: str, quota: Quota) -> None:
-        """Set a tenant's quota. ValueError for a bad name, for minima above 1 in sum, or for too many tenants."""
+        """Set a tenant's quota. ValueError for a bad name, for minima with a sum above 1, or for too many tenants."""
         check_tenant(tenant)
         others = sum(other.minimum for name, other in self.items() if name != tenant)
         if others + quota.minimum > 1 + 1e-9:
@@ -50,14 +50,14 @@ class Quotas(dict[str, Quota]):
         return True
 
     def resize(self, capacity: int) -> None:
-        """Set the bytes of which quotas are shares: see `Allocator.capacity`."""
+        """Set the number of bytes that a share of 1 stands for: see `Allocator.capacity`."""
         self._capacity = capacity
         self._apply()
 
     def stats(self) -> dict[str, dict[str, Any]]:
-        """By tenant: used bytes, minimum and maximum as shares and in bytes, and number of evictions.
+        """Return by tenant: used bytes, minimum and maximum as shares and in bytes, and number of evictions.
 
-        "": all tenants without a quota.
+        The tenant "" stands for all tenants without a quota.
         """
         return {"": self._stats(0, Quota())} | {
             tenant: self._stats(self._numbers[tenant], quota) for tenant, quota in sorted(self.items())

@@ -53,7 +53,7 @@ class SizeClasses:
     """All size classes of a pool, by number."""
 
     def __init__(self, epoch: int) -> None:
-        self._reserved = zeros(RESERVED_ROWS, 64, columns.ROW)  # to grow in place: copies would hold up callers
+        self._reserved = zeros(RESERVED_ROWS, 64, columns.ROW)  # to grow in place, as copying would delay callers
         self._tenants = zeros(RESERVED_ROWS, 64, np.uint8)
         self._kept_until = zeros(RESERVED_ROWS, 64, np.uint32)
         self.c = columns.Columns(
@@ -80,7 +80,7 @@ class SizeClasses:
         self._free_pages: list[tuple[int, int]] = []  # runs of pages of closed slabs: first page, length
 
     def next_gen(self) -> int:
-        """A generation above all earlier ones."""
+        """Return a generation higher than all earlier generations."""
         self.c.state[COUNTER] += 1
         return self.last_gen
 
@@ -97,7 +97,7 @@ class SizeClasses:
 
     @property
     def tenants(self) -> int:
-        """How many tenants are told apart, including tenant 0."""
+        """Number of tenants that are distinguished, including tenant 0."""
         return int(self.c.state[TENANTS])
 
     # ------------------------------------------------------------------ size classes
@@ -142,7 +142,7 @@ class SizeClasses:
         self._reset_heap(stride)
 
     def reset_heaps(self) -> None:
-        """Begin all heaps anew. Needed when the oldest primaries of size classes may have become older."""
+        """Rebuild all heaps. Needed when the oldest primaries of size classes may have become older."""
         for stride in self.classes:
             self._reset_heap(stride)
 
@@ -154,7 +154,7 @@ class SizeClasses:
     # ------------------------------------------------------------------ tenants
 
     def set_tenants(self, count: int) -> None:
-        """Tell `count` tenants apart. Tenants beyond the count must have no rows."""
+        """Distinguish `count` tenants. Tenants beyond the count must have no rows."""
         self.c.state[TENANTS] = count
         self.reset_heaps()
 
@@ -169,19 +169,19 @@ class SizeClasses:
         self.c.quotas[tenant] = (0, 0, columns.NO_LIMIT, 0)
 
     def room(self, size_class: int) -> int:
-        """Slots that writers can take without evicting; negative where the staging window lacks some."""
+        """Return how many slots writers can take without evicting; negative if the staging window lacks slots."""
         return int(free_slots.room(self.c, size_class))
 
     def takeable(self, size_class: int) -> int:
-        """How many slots are free, or have a replica that nobody holds."""
+        """Return how many slots are free, or have a replica that nobody holds."""
         return int(free_slots.takeable(self.c, size_class))
 
     def oldest_tick(self, size_class: int) -> int:
-        """Tick of the last use of the oldest block that may be evicted; -1 if there is none."""
+        """Return the tick of the last use of the oldest block that may be evicted; -1 if there is none."""
         return self._tick_of(eviction.oldest(self.c, size_class))
 
     def end_late(self, after: int, before: int) -> None:
-        """Have blocks whose user left at a tick in (after, before] evicted before others that wait for their user."""
+        """Make blocks whose user left at a tick in (after, before] late: see `eviction.end_late`."""
         if eviction.end_late(self.c, self._class_count, after, before):
             self.reset_heaps()
 
@@ -191,11 +191,11 @@ class SizeClasses:
             eviction.set_second(self.c, self._class_count, second)
 
     def oldest_tick_in_use(self, size_class: int) -> int:
-        """As `oldest_tick`, among blocks in use: those that nobody is done with."""
+        """Like `oldest_tick`, but only among blocks in use: see `eviction.oldest_in_use`."""
         return self._tick_of(eviction.oldest_in_use(self.c, size_class))
 
     def oldest_tick_for(self, size_class: int, tenant: int) -> int:
-        """As `oldest_tick`, among blocks that may go for this tenant. A tenant within its minimum keeps its blocks."""
+        """Like `oldest_tick`, but only among blocks that may be evicted for this tenant: see `quotas.may_go`."""
         return self._tick_of(eviction.oldest_candidate(self.c, size_class, tenant))
 
     def _tick_of(self, row: int) -> int:
@@ -234,7 +234,7 @@ class SizeClasses:
         rows[closed] = gens[closed] = -1
 
     def span(self, record: int) -> tuple[int, int]:
-        """(first row, slots) of a slab."""
+        """Return (first row, number of slots) of a slab."""
         return int(self.c.slabs[record]["base"]), int(self.c.slabs[record]["slots"])
 
     def census(self, record: int) -> Census:
@@ -243,19 +243,19 @@ class SizeClasses:
         return Census(counts, int(newest), bool(held))
 
     def size_classes_of(self, rows: RowArray) -> NDArray[np.int32]:
-        """The size class of each row."""
+        """Return the size class of each row."""
         found: NDArray[np.int32] = self.c.slabs["size_class"][self.c.pages[rows >> PAGE_BITS]]
         return found
 
     def used_by_tenant(self, record: int) -> NDArray[np.int64]:
-        """Bytes of a slab's ready primaries, by the tenant that is charged for them."""
+        """Return the bytes of a slab's ready primaries, by the tenant that is charged for them."""
         base, slots = self.span(record)
         ready = self.c.rows["state"][base : base + slots] == columns.READY
         counts = np.bincount(self.c.tenants[base : base + slots][ready], minlength=columns.TENANTS_MAX)
         return counts * int(self.c.size_classes[self.c.slabs[record]["size_class"]]["charge"])
 
     def _take_pages(self, pages: int) -> int:
-        """Take the pages of a closed slab with as many pages, else new pages. Returns the first page."""
+        """Take the pages of a closed slab with the same number of pages, else new pages. Returns the first page."""
         for i, (first, length) in enumerate(self._free_pages):
             if length == pages:
                 del self._free_pages[i]
@@ -299,13 +299,13 @@ class SizeClasses:
     # ------------------------------------------------------------------ locations
 
     def describe(self, rows: RowArray, block_bytes: int) -> Locations:
-        """Locations of rows; zeros where a row is negative."""
+        """Return the locations of rows; zeros for a negative row."""
         out = np.empty(len(rows), LOCATION)
         slabs.describe(self.c, rows, block_bytes, out)
         return out
 
     def rows_of(self, locations: Locations) -> tuple[RowArray, RowArray]:
-        """(rows, generations) of locations; row -1 where the slab is gone or was formatted again."""
+        """Return (rows, generations) of locations; row -1 if the slab is gone or was formatted anew."""
         rows = np.empty(len(locations), np.int64)
         slabs.rows_of(self.c, locations, rows)
         return rows, locations["gen"].astype(np.int64)

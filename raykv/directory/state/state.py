@@ -37,7 +37,7 @@ COUNTERS = (
     "promoted",
     "gpu_demoted",
 )
-LATE_S = 60.0  # after so long, a user who was to ask for blocks again may not come any more
+LATE_S = 60.0  # seconds after which a user who was expected to ask for blocks again may not return
 
 
 class State:
@@ -57,12 +57,12 @@ class State:
         if it was idle `locality` times as long as the oldest block of the writer's node. client_ttl: seconds without a
         call after which a client is gone. share: share of a node's slots that demotion keeps free or clean. min_hits:
         number of matches after which a block is copied to the external tier. long_bytes: bytes of a lease from which on
-        its readers read in a chain. late: seconds after which an absent user may not ask for its blocks again.
+        its readers form a chain. late: seconds after which an absent user may not ask for its blocks again.
         """
         compile_all("raykv.directory")  # so that no caller waits for a kernel
         self.locality, self.long_bytes, self.late = float(locality), long_bytes, late
         self.counters = dict.fromkeys(COUNTERS, 0)
-        self.evicted_before = 0  # by earlier directories
+        self.evicted_before = 0  # number of evictions by earlier directories
         self.floor = 0  # all blocks up to this generation were cleared
         self.waited_at = -math.inf  # when a reader in a chain last waited for a copy: seconds of the caller's clock
         self.size_classes = SizeClasses(epoch)
@@ -79,13 +79,13 @@ class State:
         self.leaving: set[str] = set()  # nodes that are about to leave, joined or not
         self.stamped: set[bytes] = set()  # nonces of arenas that carry this epoch
         self.next_check = 0.0
-        # (seconds of the callers' clock, the tick then). Users that began to wait before the first tick are late
+        # (seconds of the callers' clock, tick at that time). Users who began to wait before the first tick are late
         self.marks = deque([(-math.inf, FIRST_TICK)])
         self._indices = itertools.count()
 
     @property
     def c(self) -> Columns:
-        """The columns. Growing replaces the object, so do not keep it."""
+        """The columns. Do not store this object: it is replaced when the columns grow."""
         return self.size_classes.c
 
     @property
@@ -103,11 +103,11 @@ class State:
         return self.size_classes.nbytes
 
     def long_blocks(self, block_bytes: int) -> int:
-        """How many blocks make a lease long. Readers of a long lease read in a chain (see kernels/chains.py)."""
+        """Return from how many blocks on a lease is long. Its readers then form a chain (see kernels/chains.py)."""
         return max(1, -(-self.long_bytes // block_bytes))
 
     def find(self, keys: bytes) -> RowArray:
-        """The first row of each key, or -1."""
+        """Return the first row of each key, or -1."""
         names = key_array(keys)
         firsts = np.empty(len(names), np.int64)
         table.find(self.c, names, firsts)
@@ -120,19 +120,19 @@ class State:
         self.hit_curve.resize(capacity)
 
     def next_plan(self) -> Plan:
-        """How to use the memory from now on. With a `locality` of 1, always as one LRU over all nodes."""
+        """Return the next plan for the memory. With a `locality` of 1, it is always one LRU over all nodes."""
         return self.hit_curve.plan(self.plan) if self.locality > 1 else Plan()
 
     def of_host(self, name: str) -> list[Node]:
-        """A node's memory and its GPUs, or one GPU."""
+        """Return the memory of a node and of its GPUs, or of one GPU."""
         return [node for node in self.nodes.values() if name in (node.name, node.host)]
 
     def new_index(self, tier: bool) -> int:
-        """An index (see `is_tier`) that no other node or tier has now, or had under another directory."""
+        """Return an index (see `is_tier`) that no other node or tier has now, or had under another directory."""
         return self.epoch % (1 << 31 - NODE_BITS) << NODE_BITS | next(self._indices) * 2 + tier
 
     def invalidate(self) -> None:
-        """After slabs were closed, take their rows out of all leases, reservations, demotions and pins."""
+        """Remove the rows of closed slabs from all leases, reservations, demotions and pins."""
         self.clients.invalidate()
         self.gpu_demotion.invalidate()
         self.pins.repair()

@@ -20,7 +20,7 @@ from raykv.directory.state.size_classes import SizeClasses
 from raykv.protocol.location import ALIGN, SLABS_MAX, Locations, slot_bytes
 from raykv.protocol.tiers import Demotions, TierReply, TierReport
 
-BATCH_BYTES = 32 * MIB  # of all sizes together, demoted by one answer
+BATCH_BYTES = 32 * MIB  # maximum bytes that one answer demotes, for all sizes together
 NOTHING = Demotions(b"", b"", b"", b"", 0)
 SUSPECT = "suspect"  # in `unreached`: the tier's owner is suspect
 
@@ -44,9 +44,9 @@ class ExternalTier:
     cleared: bool = False  # whether the tier was cleared before that: blocks that are listed later are deleted too
     # By node: number of the last answer to the node, and the keys to delete that this answer named
     deleting: dict[str, tuple[int, list[bytes]]] = field(default_factory=dict)
-    answers: int = 0  # how many answers so far; also the number of the last answer
+    answers: int = 0  # number of answers so far; also the number of the last answer
     content: bytes = b""  # name of the present content; b"" if content was never lost
-    demoted: int = 0  # how many blocks were demoted so far
+    demoted: int = 0  # number of blocks demoted so far
 
 
 class TierCatalog:
@@ -63,11 +63,11 @@ class TierCatalog:
         return self._size_classes.c
 
     def tier_of(self, node: str) -> ExternalTier | None:
-        """The tier to which a node's blocks are demoted."""
+        """Return the tier to which a node's blocks are demoted."""
         return self.tiers.get(node) or self.tiers.get("")
 
     def heartbeat(self, node: str, report: TierReport, new_index: Callable[[], int]) -> TierReply:
-        """Take a node's report on its tier. new_index: makes the index of a new tier."""
+        """Process a node's report on its tier. new_index: makes the index of a new tier."""
         name = "" if report.shared else node
         tier = self.tiers.get(name)
         if tier is None:
@@ -120,7 +120,7 @@ class TierCatalog:
         self.refresh(size_class for size_classes in self._size_classes.classes.values() for size_class in size_classes)
 
     def refresh(self, size_classes: Iterable[int]) -> None:
-        """Look for blocks to demote from the oldest on again, as some clean blocks may not be clean any more."""
+        """Make demotion begin with the oldest blocks again, as some clean blocks may no longer be clean."""
         for size_class in size_classes:
             demotion.forget_clean_tail(self._c, size_class)
 
@@ -133,7 +133,7 @@ class TierCatalog:
                 slabs.clear_rows(self._c, *self._size_classes.span(record))
 
     def report_existing(self, node: str, keys: KeyArray, sizes: NDArray[np.int64], last: bool) -> None:
-        """A node lists blocks of its tier, oldest first. sizes: block_bytes. Blocks without room are deleted."""
+        """Adopt blocks that a node found in its tier, oldest first. sizes: block_bytes. Deletes blocks without room."""
         tier = self.tier_of(node)
         if tier is None or tier.listed or tier.lister != node:
             return
@@ -145,7 +145,7 @@ class TierCatalog:
             if size_class >= 0:
                 self._provide_slots(tier, size_class, len(k))
                 demotion.report_existing(self._c, size_class, k, refused)
-            there = self._in_tier(tier, k)  # maybe in another size, as a node may list a key with two sizes
+            there = self._in_tier(tier, k)  # possibly in another size, as a node may list a key with two sizes
             for key in split_keys(k[there].tobytes()) if tier.to_delete else ():
                 tier.to_delete.pop(key, None)
             self._add_to_delete(tier, k[refused & ~there])
@@ -161,7 +161,7 @@ class TierCatalog:
     ) -> Demotions:
         """Choose a node's blocks to demote, oldest first, until the share of each size's slots is free or clean.
 
-        shares, slots: by size. examined: number of rows of a size to look at, at most; further rows must wait.
+        shares, slots: by size. examined: maximum number of rows of a size to examine; further rows must wait.
         pinned: rows that are demoted once no other row is left to demote.
         """
         tier = self.tier_of(node)
@@ -186,7 +186,7 @@ class TierCatalog:
         return self._answer(tier, node, batch)
 
     def demoted(self, node: str, locations: Locations, keys: KeyArray, stored: NDArray[np.uint8], seen: int) -> bool:
-        """Take a node's report on which blocks of earlier `demote` answers it stored. Returns whether any is missing.
+        """Process a node's report on which blocks of earlier answers it stored. Returns whether any block is missing.
 
         Blocks of these answers that the report does not name were not stored either. A block that was not stored, or is
         no longer wanted, may have left bytes in the tier, so its key is deleted. A key that was demoted again stays:
@@ -195,7 +195,7 @@ class TierCatalog:
         tier = self.tier_of(node)
         if tier is None:
             return False
-        ours = locations["node"] == tier.index  # others are an earlier directory's; the tier will be listed anyway
+        ours = locations["node"] == tier.index  # others are from an earlier directory; the tier will be listed anyway
         (rows, gens), lost = self._size_classes.rows_of(locations[ours]), np.zeros(int(ours.sum()), np.bool_)
         tier.demoted += int(demotion.demoted(self._c, rows, gens, stored[ours], lost))
         cancelled = self._cancel(tier, node)
@@ -232,7 +232,7 @@ class TierCatalog:
         return len(rows) > 0
 
     def schedule_delete(self, rows: RowArray, gens: RowArray) -> None:
-        """These rows are about to be dropped. Schedule the deletion of these rows' keys, if the rows are in a tier."""
+        """Schedule the deletion of the keys of rows that are about to be dropped, if the rows are in a tier."""
         c = self._c
         rows = rows[(rows >= 0) & (c.rows["gen"][rows] == gens) & (c.rows["state"][rows] == columns.EXTERNAL)]
         owners = c.size_classes["node"][self._size_classes.size_classes_of(rows)]
@@ -241,13 +241,13 @@ class TierCatalog:
             to_delete[owner][key] = None
 
     def stats(self) -> dict[str, dict[str, Any]]:
-        """Statistics by the node that owns a tier; "": the shared tier."""
+        """Return statistics by the node that owns a tier; "" is the shared tier."""
         return {name: self._tier_stats(tier) for name, tier in self.tiers.items()}
 
     def fill(self) -> dict[str, dict[str, Any]]:
-        """The part of `stats` that needs no look at every slot: `state`, `capacity`, `demoted`, `blocks`, `bytes_used`.
+        """Return the part of `stats` that needs no look at every slot, including blocks on their way to the tier.
 
-        Blocks on their way to the tier count.
+        These figures are `state`, `capacity`, `demoted`, `blocks` and `bytes_used`.
         """
         return {name: self._tier_fill(tier) for name, tier in self.tiers.items()}
 
@@ -301,7 +301,7 @@ class TierCatalog:
     # ------------------------------------------------------------------ slabs
 
     def _size_class(self, tier: ExternalTier, stride: int) -> int:
-        """The tier's size class for slots of `stride` bytes, of which ALIGN hold a header; -1 for a bad size."""
+        """Return the tier's size class for slots of `stride` bytes, of which ALIGN hold a header; -1 for a bad size."""
         if not ALIGN < stride <= tier.slab_bytes:
             return -1
         if stride not in tier.size_classes:
