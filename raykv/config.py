@@ -13,21 +13,21 @@ from pathlib import Path
 
 MIB = 1 << 20
 NAMESPACE = "raykv"  # Ray's namespace of every actor that raykv starts
-METADATA_DEADLINE_S = 0.25  # for the directory to answer a client's question, by default
-HEARTBEAT_S = 1.0  # between two heartbeats of a node
-SUSPECT_AFTER_S = 3.0 * HEARTBEAT_S  # a node without a heartbeat for so long is "suspect"
-CLIENT_TTL_S = 10.0  # a client that has said nothing for this long is gone
+METADATA_DEADLINE_S = 0.25  # default deadline for the directory's answer to a client's question
+HEARTBEAT_S = 1.0  # interval between two heartbeats of a node
+SUSPECT_AFTER_S = 3.0 * HEARTBEAT_S  # time without a heartbeat after which a node is "suspect"
+CLIENT_TTL_S = 10.0  # time without a message after which a client counts as gone
 TRANSPORTS = ("auto", "nixl", "tcp", "object_store")
-# By `write`: the share of a node's slots that are kept free, or whose blocks are kept copied to the external tier. A
-# new block finds room in such a slot at once.
+# Share of a node's slots, by `write`, that the pool keeps free or keeps copied to the external tier. Such a slot can
+# take a new block at once.
 WRITE_SHARES = {"back": 0.25, "through": 1.0, "never": 0.0}
-FLUSH_DEADLINE_S = 300.0  # to demote all blocks to the external tier when a pool stops
-USES_MAX = 255  # a block's count of matches ends here
-KEYS_PER_CALL = 6000  # keys of 96 KB: an argument of a Ray call costs 2 to 4 ms more above 100 KB
-KEYS_PER_JOINT_CALL = 200_000  # for a call that needs all keys at once: 3.2 MB; the directory takes calls of 4 MiB
-MIN_MEMORY = 8 * MIB  # bytes of the smallest arena
+FLUSH_DEADLINE_S = 300.0  # deadline for demoting all blocks to the external tier when a pool stops
+USES_MAX = 255  # maximum of a block's count of matches
+KEYS_PER_CALL = 6000  # maximum keys of a call (96 KB): an argument of a Ray call costs 2 to 4 ms more above 100 KB
+KEYS_PER_JOINT_CALL = 200_000  # the same for a call that needs all keys at once: 3.2 MB; the directory accepts 4 MiB
+MIN_MEMORY = 8 * MIB  # minimum size of an arena, in bytes
 
-Size = float | int | str  # size of a memory: see parse_size
+Size = float | int | str  # a memory size: see parse_size
 _SIZE = re.compile(r"(\d+(?:\.\d+)?) ?(?:([kmgt]?)(i?)b?)", re.IGNORECASE)
 
 
@@ -35,32 +35,33 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?) ?(?:([kmgt]?)(i?)b?)", re.IGNORECASE)
 class PoolConfig:
     """Settings of a pool. ValueError for an impossible setting.
 
-    name: letters, digits, '_' and '-', and no '-' first; at most 40 of them.
-    cpu_memory: of every node: a fraction of its memory (0.3), or bytes (an int above 1, or "20GiB"); see `parse_size`.
-    gpu_memory: of every GPU of a node, given as for `cpu_memory`. Blocks of engines that attach with `device=` go to
-        that GPU first. 0: no GPU tier.
-    locality: a writer's node evicts its own coldest block. If a block of another node has been idle more than
-        `locality` times as long, that block is evicted instead. 1 is exact cluster-wide LRU. With a value above 1 the
-        pool changes to exact LRU when memory is scarce. When memory is plentiful, the pool uses some of it for copies
-        of other nodes' blocks.
-    transport: how blocks cross nodes. "auto": each pair of nodes uses the best transport that both have: NIXL over
-        RDMA, else TCP between node stores. While that transport fails, the pair uses Ray's object store. "nixl": NIXL
-        over any network. "tcp": no NIXL. "object_store": only Ray's object store, for networks that only Ray may use.
-        Where Ray uses TLS, TCP uses TLS with Ray's certificates, and "nixl" is refused.
+    name: 1 to 40 letters, digits, '_' or '-', and no '-' first.
+    cpu_memory: memory that each node gives to the pool: a fraction of the node's memory (0.3), or bytes (an int above
+        1, or "20GiB"); see `parse_size`.
+    gpu_memory: memory that each GPU gives to the pool, in the same form as `cpu_memory`. Blocks of engines that attach
+        with `device=` are stored on that GPU first. 0: no GPU tier.
+    locality: a writer's node evicts its own coldest block, unless a block of another node has been idle more than
+        `locality` times as long; then that block is evicted instead. 1 is exact cluster-wide LRU. With a value above 1,
+        the pool changes to exact LRU when memory is scarce. When memory is plentiful, the pool uses some of it for
+        copies of other nodes' blocks.
+    transport: how blocks travel between nodes. "auto": each pair of nodes uses the best transport that both support:
+        NIXL over RDMA, else TCP between node stores. While that transport fails, the pair uses Ray's object store.
+        "nixl": NIXL over any network. "tcp": no NIXL. "object_store": only Ray's object store, for networks that only
+        Ray may use. If Ray uses TLS, TCP uses TLS with Ray's certificates, and "nixl" is refused.
     external: URL of the external tier, such as "file:///mnt/nvme/raykv?capacity=200GiB" (each node has its own; for a
         shared mount append "&shared=1"), "redis://host:6379?capacity=50GiB" or "s3://bucket/prefix?capacity=1TiB" (one
         for all nodes). The tier outlives the pool, so the pool needs a `secret`.
     write: which blocks are demoted, that is, copied to the external tier. "back": a node's oldest blocks, before their
-        room is needed; "through": every block soon after it is stored; "never": none.
-    min_hits: how many matches must have asked for a block before it is demoted.
-    deadline: seconds for the directory to answer a client's question, at most 10; a later answer is a miss. Raise it
-        where engines keep all processors busy: clients then notice a hanging directory later. A router waits a fifth of
-        the deadline. A read waits eight deadlines, and 2 s at least, for room on its node to pull blocks into.
+        memory is needed; "through": every block soon after it is stored; "never": none.
+    min_hits: minimum number of matches that must have asked for a block before the block is demoted.
+    deadline: seconds that a client waits for the directory's answer, at most 10; a later answer is a miss. Raise it if
+        engines keep all processors busy; clients then take longer to notice a directory that hangs. A router waits a
+        fifth of the deadline. A read waits for staging slots on its node for eight deadlines, but at least 2 s.
     idle_node_s: the pool leaves a node when nothing else has run on the node for this number of seconds. The node's
-        blocks go to other nodes, and its store ends, so Ray's autoscaler can remove it. 0: never. Ray's head keeps a
-        store.
-    secret: keys are derived from it: bytes, or the path of a file that only its owner can read. Default: RAYKV_SECRET
-        of the environment, else a random secret, kept in Ray's internal KV.
+        blocks move to other nodes, and the node's store ends, so that Ray's autoscaler can remove the node. 0: never.
+        Ray's head always keeps its store.
+    secret: the secret that keys are derived from, as bytes or as the path of a file that only its owner can read.
+        Default: the environment variable RAYKV_SECRET, else a random secret that is kept in Ray's internal KV.
     """
 
     name: str = "default"
@@ -68,7 +69,7 @@ class PoolConfig:
     gpu_memory: Size = 0
     locality: float = 1.5
     transport: str = "auto"
-    external: str | None = field(default=None, repr=False)  # it may hold a password
+    external: str | None = field(default=None, repr=False)  # the URL may contain a password
     write: str = "back"
     min_hits: int = 0
     deadline: float = METADATA_DEADLINE_S
@@ -96,11 +97,11 @@ class PoolConfig:
             )
         if isinstance(self.idle_node_s, bool) or not 0 <= self.idle_node_s < float("inf"):
             raise ValueError(f"idle_node_s={self.idle_node_s!r}: give seconds, or 0 for no node ever")
-        if self.external is not None and "://" not in self.external:  # `start` checks the rest
+        if self.external is not None and "://" not in self.external:  # `start` checks the rest of the URL
             raise ValueError("external= is not a URL such as file:///mnt/nvme/raykv?capacity=200GiB")
 
     def explicit_secret(self) -> bytes | None:
-        """The secret that the user gave, or None.
+        """Return the secret that the user gave, or None.
 
         ValueError for an empty secret, and for a file that is missing or that others can read.
         """
@@ -124,11 +125,11 @@ class PoolConfig:
         return secret
 
 
-TENANT_CHARACTERS = 64  # in a tenant's name, at most: the name is a label of metrics
+TENANT_CHARACTERS = 64  # maximum length of a tenant's name: the name is a label of metrics
 
 
 def check_tenant(name: object) -> str:
-    """The name of a tenant. ValueError for a bad name."""
+    """Check and return a tenant's name. ValueError for a bad name."""
     if not isinstance(name, str) or not name.isprintable() or not 0 < len(name) <= TENANT_CHARACTERS:
         raise ValueError(f"tenant={name!r}: give a name of 1 to {TENANT_CHARACTERS} printable characters")
     return name
@@ -139,7 +140,7 @@ class Quota:
     """A tenant's share of a pool's memory. ValueError for impossible shares.
 
     minimum: share of all nodes' memory that other tenants can't take from the tenant; 0 to 1. maximum: the largest
-    share that the tenant can have; 0 to 1, where 1 is no limit.
+    share that the tenant can have; 0 to 1, where 1 means no limit.
     """
 
     minimum: float = 0.0
@@ -154,12 +155,12 @@ class Quota:
 
 
 def parse_size(name: str, given: Size) -> float | int:
-    """A fraction of something, as a float in (0, 1], or bytes, as an int above 1.
+    """Parse a size: return a fraction as a float in (0, 1], or bytes as an int above 1.
 
-    given: a float, an int, or the same as text ("0.3", "1073741824"), or bytes with a unit ("500MB", "20GiB"). As in
-    Kubernetes, Ki, Mi, Gi and Ti are powers of 1024, and k, M, G and T are powers of 1000. A `B` behind a unit, and
-    upper or lower case, make no difference. 1, 1.0 and "1" are the whole, not one byte.
-    name: the setting's name, which the ValueError for any other value gives.
+    given: a float or an int, either of them as text ("0.3", "1073741824"), or bytes with a unit ("500MB", "20GiB"). As
+    in Kubernetes, Ki, Mi, Gi and Ti are powers of 1024, and k, M, G and T are powers of 1000. A `B` after the unit, and
+    upper or lower case, make no difference. 1, 1.0 and "1" mean the whole, not one byte.
+    name: the setting's name, for the message of the ValueError that any other value raises.
     """
     value = _number(given) if isinstance(given, str) else given
     if isinstance(value, float) and 0 < value <= 1:
@@ -172,7 +173,7 @@ def parse_size(name: str, given: Size) -> float | int:
 
 
 def _number(text: str) -> float | int | None:
-    """The number that the text of a size means; None for other text. With a unit it is an int."""
+    """Return the number that a size's text stands for, an int if it has a unit. None for other text."""
     match = _SIZE.fullmatch(text.strip())
     if match is None or (match[3] and not match[2]):
         return None
@@ -184,7 +185,7 @@ def _number(text: str) -> float | int | None:
 
 
 def memory_size(name: str, given: Size) -> float | int:
-    """Like `parse_size`, for the memory of an arena: bytes must be at least MIN_MEMORY."""
+    """Like `parse_size`, but for an arena: a size in bytes must be at least MIN_MEMORY."""
     size = parse_size(name, given)
     if isinstance(size, int) and size < MIN_MEMORY:
         raise ValueError(f"{name}={given!r} is {size} bytes: the smallest arena has {MIN_MEMORY} (8 MiB)")
@@ -192,21 +193,21 @@ def memory_size(name: str, given: Size) -> float | int:
 
 
 def fingerprint(pool: str, secret: bytes) -> bytes:
-    """16 bytes that mark a pool's arenas and external tiers: a hash of pool and secret, which hides the secret."""
+    """Return 16 bytes that mark a pool's arenas and external tiers: a hash of pool and secret that hides the secret."""
     return hashlib.sha256(b"raykv arena\0" + pool.encode() + b"\0" + hashlib.sha256(secret).digest()).digest()[:16]
 
 
 def slab_bytes(capacity: int) -> int:
-    """Bytes of a slab in an arena of `capacity` bytes: about 32 slabs, a power of two from 4 MiB to 1 GiB."""
+    """Return the slab size for an arena of `capacity` bytes: about a 32nd, a power of two from 4 MiB to 1 GiB."""
     return min(1 << 30, max(4 * MIB, 1 << max(0, (capacity // 32).bit_length() - 1)))
 
 
 def staging_window(capacity: int) -> int:
-    """Bytes of a node's staging window: 2% of its arena and at least 256 MiB, but at most an eighth of the arena."""
+    """Return the bytes of a node's staging window: 2% of its arena, at least 256 MiB, but at most an eighth of it."""
     return min(max(capacity // 50, 256 * MIB), capacity // 8)
 
 
 def capacity_bytes(memory: Size, total: int) -> int:
-    """Bytes of an arena. memory: bytes, or a fraction of `total` bytes."""
+    """Return an arena's size in bytes. memory: bytes, or a fraction of `total` bytes."""
     size = parse_size("memory", memory)
     return size if isinstance(size, int) else int(size * total)

@@ -10,7 +10,7 @@ class PoolNotFound(RayKVError):
 
 
 class CapacityError(RayKVError):
-    """A node cannot afford the memory that was asked of it."""
+    """A node does not have the memory that it was asked to provide."""
 
 
 class ProtocolMismatch(RayKVError):
@@ -18,20 +18,20 @@ class ProtocolMismatch(RayKVError):
 
 
 class ArenaMismatch(RayKVError):
-    """This process sees other shared memory than its node store serves."""
+    """This process sees different shared memory from the memory of its node's store."""
 
 
 class DeviceError(RayKVError):
-    """A GPU failed. Code that copies from or to the GPU takes this error for a miss.
+    """A GPU failed. Code that copies from or to the GPU treats this error as a miss.
 
-    status: CUDA's number of the error, or 0.
+    status: CUDA's error number, or 0.
     """
 
     status = 0
 
 
 def reason_of(error: BaseException) -> str:
-    """An error's own text. Leaves out the remote traceback and the exception's name, which Ray puts before the text."""
+    """Return an error's own text, without the remote traceback and the exception's name that Ray puts before it."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     last = lines[-1] if lines else repr(error)
     name, colon, text = last.partition(": ")

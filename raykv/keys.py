@@ -1,7 +1,7 @@
-"""Makes chained block keys from token ids: equal keys mean equal prefixes. Keys is an array that knows its cache.
+"""Makes chained block keys from token ids: equal keys mean equal prefixes. `Keys` is an array that records its cache.
 
 A key is the first 16 bytes of a SHA-256 over (parent digest, tokens as little-endian int32, extra of that block). The
-first parent holds the cache's root (and so the pool's secret), the block size, the adapter and the salt.
+first parent digest covers the cache's root (and thereby the pool's secret), the block size, the adapter and the salt.
 """
 
 import hashlib
@@ -20,7 +20,7 @@ from raykv.system.sha256 import digests
 
 ROOT_BYTES = 32
 _INT32 = np.iinfo(np.int32)
-_HEAD, _MARSHALLED = 5, np.dtype([("code", "S1"), ("value", "<i4")])  # output of marshal: a head, then each item
+_HEAD, _MARSHALLED = 5, np.dtype([("code", "S1"), ("value", "<i4")])  # marshal's output: a header, then the items
 
 
 class CacheId(NamedTuple):
@@ -32,8 +32,8 @@ class CacheId(NamedTuple):
     model: str
     block_tokens: int
     block_bytes: int
-    digest: bytes  # of the cache's root, which depends on everything that tells caches apart
-    tenant: str = ""  # who is charged for blocks, and a label of metrics: see `for_salt`
+    digest: bytes  # digest of the cache's root, which depends on everything that distinguishes caches
+    tenant: str = ""  # the tenant that is charged for blocks, also a label of metrics: see `for_salt`
     is_named: bool = False  # whether the caller named the tenant; if not, the tenant is derived from a salt
 
     def __eq__(self, other: object) -> bool:
@@ -46,9 +46,9 @@ class CacheId(NamedTuple):
         return hash(self.digest)
 
     def for_salt(self, salt: str | bytes | None, secret: bytes) -> "CacheId":
-        """The same cache, for a prompt with that salt.
+        """Return the id of the same cache for a prompt with this salt.
 
-        Without a named tenant, the cache gets the salt's tenant (`tenant_of`).
+        If the caller named no tenant, the id gets the salt's tenant (`tenant_of`).
         """
         return self._replace(tenant=tenant_of(salt, secret)) if salt and not self.is_named else self
 
@@ -59,20 +59,20 @@ class CacheId(NamedTuple):
         )
 
 
-class Keys(np.ndarray[Any, np.dtype[np.uint8]]):  # not NDArray: an alias is no base class from numpy 2.5 on
-    """Keys of one cache: (n, 16) uint8, one for each block. Get them from `KVCache.keys` or `KVCache.rekey`.
+class Keys(np.ndarray[Any, np.dtype[np.uint8]]):  # not NDArray: from numpy 2.5 on, an alias can't be a base class
+    """Keys of one cache: (n, 16) uint8, one row per block. Get them from `KVCache.keys` or `KVCache.rekey`.
 
     The array carries its cache's identity. Slices, rows chosen by an index, copies and pickled arrays keep the
-    identity. So does `np.concatenate` of keys of one cache. A column, a single key or the result of arithmetic has no
-    identity. A cache refuses keys of another cache, and arrays without identity.
+    identity, and so does `np.concatenate` of keys of one cache. A column, a single key or the result of arithmetic has
+    no identity. A cache refuses keys of another cache, and arrays without an identity.
     """
 
     _cache: CacheId | None
 
     def __new__(cls, rows: NDArray[np.uint8], cache: CacheId) -> "Keys":
-        """rows: (n, 16) uint8, not copied if contiguous.
+        """Make Keys from `rows`: (n, 16) uint8, not copied if contiguous.
 
-        For raykv itself: nothing checks that the rows are keys of `cache`.
+        For use inside raykv only: nothing checks that the rows are keys of `cache`.
         """
         keys = np.ascontiguousarray(rows).view(cls)
         if not keys._are_rows():
@@ -84,7 +84,7 @@ class Keys(np.ndarray[Any, np.dtype[np.uint8]]):  # not NDArray: an alias is no 
         self._cache = getattr(parent, "_cache", None) if self._are_rows() else None
 
     def __array_wrap__(self, array: Any, context: Any = None, return_scalar: bool = False) -> Any:
-        return array[()] if return_scalar else np.asarray(array)  # the result of arithmetic with keys is no key
+        return array[()] if return_scalar else np.asarray(array)  # the result of arithmetic with keys is not a key
 
     def __array_function__(self, function: Any, types: Any, args: Any, kwargs: Any) -> Any:
         made = super().__array_function__(function, types, args, kwargs)
@@ -98,13 +98,13 @@ class Keys(np.ndarray[Any, np.dtype[np.uint8]]):  # not NDArray: an alias is no 
         return Keys(plain, cache) if cache else plain
 
     def __getitem__(self, which: Any) -> Any:
-        """Rows of the array are Keys; other parts have no cache."""
+        """Return a part of the array. Rows are Keys of the same cache; other parts have no cache."""
         found = super().__getitem__(which)
         columns = isinstance(which, tuple) and len(which) > 1
         return found.view(np.ndarray) if columns and isinstance(found, Keys) else found
 
     def __setitem__(self, which: Any, rows: Any) -> None:
-        """ValueError for keys of another cache."""
+        """Raise ValueError for keys of another cache."""
         other = _cache_of(rows)
         if other is not None and other != _cache_of(self):
             raise ValueError(f"keys of the cache {other} can't be put among those of {_cache_of(self)}")
@@ -115,11 +115,11 @@ class Keys(np.ndarray[Any, np.dtype[np.uint8]]):  # not NDArray: an alias is no 
         return (Keys, (np.asarray(self), cache)) if cache else (np.array, (np.asarray(self),))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.__reduce__()  # numpy's own would drop the cache
+        return self.__reduce__()  # numpy's own method would drop the cache
 
     @property
     def cache(self) -> CacheId:
-        """Identity of the cache of these keys. ValueError if there is none."""
+        """Identity of the cache that these keys belong to. ValueError if there is none."""
         cache = _cache_of(self)
         if cache is None:
             raise ValueError(f"{self.dtype} of shape {self.shape}, taken from Keys, is not rows of keys any more")
@@ -130,27 +130,27 @@ class Keys(np.ndarray[Any, np.dtype[np.uint8]]):  # not NDArray: an alias is no 
 
 
 def _cache_of(array: object) -> CacheId | None:
-    """The cache of Keys; None for other arrays, and for a view whose rows are no longer 16 bytes of uint8."""
+    """Return the cache of Keys; None for other arrays, and for a view whose rows are no longer 16 bytes of uint8."""
     return array._cache if isinstance(array, Keys) and array._are_rows() else None
 
 
 @lru_cache(1024)
 def tenant_of(salt: str | bytes | None, secret: bytes) -> str:
-    """Default name of the tenant of a salt; "" without a salt.
+    """Return the default tenant name for a salt, or "" without a salt.
 
-    It is 8 hex digits of the salt's HMAC-SHA256 under the pool's secret. If it were a plain hash, a reader of metrics
+    The name is 8 hex digits of the salt's HMAC-SHA256 under the pool's secret. With a plain hash, a reader of metrics
     could find the salt by hashing likely salts.
     """
     return hmac.digest(secret, b"tenant" + _bytes("salt", salt), "sha256").hex()[:8] if salt else ""
 
 
 def digest(root: bytes) -> bytes:
-    """A hash of a cache's root, of 16 bytes. Neither the root nor any key can be computed from the hash."""
+    """Return a 16-byte hash of a cache's root. Neither the root nor any key can be computed from the hash."""
     return hashlib.sha256(b"cache" + root).digest()[:KEY_BYTES]
 
 
 def check(keys: object, cache: CacheId) -> Keys:
-    """The keys, contiguous. ValueError for anything but Keys of that cache."""
+    """Return the keys as a contiguous array. ValueError for anything but Keys of this cache."""
     if not isinstance(keys, Keys) or (own := _cache_of(keys)) is None:
         what = f"{keys.dtype} of shape {keys.shape}" if isinstance(keys, np.ndarray) else f"a {type(keys).__name__}"
         raise ValueError(
@@ -166,9 +166,10 @@ def check(keys: object, cache: CacheId) -> Keys:
 
 
 def root(secret: bytes, **fields: str | int) -> bytes:
-    """32 bytes that every key of one cache starts from: HMAC-SHA256 of the cache's fields, under the pool's secret.
+    """Return a cache's root, from which all its keys are computed: 32 bytes.
 
-    ValueError for an empty secret or a field that is neither str nor int.
+    The root is the HMAC-SHA256 of the cache's fields under the pool's secret. ValueError for an empty secret or a field
+    that is neither str nor int.
     """
     if not secret:
         raise ValueError("secret is empty: keys that anyone can compute protect nothing")
@@ -189,12 +190,14 @@ def chain(
     extra: Mapping[int, str | bytes] | Sequence[str | bytes | None] | None = None,
     salt: str | bytes | None = None,
 ) -> NDArray[np.uint8]:
-    """Keys of the full blocks of a prompt: (len(token_ids) // block_tokens, 16) uint8.
+    """Compute the keys of a prompt's full blocks: (len(token_ids) // block_tokens, 16) uint8.
 
-    token_ids: 1-D: list or tuple of int, or an integer array or tensor (numpy, torch, ...); from 0 to 2**31 - 1.
-    lora, salt: change every key. A str means its UTF-8 bytes; None differs from empty.
-    extra: further input of a block's KV, such as an image's hash: {block: value}, or one value (or None) for each
-        block. It changes the keys from that block on. The partial last block may have a value, though it has no key.
+    token_ids: list or tuple of int, or 1-D integer array or tensor (numpy, torch, ...); values from 0 to 2**31 - 1.
+    lora, salt: the adapter's id and the salt; both change every key. A str means its UTF-8 bytes. None differs from
+    empty.
+    extra: further input that a block's KV depends on, such as an image's hash: {block: value}, or one value (or None)
+        for each block. It changes the keys from that block on. The partial last block may have a value, though it has
+        no key.
     ValueError for other values.
     """
     if isinstance(block_tokens, bool) or not isinstance(block_tokens, int) or block_tokens < 1:
@@ -213,7 +216,8 @@ def chain(
 def rekey(root: bytes, hashes: Sequence[bytes] | NDArray[np.uint8]) -> NDArray[np.uint8]:
     """Turn an engine's own block hashes into keys of the cache with this root: (len(hashes), 16) uint8.
 
-    hashes: bytes objects, or (n, k) uint8; the engine has chained them. ValueError for other values, or an empty hash.
+    hashes: bytes objects, or (n, k) uint8, chained by the engine already. ValueError for other values, or an empty
+    hash.
     """
     if isinstance(hashes, np.ndarray):
         if hashes.ndim != 2 or hashes.dtype != np.uint8:
@@ -226,7 +230,7 @@ def rekey(root: bytes, hashes: Sequence[bytes] | NDArray[np.uint8]) -> NDArray[n
 
 
 def _canonical(fields: Mapping[str, bytes]) -> bytes:
-    """An encoding that is unique for a set of fields: sorted by name, with all lengths written out."""
+    """Encode fields unambiguously: sorted by name, with the length before each name and value."""
     return b"".join(_prefixed(part) for name in sorted(fields) for part in (name.encode(), fields[name]))
 
 
@@ -248,7 +252,7 @@ def _keys(parent: bytes, data: NDArray[np.uint8], ends: NDArray[np.int64], chain
 def _blocks(
     tokens: NDArray[np.int32], block_tokens: int, extras: Mapping[int, bytes]
 ) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
-    """The tokens and extras of the full blocks, one block after the other, and the end of each block."""
+    """Return the tokens and extras of all full blocks, one block after the other, and the end of each block."""
     size, data = 4 * block_tokens, tokens.view(np.uint8)
     ends = np.arange(size, len(data) + 1, size)
     if not extras:
@@ -270,7 +274,7 @@ def _bytes(name: str, value: object) -> bytes:
 
 
 def _extras(extra: Mapping[int, str | bytes] | Sequence[str | bytes | None] | None, blocks: int) -> Mapping[int, bytes]:
-    """Extras by block, ready to be appended to its tokens. blocks: number of blocks, with a partial last one."""
+    """Return the bytes to append to each block's tokens. blocks: number of blocks, including a partial last block."""
     if extra is None:
         return {}
     if isinstance(extra, (str, bytes)):
@@ -286,10 +290,10 @@ def _extras(extra: Mapping[int, str | bytes] | Sequence[str | bytes | None] | No
 
 
 def _int32(token_ids: Any) -> NDArray[np.int32]:
-    """Token ids as little-endian int32, checked, without a Python step for each token."""
+    """Check token ids and convert them to little-endian int32, without a Python loop over the tokens."""
     if isinstance(token_ids, (list, tuple)):
         return _from_ints(token_ids)
-    cpu = getattr(token_ids, "cpu", None)  # a torch tensor may lie on a device
+    cpu = getattr(token_ids, "cpu", None)  # a torch tensor may be on a device
     try:
         tokens = np.asarray(token_ids if cpu is None else cpu())
     except (TypeError, ValueError) as error:
@@ -317,14 +321,14 @@ def _from_ints(token_ids: list[Any] | tuple[Any, ...]) -> NDArray[np.int32]:
 
 
 def _from_plain_ints(token_ids: list[Any] | tuple[Any, ...]) -> NDArray[np.int32] | None:
-    """The ids as int32; None unless all are Python's own ints that fit.
+    """Convert the ids to int32. Returns None unless all ids are plain Python ints that fit into int32.
 
-    marshal checks types and converts in one pass. With a check and `struct.pack`, `chain` would take 1.8 times as long.
-    Only an int that fits becomes an "i" and four bytes. So if an "i" begins each item, all items are such ints.
+    marshal checks types and converts in one pass; with a check and `struct.pack`, `chain` would take 1.8 times as long.
+    Only an int that fits is written as "i" and four bytes. So if each item begins with "i", all items are such ints.
     """
     try:
         written = marshal.dumps(token_ids, 2)
-    except ValueError:  # types that marshal does not know
+    except ValueError:  # a type that marshal does not know
         return None
     if len(written) != _HEAD + _MARSHALLED.itemsize * len(token_ids):
         return None

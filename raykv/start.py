@@ -1,7 +1,7 @@
-"""`raykv.start`: start the actors of a pool, if every node can take its part.
+"""`raykv.start`: start the actors of a pool if the nodes have the resources for it.
 
 The directory and the node stores start first, and wait for the pool's settings. Each store reports its node's
-resources. When every node can take its part, `start` writes the settings into Ray's internal KV. The supervisor starts
+resources. If they suffice on every node, `start` writes the settings into Ray's internal KV. The supervisor starts
 last, when the pool can serve.
 """
 
@@ -35,26 +35,27 @@ from raykv.tiers.registry import registered
 from raykv.tiers.url import shown
 
 log = logging.getLogger("raykv")
-ASK_DEADLINE_S = 60.0  # for a node's store to report its resources
-START_DEADLINE_S = 300.0  # the first start on a machine compiles the kernels
-PROGRESS_S = 0.2  # between two reports of how many kernels are compiled
-ANSWER_LOOK_S = 0.02  # between two looks for the stores' answers
-SILENT_S = 3.0  # a node that is silent for so long is asked whether it has raykv
+ASK_DEADLINE_S = 60.0  # deadline for a node's store to report its node's resources
+START_DEADLINE_S = 300.0  # deadline for a start: the first start on a machine compiles the kernels
+PROGRESS_S = 0.2  # interval between two reports of how many kernels are compiled
+ANSWER_LOOK_S = 0.02  # interval between two checks for the stores' answers
+SILENT_S = 3.0  # silence after which a node is asked whether it has raykv
 Progress = Callable[[int, int], None]
 
 
 def start(config: PoolConfig | None = None, *, exist_ok: bool = False, on_progress: Progress | None = None) -> KVPool:
-    """Start a pool on every node of the Ray cluster. If the pool runs already with these settings, attach to it.
+    """Start a pool on every node of the Ray cluster. If the pool already runs with these settings, attach to it.
 
-    A process that has no Ray yet joins the cluster that runs on its machine.
+    A process that is in no Ray cluster joins the cluster at RAY_ADDRESS, else the one on its machine.
 
-    config: the pool's settings. Without it, attach to a running pool "default", or start it with the defaults.
-    exist_ok: attach to a running pool even if its settings differ. A secret that is given must still be the pool's.
-    on_progress: called with (kernels done, kernels in all) while kernels are compiled, on a machine's first start.
+    config: the pool's settings. If None, attach to the running pool "default", or start it with default settings.
+    exist_ok: attach to a running pool even if its settings differ. A given secret must still be the pool's secret.
+    on_progress: called with (number of compiled kernels, number of all kernels) while a machine's first start compiles.
 
-    CapacityError where a node can't afford the memory. PoolNotFound if there is no Ray cluster. ValueError for settings
-    that are not the running pool's, for a bad secret, for nodes that lack raykv, and for an external tier, a transport
-    or GPUs that nodes can't use. An error or a KeyboardInterrupt ends all that this call started.
+    Raises CapacityError if a node does not have the memory, and PoolNotFound if there is no Ray cluster. Raises
+    ValueError for settings that differ from the running pool's, for a bad secret, for nodes without raykv, and for an
+    external tier, a transport or GPUs that nodes can't use. An error or a KeyboardInterrupt ends everything that this
+    call started.
     """
     exist_ok |= config is None
     config = config or PoolConfig()
@@ -86,7 +87,7 @@ def start(config: PoolConfig | None = None, *, exist_ok: bool = False, on_progre
 
 
 def _prepared(config: PoolConfig, secret: bytes | None) -> tuple[dict[str, Any], Question]:
-    """(the settings of a new pool, the question to its nodes)."""
+    """Return (the settings of a new pool, the question to its nodes)."""
     if config.external and secret is None:
         raise ValueError(
             "external= outlives the pool, and keys that are derived from a random secret would not be found there "
@@ -107,12 +108,12 @@ def _prepared(config: PoolConfig, secret: bytes | None) -> tuple[dict[str, Any],
 
 
 def _comparable(config: PoolConfig) -> dict[str, Any]:
-    """All settings but the name and the secret."""
+    """Return all settings except the name and the secret."""
     return {name: value for name, value in vars(config).items() if name not in ("name", "secret")}
 
 
 def _check_same(config: PoolConfig, secret: bytes | None, running: dict[str, Any], exist_ok: bool) -> None:
-    """ValueError for other settings than the running pool's; the text names each difference."""
+    """Raise ValueError if the settings differ from the running pool's. The message names each difference."""
     if secret is not None and secret.hex() != running["secret"]:
         raise ValueError(f"pool {config.name!r} runs with another secret: leave it out, or stop that pool first")
     given = _comparable(config)
@@ -126,13 +127,13 @@ def _check_same(config: PoolConfig, secret: bytes | None, running: dict[str, Any
 
 
 def _difference(name: str, running: Any, given: Any) -> str:
-    if name == "external":  # URLs may hold passwords
+    if name == "external":  # URLs may contain passwords
         running, given = (url and shown(url) for url in (running, given))
     return f"{name}={running!r} (given: {given!r})"
 
 
 def _start_actors(question: Question, settings: dict[str, Any], on_progress: Progress | None) -> None:
-    """Start directory and stores of a pool that does not run, and wait until they serve."""
+    """Start the directory and the stores of a pool that does not run, and wait until they serve."""
     pool, head = question.pool, _head()
     directory = start_directory(pool, 1, head)
     stores = {node_id: start_store(pool, node_id, question) for node_id in cluster.living()}
@@ -167,12 +168,12 @@ def _await_directory(pool: str, directory: Any, on_progress: Progress | None) ->
 
 
 def _compiled(pool: str) -> list[int]:
-    """[number of kernels that the directory has compiled, number in all]. Empty if the directory compiles none."""
+    """Return [number of compiled kernels, number of all kernels], or [] if the directory compiles none."""
     return [int(part) for part in (internal_kv.get(pool, Kept.COMPILED) or b"").split()]
 
 
 def _why_not_there(node_id: str, store: Any) -> str:
-    """Wait until a node's store serves. Returns the reason if it does not; "" if it does, or if its node was lost."""
+    """Wait until a node's store serves. Returns "" if it does or if its node was lost, else the reason why not."""
     try:
         ray.get(store.describe_arena.remote(), timeout=ASK_DEADLINE_S)
     except RayError as error:
@@ -188,7 +189,7 @@ def _head() -> str:
 
 
 def _answers(pool: str, stores: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """The stores' answers by Ray node id. Nodes that are lost meanwhile, or don't answer, are absent.
+    """Return the stores' answers by Ray node id, without nodes that were lost meanwhile or did not answer.
 
     ValueError if a silent node can't import raykv.
     """
@@ -208,10 +209,10 @@ def _answers(pool: str, stores: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def _check(question: Question, answers: dict[str, dict[str, Any]]) -> None:
-    """CapacityError if a node can't afford its memory. Nodes on one machine must afford their memory together.
+    """Raise CapacityError if a machine does not have the memory that its nodes need together.
 
-    ValueError if a node's raykv has another protocol version, if a node can't use the external tier or the transport,
-    or if no node has a GPU for `gpu_memory`.
+    Raises ValueError if a node's raykv has another protocol version, if a node can't use the external tier or the
+    transport, or if no node has a GPU for `gpu_memory`.
     """
     refusals: dict[str, list[str]] = {}  # node ids by the text of a refusal
     for node_id, answer in answers.items():
@@ -238,7 +239,7 @@ def _check_memory(answers: dict[str, dict[str, Any]]) -> None:
 
 
 def _warn_of_memory(pool: str, answers: dict[str, dict[str, Any]]) -> None:
-    """Name shared memory of pools that no longer run, and how to get it back."""
+    """Warn of shared memory that is left of pools that no longer run, and say how to free it."""
     left: dict[str, int] = {}
     for answer in {answer["machine"]: answer for answer in answers.values()}.values():
         for other, size in answer["left"].items():

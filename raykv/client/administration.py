@@ -1,4 +1,4 @@
-"""A pool from outside: its counts, and an administrator's calls. No call here makes the process a client."""
+"""An administrator's calls to a pool, and the pool's counts. No call here makes the process a client."""
 
 import contextlib
 import secrets
@@ -16,23 +16,23 @@ from raykv.errors import CapacityError
 from raykv.protocol.location import CONTENT_BYTES, host_of
 from raykv.system import raylets
 
-ADMIN_DEADLINE_S = 10.0  # for each answer to an administrator; added to the deadline of a resize
-STORES_DEADLINE_S = 1.0  # for all stores to send their counts: a store that hangs is left out
-DRAIN_GRACE_S = 60.0  # a caller waits twice the deadline of a drain, and so much longer for the drain's last round
+ADMIN_DEADLINE_S = 10.0  # deadline of each answer to an administrator; added to the deadline of a resize
+STORES_DEADLINE_S = 1.0  # deadline for all stores to send their counts; stores that hang are left out
+DRAIN_GRACE_S = 60.0  # a drain's caller waits twice the drain's deadline, plus this time for the last round
 
 
 class Administration:
-    """Calls for which a process need not be a client. These calls map no memory and open no line to the directory.
+    """Calls that a process can make without being a client. They map no memory and open no line to the directory.
 
-    name: the pool's. Every method raises PoolNotFound if the pool does not run, and RayKVError in a process that has
-    left its Ray cluster.
+    name: name of the pool. Every method raises PoolNotFound if the pool does not run, and RayKVError in a process that
+    has left its Ray cluster.
     """
 
     def __init__(self, name: str) -> None:
         self.name = name
 
     def stats(self) -> dict[str, Any]:
-        """As KVPool.stats, without `faults`: only a client counts faults."""
+        """Like KVPool.stats, but without `faults`: only a client counts faults."""
         settings_of(self.name)
         counts = directory_stats(self.name)
         names = list(counts.get("nodes", ()))
@@ -41,7 +41,7 @@ class Administration:
         return {**counts, "failed": failed, "transports": transports_among(names, stores)}
 
     def clear(self) -> int:
-        """Forget every block for good: no restart finds the blocks again. Returns how many keys the pool had.
+        """Remove all blocks for good: no restart brings them back. Returns the number of keys that the pool had.
 
         Raises RayError if the pool's actors do not answer, and ValueError if the pool has no directory.
         """
@@ -56,7 +56,7 @@ class Administration:
         return int(count)
 
     def own_node(self) -> str:
-        """Ray node id of this machine's node. ValueError if the machine has several nodes of this cluster, or none."""
+        """Return the Ray node id of this machine's node. ValueError unless it has exactly one node of this cluster."""
         here = sorted(cluster.living() & raylets.nodes())
         if len(here) != 1:
             raise ValueError(
@@ -66,12 +66,12 @@ class Administration:
         return here[0]
 
     def drain(self, node_id: str, deadline: float = 60.0, *, force: bool = False) -> int:
-        """Empty a node that is about to leave. The pool stores no new blocks there until `cancel_drain`.
+        """Move the blocks off a node that is about to leave. The pool stores no new blocks there until `cancel_drain`.
 
-        Blocks that no other node has go to an external tier that all nodes share, or to other nodes.
-        node_id: Ray's. deadline: seconds. force: drain even the last node that takes blocks.
-        Returns how many blocks would still be lost with the node. Raises ValueError if no living node has that id.
-        Without `force`, raises ValueError for the last node that takes blocks. Raises RayError if the pool's actors do
+        Blocks that no other node has are copied to an external tier that all nodes share, or to other nodes.
+        node_id: Ray's id of the node. deadline: seconds. force: drain even the last node that accepts blocks.
+        Returns the number of blocks that would still be lost with the node. Raises ValueError if no living node has
+        that id, and, without `force`, for the last node that accepts blocks. Raises RayError if the pool's actors do
         not answer.
         """
         supervisor = self._supervisor_of(node_id)
@@ -81,7 +81,7 @@ class Administration:
         return left
 
     def cancel_drain(self, node_id: str) -> None:
-        """Take `drain` back: the pool stores blocks on the node again. A drain under way ends.
+        """Undo `drain`: the pool stores blocks on the node again. A drain that is under way ends.
 
         Raises ValueError if no living node has that id, or if Ray itself says that the node is about to leave. Raises
         RayError if the pool's actors do not answer.
@@ -91,15 +91,15 @@ class Administration:
             ray_calls.get(supervisor.cancel_drain.remote(node_id), timeout=2 * ADMIN_DEADLINE_S)
 
     def resize(self, node_id: str, cpu_memory: Size, deadline: float = 60.0) -> int:
-        """Give a node more or less memory while the pool is in use.
+        """Change the memory of a node while the pool is in use.
 
-        A smaller node gives up its coldest blocks. Slabs with leased blocks stay until the leases end, even after the
-        deadline. The new size survives restarts of the node's store, and ends with the pool.
-        node_id: Ray's. cpu_memory: as in PoolConfig, a fraction of the node's memory or bytes. deadline: seconds.
-        Returns the new size of the node's CPU tier in bytes, in whole slabs: the size reached so far if the deadline
-        passed. Raises CapacityError if the node can't afford the size. Raises ValueError for a bad `cpu_memory`, or if
-        no living node has that id. Both errors leave the size as it was. Raises RayError if the pool's actors do not
-        answer.
+        If a node gets less memory, it loses its coldest blocks. Slabs with leased blocks stay until the leases end,
+        even after the deadline. The new size survives restarts of the node's store, but not the end of the pool.
+        node_id: Ray's id of the node. cpu_memory: as in PoolConfig, a fraction of the node's memory or bytes.
+        deadline: seconds. Returns the new size of the node's CPU tier in bytes, a multiple of the slab size. If the
+        deadline passed, this is the size reached so far. Raises CapacityError if the node does not have the memory.
+        Raises ValueError for a bad `cpu_memory`, or if no living node has that id. Both errors leave the size
+        unchanged. Raises RayError if the pool's actors do not answer.
         """
         settings_of(self.name)
         cpu_memory = memory_size("cpu_memory", cpu_memory)
@@ -110,13 +110,13 @@ class Administration:
         return size
 
     def set_quota(self, tenant: str, minimum: float = 0.0, maximum: float = 1.0) -> None:
-        """Set a tenant's smallest and largest share of the pool's memory, while the pool is in use.
+        """Set the smallest and the largest share of the pool's memory for a tenant, while the pool is in use.
 
-        Other tenants may use the part of the minimum that the tenant does not use. They never evict the tenant's blocks
-        within its minimum. At the maximum, each new block of the tenant evicts another block of the tenant. The pool
-        keeps both shares until it stops.
-        tenant: as for `cache`; for a cache without a tenant, `pool.tenant_of(salt)`. minimum, maximum: shares of the
-        memory of all nodes (GPUs do not count), 0 to 1.
+        Other tenants may use the part of the minimum that the tenant does not use, but they never evict the tenant's
+        blocks within its minimum. At the maximum, each new block of the tenant evicts another block of the tenant. The
+        pool keeps both shares until it stops.
+        tenant: the name given to `cache`, or `pool.tenant_of(salt)` for a cache without a named tenant.
+        minimum, maximum: shares of the memory of all nodes (GPUs do not count), 0 to 1.
         Raises ValueError for a bad name, for impossible shares, if the minima of all tenants would add up to more than
         1, and for a 16th tenant with a quota. Raises RayError if the directory does not answer.
         """
@@ -133,23 +133,23 @@ class Administration:
         return bool(ray_calls.get(removed, timeout=ADMIN_DEADLINE_S))
 
     def quotas(self) -> dict[str, dict[str, Any]]:
-        """Quota and used memory of each tenant with a quota. Under "": used memory of all other tenants together.
+        """Return the quota and the used memory of each tenant with a quota; under "", the memory of all other tenants.
 
         used: bytes of the tenant's blocks in memory, each block counted once. minimum, maximum: as in `set_quota`.
-        minimum_bytes, maximum_bytes: these shares in bytes. evicted: how many of the tenant's blocks were evicted since
-        this directory took charge. Raises RayError if the directory does not answer.
+        minimum_bytes, maximum_bytes: these shares in bytes. evicted: number of the tenant's blocks that were evicted
+        since this directory took charge. Raises RayError if the directory does not answer.
         """
         asked = self._directory().quotas.remote()
         answer: dict[str, dict[str, Any]] = ray_calls.get(asked, timeout=ADMIN_DEADLINE_S)
         return answer
 
     def _directory(self) -> Any:
-        """The directory in charge of the running pool. ValueError if the pool has none."""
+        """Return the directory in charge of the running pool. ValueError if the pool has none."""
         settings_of(self.name)
         return named_actors.find_directory(self.name)
 
     def _supervisor_of(self, node_id: str) -> Any:
-        """The running pool's supervisor, to ask it about a node. ValueError if no living node has that id."""
+        """Return the running pool's supervisor. ValueError if `node_id` is not the id of a living node."""
         settings_of(self.name)
         _check_living(node_id)
         return named_actors.find(named_actors.supervisor_name(self.name))
@@ -157,7 +157,7 @@ class Administration:
 
 @contextlib.contextmanager
 def _plainly(*kinds: type[Exception]) -> Iterator[None]:
-    """Raise an actor's errors of these kinds without the actor's traceback."""
+    """Raise an actor's errors of these kinds, but without the actor's traceback."""
     try:
         yield
     except RayTaskError as error:
@@ -167,7 +167,7 @@ def _plainly(*kinds: type[Exception]) -> Iterator[None]:
 
 
 def directory_stats(pool: str, seconds: float = ADMIN_DEADLINE_S) -> dict[str, Any]:
-    """The counts of the directory in charge. Empty if the directory does not answer within `seconds`."""
+    """Return the counts of the directory in charge, or {} if it does not answer within `seconds`."""
     try:
         answer: dict[str, Any] = ray_calls.get(named_actors.find_directory(pool).stats.remote(), timeout=seconds)
         return answer
@@ -176,7 +176,7 @@ def directory_stats(pool: str, seconds: float = ADMIN_DEADLINE_S) -> dict[str, A
 
 
 def store_stats(pool: str, node_ids: set[str]) -> dict[str, dict[str, Any]]:
-    """Counts of node stores, by Ray node id. Leaves out stores that do not answer in STORES_DEADLINE_S."""
+    """Return the counts of node stores by Ray node id, without stores that do not answer in STORES_DEADLINE_S."""
     stores = named_actors.find_stores(pool, node_ids)
     asked = {node_id: store.stats.remote() for node_id, store in stores.items()}
     done = set(ray_calls.finished(asked.values(), STORES_DEADLINE_S))
@@ -189,7 +189,7 @@ def store_stats(pool: str, node_ids: set[str]) -> dict[str, dict[str, Any]]:
 
 
 def transports_among(names: list[str], stores: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    """The stores' entries on reads from the memories called `names` (see NodeStore.stats)."""
+    """Return the stores' entries about reads from the memories with these names (see NodeStore.stats)."""
     return [entry for store in stores.values() for entry in store["transports"] if entry["from"] in names]
 
 

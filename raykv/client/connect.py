@@ -1,4 +1,4 @@
-"""How a process joins the Ray cluster of its pool, and whether it has the token that the cluster asks for."""
+"""Joins a process to the Ray cluster of its pool, and checks the token that the cluster asks for."""
 
 import logging
 import os
@@ -19,7 +19,7 @@ from ray.exceptions import AuthenticationError, RpcError
 from raykv.config import NAMESPACE
 from raykv.errors import PoolNotFound, RayKVError
 
-CONNECT_S = 5.0  # for Ray's head to answer; after that, RAY_ADDRESS counts as wrong
+CONNECT_S = 5.0  # deadline for Ray's head to answer; after it, RAY_ADDRESS counts as wrong
 TOKEN_FILE = "~/.ray/auth_token"
 ASK = """
 import sys
@@ -30,16 +30,16 @@ try:
 except AuthenticationError:
     sys.exit(77)
 """
-ASKED_FOR = 77  # exit status
-ASK_S = 30.0  # for a separate Python process to ask Ray's head
+ASKED_FOR = 77  # exit status of ASK if the cluster asks for a token
+ASK_S = 30.0  # deadline for a separate Python process to ask Ray's head
 
 
 def connect(name: str, namespace: str = NAMESPACE, logging_level: int = logging.INFO) -> None:
-    """Join the Ray cluster of RAY_ADDRESS, or else of this machine. A process that is in a cluster stays there.
+    """Join the Ray cluster at RAY_ADDRESS, else the one on this machine. A process that is in a cluster stays there.
 
-    name: of the wanted pool. namespace: of this process's Ray job; raykv's actors are in NAMESPACE.
-    logging_level: of Ray's lines in this process. Raises PoolNotFound if there is no cluster, and RayKVError if the
-    cluster asks for another token.
+    name: name of the wanted pool. namespace: namespace of this process's Ray job; raykv's actors are in NAMESPACE.
+    logging_level: level of Ray's log lines in this process. Raises PoolNotFound if there is no cluster, and RayKVError
+    if the cluster asks for another token.
     """
     if not ray.is_initialized():
         _check_address(os.environ.get("RAY_ADDRESS", ""))
@@ -54,7 +54,7 @@ def connect(name: str, namespace: str = NAMESPACE, logging_level: int = logging.
 
 
 def _check_address(address: str) -> None:
-    """PoolNotFound if no process listens at RAY_ADDRESS. Ray itself would try for minutes, without a message."""
+    """Raise PoolNotFound if no process listens at RAY_ADDRESS. Ray itself would retry for minutes without a message."""
     if address in ("", "auto", "local"):
         return
     what_to_do = (
@@ -74,14 +74,14 @@ def _check_address(address: str) -> None:
 
 
 def _check_token() -> None:
-    """RayKVError if the cluster that `ray.init("auto")` would join refuses this process's token, or lack of a token.
+    """Raise RayKVError if the cluster that `ray.init("auto")` would join refuses this process's token, or asks for one.
 
-    Ray itself would try for half a minute, then say that there is no cluster. ConnectionError if no cluster answers.
+    Ray itself would retry for half a minute, and then report that there is no cluster. ConnectionError if none answers.
     """
     if os.environ.get("RAY_ADDRESS", "") in ("", "auto"):
-        maybe_enable_token_auth_if_token_available(warn_if_disabled=False)  # ray.init does so for these values
+        maybe_enable_token_auth_if_token_available(warn_if_disabled=False)  # ray.init does this for these values too
     if (address := canonicalize_bootstrap_address("auto")) is None:
-        return  # RAY_ADDRESS=local: ray.init will start that cluster
+        return  # RAY_ADDRESS=local: ray.init will start a cluster
     try:
         ensure_token_if_auth_enabled(create_token_if_missing=False)  # Ray would end a process without a token
         GcsClient(address=address)
@@ -103,7 +103,7 @@ def asks_for_token(address: str) -> bool:
     """Whether the Ray cluster at an address refuses clients without a token. Takes about a second."""
     without = {**os.environ, "RAY_AUTH_MODE": "disabled"}  # this process may have another mode, so a new process asks
     try:
-        command = [sys.executable, "-P", "-c", ASK, address]  # -P: the working folder may have another ray
+        command = [sys.executable, "-P", "-c", ASK, address]  # -P: ignore a `ray` in the working folder
         asked = subprocess.run(command, env=without, capture_output=True, timeout=ASK_S)
     except subprocess.TimeoutExpired:
         return True  # Ray keeps trying when a cluster refuses the process
@@ -111,7 +111,7 @@ def asks_for_token(address: str) -> bool:
 
 
 def token_source() -> str:
-    """Where Ray takes this process's token from: the name of an environment variable, or the path of a file."""
+    """Return where Ray gets this process's token: the name of an environment variable, or the path of a file."""
     return next((name for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH") if name in os.environ), TOKEN_FILE)
 
 

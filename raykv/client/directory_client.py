@@ -1,4 +1,4 @@
-"""A client's questions to the directory, their deadlines, and whether the directory answers."""
+"""Sends a client's calls to the directory, with deadlines, and tracks whether the directory answers."""
 
 import contextlib
 import itertools
@@ -43,9 +43,9 @@ from raykv.system.counts import Counts
 from raykv.system.fork import refuse_forked
 
 log = logging.getLogger("raykv")
-LOG_EVERY_S = 60.0  # between two lines of the log about one kind of fault
-PROBE_S = 1.0  # for a silent directory to answer, at least; then the client looks for another directory in charge
-FORGET_S = 2.5  # for the directory to forget blocks, at least: nobody waits for that answer
+LOG_EVERY_S = 60.0  # interval between two log lines about one kind of fault
+PROBE_S = 1.0  # minimum deadline for a silent directory; after it, the client looks for another directory in charge
+FORGET_S = 2.5  # minimum deadline for the directory to forget blocks: nobody waits for that answer
 
 A = TypeVar("A", Matched, MatchedParts, Window, Reserved, Counted, Stored)
 F = TypeVar("F", Matched, MatchedParts)
@@ -53,7 +53,7 @@ M = TypeVar("M", bound=tuple[Any, ...])
 
 
 def plain(message: M) -> M:
-    """A message as the plain tuple that the line sends. It keeps the message's type for mypy."""
+    """Convert a message to the plain tuple that the line sends. For mypy, it keeps the message's type."""
     return cast(M, tuple(message))
 
 
@@ -66,19 +66,20 @@ def _to_match(
 
 
 class DirectoryClient:
-    """Calls the directory. A call past its deadline is a miss. Later calls are misses too, until a probe returns.
+    """Calls the directory. A call that exceeds its deadline is a miss, and so are later calls until a probe succeeds.
 
-    The client chooses the ids of leases and reservations, and every call lists the held ids. So the directory releases
-    the grants of a call that timed out. Thread-safe. A client needs a Tending, its thread: without heartbeats the
-    directory would take the client for gone.
+    The client chooses the ids of leases and reservations, and every call lists the held ids. So the directory can
+    release the grants of a call that timed out. Thread-safe. Each client needs a Tending, which runs its thread:
+    without heartbeats, the directory would assume that the client is gone.
 
-    line: the way to the directory. deadline: seconds that a call may take. client: id of this client. faults: number of
-    faults by kind. metrics: this process's counts for Ray. requests: lines for people who follow requests. held: the
-    ids and reports that the next call sends. lock: guards `held`, `requests`, `rests` and the order of calls. up: the
-    directory answered the last call in time. down_since: when `up` last became False. last_call: when the last call was
-    sent. `down_since` and `last_call` are of time.monotonic(). closed: `close` has begun. left: `close` has ended.
-    bell: wakes the client's thread. rests: that thread waits for the next heartbeat, because nobody has called since it
-    last looked. to_forget: blocks that the directory shall forget, in pieces of at most KEYS_PER_CALL keys.
+    line: the line to the directory. deadline: seconds that a call may take. client: id of this client. faults: number
+    of faults by kind. metrics: this process's metrics for Ray. requests: lines about requests, for people who follow
+    them. held: the ids and reports that the next call sends. lock: guards `held`, `requests`, `rests` and the order of
+    calls. up: whether the directory answered the last call in time. down_since, last_call: times (time.monotonic())
+    when `up` last became False, and when the last call was sent. closed, left: whether `close` has begun, and has
+    ended. bell: wakes the client's thread. rests: whether this thread waits for the next heartbeat, since nobody has
+    called since its last round. to_forget: keys of blocks that the directory must forget, in pieces of at most
+    KEYS_PER_CALL keys.
     """
 
     def __init__(
@@ -89,11 +90,11 @@ class DirectoryClient:
         why_strange: Callable[[], str] = lambda: "",
         look_on: Callable[[], object] = lambda: None,
     ) -> None:
-        """newest_epoch: returns the newest directory epoch known on this node. The client believes no older directory.
+        """newest_epoch: returns the newest directory epoch known on this node. Answers of older ones are ignored.
 
         deadline: seconds that a call may take. why_strange: returns how the found directory's pool differs from the
-        pool that this process attached to; "" if it is the same pool. The client asks no directory of another pool.
-        look_on: called whenever the client's thread looks.
+        pool that this process attached to; "" if it is the same pool. The client never calls a directory of another
+        pool. look_on: called in each round of the client's thread.
         """
         self.why_strange, self.look_on = why_strange, look_on
         self.pool, self.deadline = pool, deadline
@@ -105,8 +106,8 @@ class DirectoryClient:
         self.client = random.SystemRandom().getrandbits(63)
         self._ids = itertools.count(1)
         self.held = Held(self.client)
-        self.lock = threading.RLock()  # a signal's handler that closes the pool may have interrupted the lock's holder
-        self._dropped: deque[Sequence[int]] = deque()  # ids held by objects that were collected as garbage
+        self.lock = threading.RLock()  # reentrant: a signal handler may close the pool while its thread holds the lock
+        self._dropped: deque[Sequence[int]] = deque()  # ids held by objects that were garbage-collected
         self._logged: dict[str, float] = {}
         self.up = self.line.find()
         self.down_since = self.last_call = time.monotonic()
@@ -121,7 +122,7 @@ class DirectoryClient:
         """Lease the longest ready prefix of `keys`, to read its blocks into the memory called `node`.
 
         stage, counted: see MatchRequest.
-        Returns (id of the lease, answer). `release` ends the lease. Answer None: nothing is held.
+        Returns (id of the lease, answer). `release` ends the lease. If the answer is None, nothing is held.
         """
         lease = next(self._ids)
         answer = self._ask(Matched, "match", _to_match(lease, node, keys, stage, counted=counted), hold=(lease,))
@@ -134,11 +135,12 @@ class DirectoryClient:
         needs: Sequence[tuple[int, int]],
         intent: Intent | None = None,
     ) -> tuple[list[int], MatchedParts | None]:
-        """Lease the blocks that several readers need of the longest prefix that is ready in all parts. Stages nothing.
+        """Lease, for several readers, the blocks that they need of the longest prefix that is ready in all parts.
 
-        readers, keys: of each part, as for `match`. needs: (window, ahead) of each part: see MatchRequest.
-        intent: with an id from `new_id`, or 0.
-        Returns (ids of the leases, answer). `release` ends the leases and the intent. Answer None: nothing is held.
+        No block gets a staging slot. readers, keys: the reader's memory and the keys of each part, as for `match`.
+        needs: (window, ahead) of each part: see MatchRequest. intent: its id is from `new_id`, or 0.
+        Returns (ids of the leases, answer). `release` ends the leases and the intent. If the answer is None, nothing is
+        held.
         """
         leases = [next(self._ids) for _ in keys]
         asked = zip(leases, readers, keys, needs, strict=True)
@@ -151,23 +153,23 @@ class DirectoryClient:
         return leases, self._noticed(answer)
 
     def _noticed(self, answer: F | None) -> F | None:
-        """The answer, after noting whether somebody follows requests."""
+        """Note whether somebody follows requests. Returns the answer."""
         if answer is not None:
             self.requests.followed = answer.short is not None
         return answer
 
     def new_id(self) -> int:
-        """A new id, for a hold that `release` ends."""
+        """Return a new id, for something that is held until `release`."""
         return next(self._ids)
 
     def next_window(self, request: NextWindowRequest) -> Window | None:
-        """Give back staging slots of a lease, and take other slots."""
+        """Give back staging slots of a lease, and get other slots."""
         return self._ask(Window, "next_window", request)
 
     def reserve(self, node: str, keys: Keys, start: int) -> tuple[int, Reserved | None]:
-        """Slots for the missing keys of keys[start:], to write their blocks from the memory called `node`.
+        """Reserve slots for the missing keys of keys[start:]. Their blocks are written from the memory called `node`.
 
-        Returns (id of the reservation, answer). `release` ends the reservation. Answer None: nothing is held.
+        Returns (id of the reservation, answer). `release` ends the reservation. If the answer is None, nothing is held.
         """
         reservation = next(self._ids)
         cache = keys.cache
@@ -175,10 +177,10 @@ class DirectoryClient:
         return reservation, self._ask(Reserved, "reserve", request, hold=(reservation,))
 
     def commit(self, reservation: int, locations: bytes, keys: bytes, written: bytes, wait: bool = True) -> int:
-        """Offer the blocks of a reservation that were written (see CommitRequest).
+        """Offer the written blocks of a reservation (see CommitRequest). Returns the number of offered blocks.
 
-        Returns how many blocks are offered. Without `wait`: how many were written. The call is then on its way, and
-        later calls of this process arrive after it. If fewer blocks are offered in the end, that counts as a fault.
+        Without `wait`, returns the number of written blocks while the call is on its way; later calls of this process
+        arrive after it. If the directory then offers fewer blocks, that counts as a fault.
         """
         request = CommitRequest(reservation, locations, keys, written)
         if wait:
@@ -202,31 +204,31 @@ class DirectoryClient:
             self.fault("commit", f"{expected - done} of {expected} blocks that were written are not offered")
 
     def pin(self, keys: bytes) -> int:
-        """See KVCache.pin. Returns how many of the keys are pinned."""
+        """See KVCache.pin. Returns the number of pinned keys."""
         return sum(_count(self._ask(Counted, "pin", some)) for some in _in_steps(keys, KEYS_PER_CALL))
 
     def unpin(self, keys: bytes) -> None:
-        """End pins."""
+        """See KVCache.unpin."""
         for some in _in_steps(keys, KEYS_PER_CALL):
             self._ask(Counted, "unpin", some)
 
     def touch(self, keys: Keys, seconds: float) -> int:
-        """See KVCache.touch. Returns how many of the keys are in the pool."""
+        """See KVCache.touch. Returns the number of keys that are in the pool."""
         tenant = keys.cache.tenant
         steps = _in_steps(keys.tobytes(), KEYS_PER_JOINT_CALL)
         return sum(_count(self._ask(Counted, "touch", some, seconds, tenant)) for some in reversed(steps))
 
     def done(self, keys: Keys, again: bool) -> int:
-        """See KVCache.done. Returns how many copies are evicted earlier now."""
+        """See KVCache.done. Returns the number of copies that will be evicted earlier."""
         tenant = keys.cache.tenant
         steps = _in_steps(keys.tobytes(), KEYS_PER_JOINT_CALL)
         return sum(_count(self._ask(Counted, "done", some, again, tenant)) for some in steps)
 
     def preempted(self, keys: bytes) -> int | None:
-        """Keep the blocks of a preempted request while this client is there, or until `forget_later`.
+        """Keep the blocks of a preempted request while this client lives, or until `forget_later`.
 
-        Returns how many blocks are kept: all, or 0. None if the directory did not answer; it may keep the blocks
-        anyway.
+        Returns the number of kept blocks: all, or 0. Returns None if the directory did not answer; it may still keep
+        them.
         """
         for some in _in_steps(keys, KEYS_PER_CALL):
             answer = self._ask(Counted, "preempted", some)
@@ -238,7 +240,7 @@ class DirectoryClient:
         return len(keys) // KEY_BYTES
 
     def forget_later(self, keys: bytes) -> None:
-        """Have the directory forget blocks that nobody will ask for again.
+        """Make the directory forget blocks that nobody will ask for again.
 
         The client's thread repeats the call until it succeeds.
         """
@@ -246,7 +248,7 @@ class DirectoryClient:
         self.bell.ring()
 
     def stored(self, keys: bytes) -> Stored | None:
-        """Which of the keys are stored (see Stored). None if the directory does not answer."""
+        """Return which of the keys are stored (see Stored), or None if the directory does not answer."""
         refuse_forked()
         if not self.up or self.closed:
             return None
@@ -256,26 +258,26 @@ class DirectoryClient:
             return None
 
     def nodes(self) -> dict[int, str]:
-        """Names of the nodes by their index in locations. Empty if the directory does not answer."""
+        """Return the nodes' names by index in locations, or {} if the directory does not answer."""
         refuse_forked()
         try:
             return cast(dict[int, str], self.line.call("nodes", seconds=self.deadline))
         except ERRORS:
             return {}
 
-    # ------------------------------------------------------------------ what the next call tells
+    # ------------------------------------------------------------------ reports for the next call
 
     def release(self, *held: int) -> None:
-        """End leases or reservations. One call tells the directory of all these ends."""
+        """End leases or reservations. The next call tells the directory."""
         with self.lock:
             self.held.release(held)
             self._rouse()
 
     def drop(self, held: Sequence[int]) -> None:
-        """The garbage collector took an object that still held these leases or reservations.
+        """Note that the garbage collector removed an object that still held these leases or reservations.
 
         The client's thread ends these holds later, and reports a fault. `drop` takes no lock, since the garbage
-        collector may call it anywhere.
+        collector may call it at any point.
         """
         self._dropped.append(held)
 
@@ -287,7 +289,7 @@ class DirectoryClient:
             self.fault("dropped", f"{len(held)} leases or reservations were dropped unreleased: use `with`")
 
     def pulled(self, locations: Locations) -> None:
-        """Report that staging slots hold their block now."""
+        """Report staging slots that now hold their blocks."""
         with self.lock:
             self.held.pulled(locations)
             self._rouse()
@@ -299,13 +301,13 @@ class DirectoryClient:
             self._rouse()
 
     def report(self, line: RequestLine) -> None:
-        """Tell followers of a finished request, in the background. If too many lines wait, only count this line."""
+        """Report a finished request to followers, in the background. If too many lines wait, only count this line."""
         with self.lock:
             self.requests.add(line)
             self._rouse()
 
     def heartbeat(self) -> None:
-        """Tell the directory now that this client is there. Also send all reports that the next call would send."""
+        """Send a heartbeat to the directory now, and all reports that the next call would send."""
         self._ask(Counted, "client_heartbeat")
 
     # ------------------------------------------------------------------
@@ -321,7 +323,7 @@ class DirectoryClient:
     def close(self) -> None:
         """Tell the directory that this client leaves. Later calls are misses.
 
-        Waits at most for the pool's deadline, so that earlier calls arrive first.
+        Waits for at most the pool's deadline, so that earlier calls arrive first.
         """
         if self.closed or self._pid != os.getpid():
             return
@@ -335,13 +337,13 @@ class DirectoryClient:
             self.bell.ring()
 
     def _disconnect(self) -> None:
-        with self.lock:  # no call follows this one: under the lock each call looks at `closed` first
+        with self.lock:  # no call can follow this one: each call checks `closed` under the lock
             sent = self.line.send("disconnect", self.client) if ray.is_initialized() else None
         if sent is not None:
             self.line.wait(sent, self.deadline)
 
     def _may_ask(self) -> bool:
-        """Whether to expect an answer. Counts a fault if not."""
+        """Whether an answer can be expected. Counts a fault if not."""
         refuse_forked()
         if self.up and not self.closed and ray.is_initialized():
             return True
@@ -349,7 +351,7 @@ class DirectoryClient:
         return False
 
     def _ask(self, kind: type[A], method: str, *request: Any, hold: Sequence[int] = ()) -> A | None:
-        """The answer to a call; None: a miss. hold: ids to hold from now on, unless the answer is None."""
+        """Return the answer to a call, or None for a miss. hold: ids to hold from now on, unless the answer is None."""
         if not self._may_ask():
             return None
         answer = self._send(kind, method, *request, hold=hold)
@@ -360,11 +362,11 @@ class DirectoryClient:
     def _send(
         self, kind: type[A], method: str, *request: Any, seconds: float | None = None, hold: Sequence[int] = ()
     ) -> A | None:
-        """seconds: default: the pool's deadline."""
+        """Send a call, and wait for the answer. seconds: its deadline; None: the pool's deadline."""
         plain_request = [plain(part) if isinstance(part, tuple) else part for part in request]
         try:
             with self.lock:  # calls must arrive in the order in which their lists of held ids were made
-                if self.closed:  # a grant now would last until the directory misses the client
+                if self.closed:  # a grant now would last until the directory notices that the client is gone
                     return None
                 sent = self.line.send(method, self._call(hold), *plain_request)
             answer = self.line.wait(sent, self.deadline if seconds is None else seconds)
@@ -372,13 +374,13 @@ class DirectoryClient:
         except ERRORS as error:
             self.down("directory", f"no {kind.__name__} from it: {type(error).__name__}")
             return None
-        except BaseException:  # a signal handler raised: the caller will never know of the hold
+        except BaseException:  # a signal handler raised: the caller will never learn the ids
             if hold:
                 self.release(*hold)
             raise
 
     def _believed(self, answer: A) -> A | None:
-        """The answer; None if it is from a directory that was replaced."""
+        """Return the answer, or None if it is from a directory that was replaced."""
         if answer.epoch < self._newest_epoch():
             self.down("stale", f"a directory of epoch {answer.epoch} answered, which was replaced")
             return None
@@ -393,28 +395,28 @@ class DirectoryClient:
         self.fault(kind, detail)
 
     def _call(self, hold: Sequence[int] = ()) -> Call:
-        """Under the lock: the next Call. hold: ids to hold from now on."""
+        """Make the next Call. The caller must have the lock. hold: ids to hold from now on."""
         self._rouse()
         self.last_call = time.monotonic()
         return plain(self.held.next_call(hold))
 
     def _rouse(self) -> None:
-        """Under the lock: have the client's thread look again soon."""
+        """Wake the client's thread if it rests. The caller must have the lock."""
         if self.rests:
             self.rests = False
             self.bell.ring()
 
     def probe(self) -> bool:
-        """Whether the directory answers a heartbeat."""
+        """Send a heartbeat. Returns whether the directory answers it."""
         return self._send(Counted, "client_heartbeat", seconds=max(PROBE_S, self.deadline)) is not None
 
     def forget(self, keys: bytes) -> bool:
-        """Whether the directory has forgotten preempted blocks. keys: at most KEYS_PER_CALL."""
+        """Make the directory forget preempted blocks. Returns whether it did so. keys: at most KEYS_PER_CALL keys."""
         return self._send(Counted, "forget", keys, seconds=max(FORGET_S, self.deadline)) is not None
 
 
 def _in_steps(keys: bytes, most: int) -> list[bytes]:
-    """The keys in pieces of at most `most` keys."""
+    """Split the keys into pieces of at most `most` keys."""
     step = most * KEY_BYTES
     return [keys[first : first + step] for first in range(0, len(keys), step)]
 

@@ -1,4 +1,4 @@
-"""The ids that a client holds, and its reports about blocks. The client's next call brings both to the directory."""
+"""The ids that a client holds, and its reports about blocks. The client's next call sends them to the directory."""
 
 import itertools
 from array import array
@@ -14,34 +14,34 @@ from raykv.protocol.location import Locations
 class Held:
     """Ids of leases and reservations, and locations to report. For one thread at a time.
 
-    news: whether some release or report has not been sent yet.
+    news: whether a release or report has not been sent yet.
     """
 
     def __init__(self, client: int) -> None:
-        """client: its id."""
+        """client: id of the client."""
         self._client, self._seq = client, itertools.count(1)
         self._ids = set[int]()
         self._pulled, self._corrupt = list[Locations](), list[Locations]()
         self.news = False
 
     def __len__(self) -> int:
-        """Number of ids."""
+        """Number of held ids."""
         return len(self._ids)
 
     def next_call(self, hold: Sequence[int]) -> Call:
-        """The first argument of the next call. hold: ids to hold from now on."""
+        """Return the first argument of the next call. hold: ids to hold from now on."""
         self._ids.update(hold)
         pulled, corrupt = _joined(self._pulled), _joined(self._corrupt)
         self.news = bool(self._pulled or self._corrupt)
         return Call(self._client, next(self._seq), array("Q", self._ids).tobytes(), pulled, corrupt)
 
     def release(self, ids: Sequence[int]) -> None:
-        """Hold these ids no longer."""
+        """Stop holding these ids."""
         self._ids.difference_update(ids)
         self.news = True
 
     def pulled(self, locations: Locations) -> None:
-        """Report staging slots that hold their block now."""
+        """Report staging slots that now hold their blocks."""
         self._pulled.append(locations)
         self.news = True
 
@@ -52,7 +52,7 @@ class Held:
 
 
 def _joined(parts: list[Locations]) -> bytes:
-    """Take the first KEYS_PER_CALL locations out of `parts`, as bytes. The rest goes with later calls."""
+    """Remove the first KEYS_PER_CALL locations from `parts`, and return them as bytes. Later calls send the rest."""
     if not parts:
         return b""
     whole = np.concatenate(parts)

@@ -1,4 +1,4 @@
-"""A pool, as the processes that use it see it."""
+"""A pool, as seen by the processes that use it."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from raykv.client.session import Session
 from raykv.client.stop import stop_pool
 from raykv.config import check_tenant
 
-RECOMPUTE_TOKENS_PER_S = 10_000.0  # a model of 8B parameters on a fast GPU
+RECOMPUTE_TOKENS_PER_S = 10_000.0  # default prefill rate: a model of 8B parameters on a fast GPU
 SUCH = {
     "model": "the name of the weights",
     "dtype": "what the KV is kept in, such as 'bfloat16'",
@@ -23,11 +23,11 @@ class KVPool(Administration):
     """A pool of blocks that the nodes of a Ray cluster share. Get one from `start` or `attach`. Thread-safe.
 
     A KVPool survives restarts of the pool's actors. A pickled KVPool attaches to the pool when it is unpickled.
-    name: the pool's. node_id: of this process's Ray node. session: this process's part in the pool.
+    name: name of the pool. node_id: id of this process's Ray node. session: this process's session in the pool.
     """
 
     def __init__(self, name: str, node_id: str | None = None, gpu: str | None = None) -> None:
-        """For `start` and `attach`. gpu: UUID. Raises the errors of `attach`."""
+        """Called by `start` and `attach`. gpu: UUID of a GPU. Raises the errors of `attach`."""
         super().__init__(name)
         self.session = Session(name, node_id, gpu)
         self.node_id = self.session.node_id
@@ -53,16 +53,17 @@ class KVPool(Administration):
         tenant: str = "",
         recompute_tokens_per_s: float = RECOMPUTE_TOKENS_PER_S,
     ) -> KVCache:
-        """A key space of blocks of `block_tokens` tokens and `block_bytes` bytes.
+        """Return a key space for blocks of `block_tokens` tokens and `block_bytes` bytes.
 
-        Equal arguments give equal caches, in every process of the cluster. Two engines whose KV differs must differ in
-        model, revision, dtype, layout (of a block's bytes), parallel (shape) or part (index of a piece of a model that
-        spans nodes). Otherwise they read each other's bytes. model, dtype and layout are required: nothing else keeps
-        apart two engines with blocks of one size. salt separates tenants that cooperate.
-        tenant: who is charged for the blocks that are stored or matched through this cache: a name, for metrics and for
-        `set_quota`. Default: the salt's hash. recompute_tokens_per_s: how fast the engine prefills, which limits waits
-        for an external tier. `tenant` and this rate do not change the cache: tenants may share blocks.
-        Raises ValueError for a missing argument, and for sizes that no block can have.
+        Equal arguments give equal caches, in every process of the cluster. Two engines whose KV differs must pass
+        different values of model, revision, dtype, layout (order of a block's bytes), parallel (parallel shape) or part
+        (index of a part of a model that spans nodes). Otherwise they read each other's bytes. model, dtype and layout
+        are required: nothing else distinguishes two engines whose blocks have the same size. salt separates tenants
+        that cooperate.
+        tenant: name of the tenant that is charged for the blocks that are stored or matched through this cache, for
+        metrics and `set_quota`. Default: a hash of the salt. recompute_tokens_per_s: rate at which the engine prefills;
+        it limits waits for an external tier. `tenant` and this rate do not change the cache: tenants may share blocks.
+        Raises ValueError for a missing argument, and for impossible sizes.
         """
         _check_said(model=model, dtype=dtype, layout=layout)
         _check_sizes(block_tokens=block_tokens, block_bytes=block_bytes)
@@ -92,18 +93,18 @@ class KVPool(Administration):
         return KVCache(self.session, cache, root, recompute_tokens_per_s)
 
     def tenant_of(self, salt: str | bytes) -> str:
-        """Default name of a salt's tenant in metrics, traces and quotas. It differs between pools."""
+        """Return the default name of a salt's tenant in metrics, traces and quotas. It differs between pools."""
         return keys.tenant_of(salt, self.session.secret)
 
     def stats(self) -> dict[str, Any]:
-        """The directory's counts of the whole pool, and `faults` of this client by kind.
+        """Return the directory's counts of the whole pool, and the `faults` of this client by kind.
 
         While the directory does not answer, the result has only `failed`, `transports` (empty) and `faults`.
 
         nodes: counts by Ray node id; a GPU's name is the node's id, "/" and the GPU's UUID.
         socket: host and port where the directory listens, and the number of `connections` of clients and node stores;
         None if all calls go through Ray.
-        failed: why other nodes have no store, by Ray node id.
+        failed: the reasons why nodes have no store, by Ray node id.
         transports: an entry for each memory (`reader`) that has read from another memory (`from`). `transport`: the
         transport used last. `gbps`: that transport's rate in GB/s (1e9 bytes). `bytes`, `failed`: the bytes read and
         the failures, both by transport. Stores that do not answer in time have no entries.
@@ -111,22 +112,22 @@ class KVPool(Administration):
         return {**super().stats(), "faults": dict(self.session.directory.faults)}
 
     def stop(self) -> None:
-        """End the pool on every node and free its memory. Every process's later calls find nothing."""
+        """End the pool on every node and free its memory. Later calls of all processes find no blocks."""
         self.close()
         stop_pool(self.name)
 
     def close(self) -> None:
-        """Leave the pool, and release this process's leases and reservations. Later calls find nothing."""
+        """Leave the pool, and release this process's leases and reservations. Later calls find no blocks."""
         self.session.close()
 
 
 def attach(name: str = "default", *, node_id: str | None = None, device: str | int | None = None) -> KVPool:
-    """The pool of that name, from any driver, actor, task or Serve deployment of the cluster.
+    """Attach to a running pool, from any driver, actor, task or Serve deployment of the cluster.
 
-    node_id: this process's Ray node. Give it where Ray can't know the node: for example, a driver that an actor started
-    may join any raylet of its machine. device: the GPU whose memory this process reads and writes, by UUID, by number
-    in this process, or by torch's name ("cuda:1"). If the pool was started with `gpu_memory`, blocks go to that GPU's
-    tier first.
+    node_id: id of this process's Ray node. Give it if Ray can't know the node: for example, a driver that an actor
+    started may join any raylet of its machine. device: the GPU whose memory this process reads and writes, by UUID, by
+    number in this process, or by torch's name ("cuda:1"). If the pool was started with `gpu_memory`, blocks are stored
+    in that GPU's tier first.
     Raises PoolNotFound if no such pool or no Ray cluster runs; ProtocolMismatch if another version of raykv started the
     pool; ArenaMismatch if this process can't see its node's shared memory; ValueError for a GPU that this process can't
     use; RayKVError in a fork of a process that is connected to Ray.

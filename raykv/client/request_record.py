@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from raykv.keys import CacheId
 from raykv.protocol.requests import RequestLine
 
-WAITING = 128  # at most so many lines wait for the next report
+WAITING = 128  # maximum number of lines that wait for the next report
 
 
 class RequestReport:
-    """Lines about requests that wait to be sent. The lock of their DirectoryClient guards them.
+    """Lines about requests that wait to be sent. The lock of the DirectoryClient guards them.
 
     followed: whether the directory's last answer said that somebody follows requests.
     """
@@ -27,29 +27,29 @@ class RequestReport:
         return bool(self._lines)
 
     def add(self, line: RequestLine) -> None:
-        """Add a line to be sent. If too many lines wait, count the line as left out instead."""
+        """Add a line to be sent. If too many lines wait, only count the line as left out."""
         if len(self._lines) < WAITING:
             self._lines.append(line.packed())
         else:
             self._left_out += 1
 
     def take(self) -> tuple[tuple[bytes, ...], int]:
-        """(lines to send, number of lines that were left out), both since the last call."""
+        """Return (lines to send, number of lines that were left out), both since the last call."""
         lines, left_out = tuple(self._lines), self._left_out
         self._lines, self._left_out = [], 0
         return lines, left_out
 
 
 def lease_name(owner: int, lease: int) -> str:
-    """A lease's name in a line. owner: the client that has the lease."""
+    """Return a lease's name for a line. owner: id of the client that has the lease."""
     return f"{owner:016x}-{lease}"
 
 
 @dataclass
 class RequestRecord:
-    """One request so far. Seconds are -1 for a step that was not done. Counts are of tokens.
+    """The record of a request so far. Seconds are -1 for a step that did not happen. Counts are numbers of tokens.
 
-    kind, id, request: see RequestLine. found: tokens by source. short, about: from the first call of `fall_short`.
+    kind, id, request: see RequestLine. found: tokens by source. short, about: arguments of the first `fall_short`.
     """
 
     kind: str
@@ -66,7 +66,7 @@ class RequestRecord:
     about: int = -1
 
     def fall_short(self, why: str, about: int = -1) -> None:
-        """Note why fewer tokens were found or read. about: index of the node that the reason names."""
+        """Note why fewer tokens were found or read. about: index of the node that the reason is about."""
         if not self.short:
             self.short, self.about = why, about
 
@@ -79,7 +79,7 @@ class RequestRecord:
         self.copy_s = max(0.0, self.copy_s) + seconds
 
     def line(self, node: str) -> RequestLine:
-        """The line to report. node: Ray node id of this process."""
+        """Return the line to report. node: Ray node id of this process."""
         cache, found = self.cache, self.found
         lookup_us, pull_us, copy_us = (
             round(seconds * 1e6) if seconds >= 0 else -1 for seconds in (self.lookup_s, self.pull_s, self.copy_s)

@@ -17,21 +17,21 @@ from raykv.protocol.clients import NOT_WRITTEN, UNTOUCHED, WRITTEN
 from raykv.protocol.location import LOCATION
 from raykv.protocol.transfers import PULLED
 
-PUSH_BYTES = 128 * MIB  # that another node pulls in one push: large, since each push costs a call, and none overlap
+PUSH_BYTES = 128 * MIB  # maximum bytes of one push to another node: large, as each push costs a call, and none overlap
 NO_ROOM = "all memory is held, or this node is drained or has no store: see `raykv status`"
 
 
 class Reservation:
-    """Slots that one call granted to a store: `copy_in` at memory speed, then `commit`. A context manager.
+    """Slots that one call granted to a writer: `copy_in` at memory speed, then `commit`. A context manager.
 
-    covered: how many leading keys are stored, being written or granted now. The key after these found no room.
+    covered: number of leading keys that are stored, being written or granted now. There was no room for the next key.
     len(): number of granted slots.
     """
 
     def __init__(self, session: Session, keys: Keys, start: int = 0, position: int = 0) -> None:
         """Reserve slots for the missing keys of keys[start:]. Marks their parents, keys[:start], as used.
 
-        keys: (n, 16), at most KEYS_PER_CALL. position: of keys[0] in its chain.
+        keys: (n, 16), at most KEYS_PER_CALL. position: index of keys[0] in its chain.
         """
         self._ended, self._session, self._block_bytes = True, session, keys.cache.block_bytes
         self._id, granted = session.directory.reserve(session.memory_name, keys, start)
@@ -44,7 +44,7 @@ class Reservation:
         self._locations = np.frombuffer(granted.locations if granted else b"", LOCATION)
         self._staged = np.frombuffer(granted.staged if granted else b"", LOCATION)
         self._away = self._staged["slab_gen"] > 0
-        self._written = np.full(len(indices), UNTOUCHED, np.uint8)  # nobody commits before `copy_in` is done
+        self._written = np.full(len(indices), UNTOUCHED, np.uint8)  # no commit comes before `copy_in` is done
         if granted and not len(self) and self.covered < len(keys):
             session.directory.fault("refused", f"no room for {len(keys) - self.covered} blocks: {NO_ROOM}")
         if not len(self):
@@ -71,8 +71,8 @@ class Reservation:
     def commit(self, wait: bool = False) -> int:
         """Push blocks whose slots are on other nodes, then offer all written blocks. Ends the reservation.
 
-        wait: whether to wait for the directory's answer; then returns how many blocks are newly offered. Without
-        `wait`, returns how many blocks were written: the directory is about to offer them.
+        wait: whether to wait for the directory's answer. If so, returns the number of newly offered blocks. Without
+        `wait`, returns the number of written blocks, which the directory is about to offer.
         """
         if not len(self):
             return 0
@@ -86,7 +86,7 @@ class Reservation:
         return count
 
     def release(self) -> None:
-        """Give up slots that were not committed. The next call tells the directory."""
+        """Release slots that were not committed. The next call tells the directory."""
         self._ended = True
         self._session.directory.release(self._id)
 
@@ -118,14 +118,14 @@ class Reservation:
 
 
 class Offered(NamedTuple):
-    """How many blocks a store added (`new`), and how many leading keys are stored or being written (`covered`)."""
+    """The number of blocks that a store added (`new`), and of leading keys stored or being written (`covered`)."""
 
     new: int
     covered: int
 
 
 def store_rows(session: Session, keys: Keys, rows: Rows, start: int = 0, wait: bool = False) -> Offered:
-    """Offer blocks, in as many reservations as needed. Ends early if there is no room.
+    """Store blocks, in as many reservations as needed. Stops early if there is no room.
 
     rows: rows[i] is the block of keys[start + i]. wait: see Reservation.commit.
     """

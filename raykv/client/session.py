@@ -32,18 +32,18 @@ log = logging.getLogger("raykv")
 P = ParamSpec("P")
 T = TypeVar("T")
 
-REFRESH_S = 1.0  # at least, between two looks of a process at the pool's stores
+REFRESH_S = 1.0  # minimum interval between two searches of a process for the pool's stores
 
 
 class Session:
-    """A KVPool, its caches, matches and reservations share a session. Thread-safe. Pickled as the pool's name.
+    """The state that a KVPool, its caches, matches and reservations share. Thread-safe. Pickled as the pool's name.
 
-    name: the pool's. node_id: of this process's Ray node. secret, fingerprint: the pool's. directory: the line to the
-    directory. local: the store of this node; None while the node has no store.
+    name: name of the pool. node_id: id of this process's Ray node. secret, fingerprint: the pool's. directory: the
+    client of the directory. local: the store of this node; None while the node has no store.
     """
 
     def __init__(self, name: str, node_id: str | None = None, gpu: str | None = None) -> None:
-        """node_id: default: Ray's. gpu: UUID of the GPU whose tier this process reads and writes, if the GPU has one.
+        """node_id: id of the Ray node; None: ask Ray. gpu: UUID of a GPU, whose tier this process uses if there is one.
 
         Raises PoolNotFound, and ArenaMismatch where this process can't see its node's shared memory.
         """
@@ -67,9 +67,9 @@ class Session:
         )
         self._looked = time.monotonic()
         self._names: dict[int, str] = {}
-        self._others: dict[str, StoreClient] = {}  # stores of other nodes, by the directory's name of their memory
+        self._others: dict[str, StoreClient] = {}  # stores of other nodes, by the directory's name for their memory
         self._renewal: threading.Thread | None = None  # the thread that looks for the node store
-        self._renewing = threading.Lock()  # guards that there is at most one such thread
+        self._renewing = threading.Lock()  # ensures that there is at most one such thread
         self._workers = Workers("raykv")
         self._asking = Workers("raykv-match")  # a match must not queue behind copies
         self._background = Workers("raykv-background")
@@ -80,18 +80,18 @@ class Session:
 
     @property
     def memory_name(self) -> str:
-        """The directory's name of the memory that this process copies from and to."""
+        """The directory's name for the memory that this process copies from and to."""
         return self.local.name if self.local else self.node_id
 
     async def in_thread(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run a blocking function beside the event loop. A cancelled call still waits for the function's end.
+        """Run a blocking function in a thread, beside the event loop. A cancelled call still waits for its end.
 
-        The function may use the caller's memory until then. It runs in the caller's context, and so in its span.
+        The function may use the caller's memory until then. It runs in the caller's context, and therefore in its span.
         """
         return await _in(self._workers, partial(function, *args, **kwargs))
 
     async def ask_in_thread(self, function: Callable[[], T]) -> T:
-        """As `in_thread`, for questions to the directory."""
+        """Like `in_thread`, but for calls to the directory."""
         return await _in(self._asking, function)
 
     def background(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
@@ -100,9 +100,9 @@ class Session:
         return self._background.submit(function, *args, **kwargs)
 
     def local_with(self, nodes: NDArray[np.uint32], epoch: int) -> LocalStore | None:
-        """This node's store, if its memory has the locations that a directory of this epoch gave.
+        """Return this node's store if its memory has the locations that a directory of this epoch gave.
 
-        Otherwise returns None, and looks for the store again. nodes: the field `node` of these locations.
+        Otherwise return None, and look for the store again. nodes: the field `node` of these locations.
         """
         local = self.local
         if local is not None and local.has(nodes, epoch):
@@ -111,7 +111,7 @@ class Session:
         return None
 
     def maps(self, nonces: Iterable[bytes]) -> bool:
-        """Whether every nonce is that of the mapped arena. If not, look for this node's store again."""
+        """Whether all nonces are those of the mapped arena. If not, look for this node's store again."""
         local = self.local
         if local is not None and all(nonce == local.arena.nonce for nonce in nonces):
             return True
@@ -119,9 +119,9 @@ class Session:
         return False
 
     def refresh(self) -> None:
-        """Look for node stores again, since a store seems to be replaced. Looks at most once in REFRESH_S.
+        """Look for node stores again, since a store seems to have been replaced; at most once per REFRESH_S.
 
-        A separate thread looks, so no caller waits for a store that does not answer.
+        A separate thread does this, so that no caller waits for a store that does not answer.
         """
         with self._renewing:
             looks = self._renewal is not None and self._renewal.is_alive()
@@ -130,7 +130,7 @@ class Session:
             self._renewal = threading.Thread(target=self._renew, name="raykv-renew", daemon=True)
             try:
                 self._renewal.start()
-            except RuntimeError as error:  # the system starts no thread: the next refresh tries again
+            except RuntimeError as error:  # the system can't start a thread: the next refresh tries again
                 self.directory.fault("store", error)
 
     def _let_go_of_lost_memory(self) -> None:
@@ -141,7 +141,7 @@ class Session:
             self.refresh()
 
     def store_of(self, memory: str) -> StoreClient | None:
-        """The store of the node that has this memory, or None if there is none. memory: its name in the directory."""
+        """Return the store of the node with this memory, or None. memory: the directory's name for the memory."""
         if memory == self.memory_name:
             return self.local
         if memory not in self._others:
@@ -153,25 +153,25 @@ class Session:
         return self._others.get(memory)
 
     def node_names(self, indices: list[int]) -> list[str]:
-        """Ray node ids, each once, of the nodes with these indices in locations. Leaves out nodes that are gone."""
+        """Return the Ray node ids, each once, of nodes by their indices in locations, without nodes that are gone."""
         if not self._names.keys() >= set(indices):
             self._names.update(self.directory.nodes())
         names = [host_of(self._names[index]) for index in indices if index in self._names]
         return list(dict.fromkeys(names))
 
     def close(self) -> None:
-        """Leave the pool, and release all that this process holds. Later calls find nothing."""
+        """Leave the pool, and release all that this process holds. Later calls find no blocks."""
         self.directory.close()
         if self.local:
             self.local.arena.close()
 
     def check_root(self, of_keys: bytes) -> None:
-        """Count a fault if keys were made with another secret. of_keys: fingerprint of the secret of the keys."""
+        """Count a fault if keys were made with another secret. of_keys: fingerprint of the secret of these keys."""
         if of_keys != self.fingerprint:
             self.directory.fault("strange", self._of_another_secret())
 
     def _why_strange(self) -> str:
-        """Why the running pool is not the pool that this process attached to; "" if it is, or if no pool runs."""
+        """Return why the running pool is not the one that this process attached to; "" if it is, or if no pool runs."""
         try:
             running = internal_kv.settings(self.name)
         except ProtocolMismatch as error:
@@ -215,14 +215,14 @@ async def _in(workers: Workers, function: Callable[[], T]) -> T:
     try:
         return await asyncio.shield(running)
     except asyncio.CancelledError:
-        while not running.done():  # also after a second cancellation
+        while not running.done():  # keep waiting after a second cancellation too
             with contextlib.suppress(asyncio.CancelledError):
                 await asyncio.wait([running])
         raise
 
 
 def settings_of(name: str) -> dict[str, Any]:
-    """As internal_kv.settings, but raises PoolNotFound, which says what to do, if no pool of that name runs.
+    """Like internal_kv.settings, but raises PoolNotFound, which gives advice, if no pool of that name runs.
 
     Raises RayKVError in a process that has left its Ray cluster.
     """

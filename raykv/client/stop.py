@@ -1,4 +1,4 @@
-"""How a pool ends. Actors are found by name, so a stop needs nothing else of the pool."""
+"""Ends a pool. Actors are found by name, so a stop needs nothing else of the pool."""
 
 import contextlib
 import json
@@ -15,16 +15,16 @@ from raykv.cluster import internal_kv, named_actors, ray_calls
 from raykv.cluster.internal_kv import Kept
 from raykv.config import FLUSH_DEADLINE_S
 
-STOP_DEADLINE_S = 10.0  # for each actor to answer `stop`
-DEATH_DEADLINE_S = 20.0  # for actors to end: Ray takes 5 s to end an actor that does not answer
-START_DEADLINE_S = 300.0  # for a start or stop under way, in another process, to end
-LOOK_S = 0.05  # between looks whether an actor has ended
+STOP_DEADLINE_S = 10.0  # deadline for each actor to answer `stop`
+DEATH_DEADLINE_S = 20.0  # deadline for actors to end: Ray takes 5 s to end an actor that does not answer
+START_DEADLINE_S = 300.0  # deadline for a start or stop that is under way in another process to end
+LOOK_S = 0.05  # interval between two checks whether an actor has ended
 
 
 def stop_pool(name: str) -> bool:
     """End the pool of that name on every node and free its memory. Returns whether there was anything to end.
 
-    Blocks on their way to an external tier are written first. RayKVError in a process that has left its Ray cluster.
+    Blocks that the external tier lacks are demoted first. RayKVError in a process that has left its Ray cluster.
     """
     ray_calls.check_connected(name)
     with internal_kv.exclusive(name, START_DEADLINE_S):
@@ -32,7 +32,7 @@ def stop_pool(name: str) -> bool:
 
 
 def end_pool(name: str) -> bool:
-    """As `stop_pool`, inside `internal_kv.exclusive`."""
+    """Like `stop_pool`, but inside `internal_kv.exclusive`."""
     settings = internal_kv.get(name, Kept.SETTINGS)
     there = settings is not None or bool(named_actors.names(name))
     _stop_watching(name)
@@ -40,7 +40,7 @@ def end_pool(name: str) -> bool:
     stores = named_actors.find_stores(name, living)
     if settings is None or json.loads(settings).get("external"):
         _flush(list(stores.values()))
-    internal_kv.drop(name, Kept.SETTINGS)  # so nobody starts an actor of this pool again
+    internal_kv.drop(name, Kept.SETTINGS)  # so that nobody starts an actor of this pool again
     stops = {node_id: store.stop.remote() for node_id, store in stores.items()}
     ray_calls.finished(stops.values(), STOP_DEADLINE_S)
     stopped = {node_id for node_id, answer in stops.items() if _done(answer)}
@@ -78,18 +78,18 @@ def _stop_watching(name: str) -> None:
 
 
 def _flush(stores: list[Any]) -> None:
-    """Have the stores that answer demote the blocks that their external tier lacks."""
+    """Make the stores that answer demote the blocks that their external tier lacks."""
     pings = {store.ping.remote(): store for store in stores}
     answered = ray_calls.finished(pings, STOP_DEADLINE_S)
     ray_calls.finished([pings[ping].flush.remote(FLUSH_DEADLINE_S) for ping in answered], FLUSH_DEADLINE_S)
 
 
 def _clean_up(name: str, unstopped: set[str], silent: set[str]) -> int:
-    """Remove the arenas of stores that did not answer `stop`. Returns how many arenas were removed.
+    """Remove the arenas of stores that did not answer `stop`. Returns the number of removed arenas.
 
-    unstopped: Ray node ids of living nodes without a store that answered `stop`. silent: nodes whose store may still be
-    dying. If a raylet is gone, its store may be dying too. Then tasks on the other raylets of its machine wait for the
-    store's death: otherwise the arena could stay for days.
+    unstopped: Ray node ids of living nodes without a store that answered `stop`. silent: nodes whose stores may still
+    be dying. A store may also be dying if its raylet is gone. In this case, tasks on the other raylets of its machine
+    wait for the store's death; otherwise the arena could stay for days.
     """
     addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
     living = cluster.living() & addresses.keys()
@@ -106,14 +106,14 @@ def _clean_up(name: str, unstopped: set[str], silent: set[str]) -> int:
         for clean in ray_calls.wait(list(pending), timeout=max(0.0, end - time.monotonic()))[0]:
             address, found = pending.pop(clean), _removed(clean)
             removed += found or 0
-            if found:  # it cleaned the whole machine; a task that found nothing may have come after another raylet's
+            if found:  # it cleaned the whole machine; a task that found nothing may have run after another task
                 pending = {other: at for other, at in pending.items() if at != address}
     return removed
 
 
 @ray.remote(num_cpus=0, max_retries=0)
 def _clean(pool: str, seconds: float) -> int:
-    """Remove arenas of this machine whose stores are dead. seconds: to wait for stores that may still be dying."""
+    """Remove arenas of this machine whose stores are dead. seconds: time to wait for stores that may still be dying."""
     end, ours = time.monotonic() + seconds, cluster.identity()
     removed = remove_left_behind(pool, ours)
     while arenas_of(pool, ours) and time.monotonic() < end:
@@ -131,7 +131,7 @@ def _done(answer: Any) -> bool:
 
 
 def _removed(clean: Any) -> int | None:
-    """How many arenas a task removed; None if its node was lost meanwhile, or has no raykv."""
+    """Return the number of arenas that a task removed; None if its node was lost meanwhile, or has no raykv."""
     try:
         return int(ray_calls.get(clean, timeout=0))
     except RayError:

@@ -18,8 +18,8 @@ from raykv.client.session import Session
 from raykv.keys import CacheId, Keys
 from raykv.protocol.transfers import data_deadline
 
-SLACK = 4  # a swap-in waits so many deadlines of a read; then blocks that are not back are lost
-RETRY_S = 0.05  # between matches for kept blocks that were not read yet
+SLACK = 4  # number of a read's deadlines that a swap-in waits; blocks that are missing after that are lost
+RETRY_S = 0.05  # interval between two matches for kept blocks that were not read yet
 
 
 @dataclass
@@ -42,11 +42,11 @@ class Swaps:
     """
 
     def __init__(self, session: Session, cache: CacheId, root: bytes) -> None:
-        """root: start of the cache's keys."""
+        """root: root of the cache's keys."""
         self._session, self._cache, self._root = session, cache, root
         self._secret = secrets.token_bytes(8)  # another process may use the same request ids
         self._requests: dict[str, Swapped] = {}
-        self._numbers = itertools.count()  # for keys: a request id may come again with other bytes, a key may not
+        self._numbers = itertools.count()  # for unique keys: a request id may return with other bytes, a key may not
         self._lock = threading.Lock()  # guards _requests
 
     def out(self, paged: Any, block_ids: Sequence[int], request_id: str) -> Future[int]:
@@ -88,7 +88,7 @@ class Swaps:
     def _back(self, rows: Rows, request: Swapped | None) -> int:
         if request is None or not request.kept():
             return 0
-        tokens_per_s = float(self._cache.block_tokens)  # so a read waits for a tier for at most a second a block
+        tokens_per_s = float(self._cache.block_tokens)  # so that a read waits at most one second per block for a tier
         end, done = time.monotonic() + SLACK * data_deadline(request.blocks * self._cache.block_bytes), 0
         try:
             while done < request.blocks:

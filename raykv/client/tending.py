@@ -1,4 +1,4 @@
-"""The thread of a client: it sends heartbeats, and news that no call has carried. It finds a lost directory again."""
+"""A client's thread. It sends heartbeats and reports that no call has sent, and finds the directory again if lost."""
 
 import logging
 import threading
@@ -14,13 +14,13 @@ from raykv.line.wire import Stream
 from raykv.metrics.exporter import EXPORT_S
 
 log = logging.getLogger("raykv")
-TEND_S = HEARTBEAT_S / 2  # between two looks of a client's thread, while the client is in use
-HEARTBEAT_AFTER_S = CLIENT_TTL_S / 4  # from a call to a heartbeat: a client silent for CLIENT_TTL_S counts as gone
-RESTART_S = 0.05  # before the search for a lost directory: a directory that restarts refuses connections for a moment
+TEND_S = HEARTBEAT_S / 2  # interval between two rounds of a client's thread while the client is in use
+HEARTBEAT_AFTER_S = CLIENT_TTL_S / 4  # time from a call to a heartbeat: a client silent for CLIENT_TTL_S counts as gone
+RESTART_S = 0.05  # pause before a search for the directory: a restarting directory refuses connections for a moment
 
 
 class Tending:
-    """The thread. It ends when the client is closed or collected as garbage."""
+    """Runs the thread. The thread ends when the client is closed or garbage-collected."""
 
     def __init__(self, client: DirectoryClient) -> None:
         self._bell = bell = client.bell
@@ -36,7 +36,7 @@ class Tending:
             if client is None:
                 return
             if client.left:
-                client.line.close()  # the thread may have found a line since
+                client.line.close()  # the thread may have connected since
                 return
             if rung and not client.up:
                 time.sleep(RESTART_S)
@@ -49,12 +49,12 @@ class Tending:
             pause, connection = self._rest(client)
             try:
                 self._export(client)
-            except Exception as error:  # Ray is being shut down, or can't export: that makes no call a miss
+            except Exception as error:  # Ray is shutting down, or can't export: no call is a miss for that
                 log.debug("pool %s: its metrics: %r", client.pool, error)
             del client
 
     def _look(self, client: DirectoryClient) -> None:
-        """Send a heartbeat when it is due, and news that no call has carried yet. Find a lost directory again."""
+        """Send a heartbeat if it is due, and reports that no call has sent yet. Find a lost directory again."""
         client.look_on()
         client.release_dropped()
         if not client.up:
@@ -97,7 +97,7 @@ class Tending:
             client.down("directory", f"lines of requests could not be sent: {error}")
 
     def _rest(self, client: DirectoryClient) -> tuple[float, Stream | None]:
-        """(seconds that the thread may rest, the connection whose end must wake it)."""
+        """Return (seconds that the thread may rest, the connection whose end must wake it)."""
         if client.closed or not client.up or not ray.is_initialized():
             return TEND_S, None
         with client.lock:
@@ -107,7 +107,7 @@ class Tending:
         return max(0.0, due) if client.rests else TEND_S, client.line.connection
 
     def _export(self, client: DirectoryClient) -> None:
-        """Send the counts to Ray: once in EXPORT_S, and before the thread rests."""
+        """Send the counts to Ray, once per EXPORT_S and before the thread rests."""
         if not client.rests and time.monotonic() < self._exported + EXPORT_S:
             return
         for kind, count in dict(client.faults).items():

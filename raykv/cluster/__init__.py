@@ -7,16 +7,16 @@ import ray
 from raykv.cluster import ray_calls
 from raykv.system.raylets import cluster_id
 
-HEAD = "node:__internal_head__"  # a resource that Ray gives the head
+HEAD = "node:__internal_head__"  # a resource that Ray gives to the head node
 
 
 def living() -> set[str]:
-    """Ray node ids of the nodes that are alive."""
+    """Return the Ray node ids of the nodes that are alive."""
     return {node["NodeID"] for node in ray.nodes() if node["Alive"]}
 
 
 def identity() -> bytes:
-    """8 bytes that tell this process's Ray cluster from other clusters of its machine."""
+    """Return 8 bytes that distinguish this process's Ray cluster from other clusters on its machine."""
     return cluster_id(ray_calls.get_runtime_context().get_session_name())
 
 

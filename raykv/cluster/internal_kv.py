@@ -30,31 +30,31 @@ class Kept(StrEnum):
 
     SETTINGS = "settings"  # JSON, with the secret and the protocol's version
     DIRECTORY = "directory"  # JSON: name of the directory in charge; its host, port and token
-    EPOCH = "epoch"  # by number: a directory has taken this epoch
-    LAST_EPOCH = "last_epoch"  # stays when the pool is stopped
+    EPOCH = "epoch"  # by number: exists once a directory has taken this epoch
+    LAST_EPOCH = "last_epoch"  # the newest epoch taken; it stays when the pool is stopped
     LOCK = "lock"  # the Ray job, process and thread that start or stop the pool
     TIER = "tier"  # argument of `register_tier`, pickled
-    SEED = "seed"  # the name that an empty tier's content gets
+    SEED = "seed"  # name that the content of an empty tier gets
     TOTALS = "totals"  # JSON: counters that outlive a directory
-    COMPILED = "compiled"  # number of kernels that the directory has compiled, and of all kernels
-    ANSWER = "answer"  # by node, pickled: its answer before a pool starts
+    COMPILED = "compiled"  # number of kernels that the directory has compiled, and number of all kernels
+    ANSWER = "answer"  # by node, pickled: the node's answer before a pool starts
     FAILED = "failed"  # by node: why the node has no store
     IDLE = "idle"  # by node that only pools use: whether its store has ended
     LEAVING = "leaving"  # by node: the node is about to leave
     MEMORY = "memory"  # by node, JSON: the cpu_memory that `resize` gave it
-    QUOTA = "quota"  # by tenant, JSON: its minimum and maximum
+    QUOTA = "quota"  # by tenant, JSON: the tenant's minimum and maximum
     MODEL = "model"  # by name, JSON: how prompts become keys, for routers
     RANK = "rank"  # by engine and number, JSON: where a worker of an engine is
     OTHER_TOKENS = "other_tokens"  # by node and client: number of chunks whose tokens do not match their keys
 
 
 LEFT = b"left"  # the value of IDLE for a node whose store has ended
-AWAIT_S = 120.0  # for the settings of a pool that is being started
-AWAIT_LOOK_S = 0.02  # between two looks for a pool's settings
+AWAIT_S = 120.0  # deadline for the settings of a pool that is being started
+AWAIT_LOOK_S = 0.02  # interval between two checks for a pool's settings
 
 
 def get(pool: str, kind: Kept, name: str = "") -> bytes | None:
-    """A value of the pool. name: for kinds with names, such as a node."""
+    """Return a value of the pool, or None. name: a name, for kinds that have names, such as a node's id."""
     refuse_forked()
     ray_calls.check_connected(pool)
     value: bytes | None = _internal_kv_get(_key(pool, kind, name), namespace=NAMESPACE.encode())
@@ -62,7 +62,7 @@ def get(pool: str, kind: Kept, name: str = "") -> bytes | None:
 
 
 def put(pool: str, kind: Kept, value: bytes, name: str = "", overwrite: bool = True) -> bool:
-    """Set a value. False if a value was there and may not be overwritten."""
+    """Set a value. Returns False if there was a value that may not be overwritten."""
     refuse_forked()
     ray_calls.check_connected(pool)
     existed: bool = _internal_kv_put(_key(pool, kind, name), value, overwrite=overwrite, namespace=NAMESPACE.encode())
@@ -80,7 +80,7 @@ def _key(pool: str, kind: Kept, name: str) -> str:
 
 
 def forget(pool: str) -> None:
-    """Remove all values of a pool except its lock and last epoch. Clients notice the next pool by a new epoch."""
+    """Remove all values of a pool except its lock and last epoch. Clients recognize the next pool by a new epoch."""
     kept = [f"{pool}/{key}".encode() for key in (Kept.LOCK, Kept.LAST_EPOCH)]
     for key in _internal_kv_list(f"{pool}/", namespace=NAMESPACE.encode()):
         if key not in kept:
@@ -88,7 +88,7 @@ def forget(pool: str) -> None:
 
 
 def names(pool: str, kind: Kept) -> list[str]:
-    """Names for which the pool keeps a value of this kind."""
+    """Return the names for which the pool keeps a value of this kind."""
     ray_calls.check_connected(pool)
     prefix = f"{pool}/{kind}/"
     found = _internal_kv_list(prefix, namespace=NAMESPACE.encode())
@@ -96,7 +96,7 @@ def names(pool: str, kind: Kept) -> list[str]:
 
 
 def _values(pool: str, kind: Kept) -> dict[str, bytes]:
-    """The pool's values of this kind, by name."""
+    """Return the pool's values of this kind, by name."""
     found = {name: get(pool, kind, name) for name in names(pool, kind)}
     return {name: value for name, value in found.items() if value is not None}  # None: removed meanwhile
 
@@ -109,7 +109,7 @@ class InCharge(NamedTuple):
 
 
 def in_charge(pool: str) -> InCharge:
-    """The directory in charge. ValueError if the pool has none."""
+    """Return the directory in charge. ValueError if the pool has none."""
     value = get(pool, Kept.DIRECTORY)
     if not value:
         raise ValueError(f"pool {pool!r} has no directory")
@@ -118,15 +118,15 @@ def in_charge(pool: str) -> InCharge:
 
 
 def put_in_charge(pool: str, name: str, address: Address | None) -> None:
-    """Tell everybody which directory is in charge."""
+    """Record which directory is in charge."""
     listens = [address.host, address.port, address.token.hex()] if address else None
     put(pool, Kept.DIRECTORY, json.dumps([name, listens]).encode())
 
 
 def settings(pool: str) -> dict[str, Any] | None:
-    """The settings that a pool was started with: PoolConfig's fields, `secret` as hex, and the version as `protocol`.
+    """Return the pool's settings: PoolConfig's fields, `secret` as hex, and the protocol's version as `protocol`.
 
-    None if there is no such pool. Raises ProtocolMismatch if the pool's raykv has another protocol version.
+    Returns None if there is no such pool. Raises ProtocolMismatch if the pool's raykv has another protocol version.
     """
     value = get(pool, Kept.SETTINGS)
     if not value:
@@ -142,7 +142,7 @@ def settings(pool: str) -> dict[str, Any] | None:
 
 
 def await_settings(pool: str) -> dict[str, Any]:
-    """Wait for the settings: `start` puts them only after some actors run. RuntimeError after AWAIT_S."""
+    """Wait for the settings, which `start` writes only after some actors run. RuntimeError after AWAIT_S."""
     end = time.monotonic() + AWAIT_S
     while (found := settings(pool)) is None:
         if time.monotonic() > end:
@@ -152,36 +152,36 @@ def await_settings(pool: str) -> dict[str, Any]:
 
 
 def shown(settings: dict[str, Any]) -> dict[str, Any]:
-    """The settings that a log may show: without the secret and a tier's URL, which may hold a password."""
+    """Return the settings that a log may show: without the secret and the tier's URL, which may contain a password."""
     names = ("cpu_memory", "gpu_memory", "locality", "transport", "write", "min_hits", "deadline", "idle_node_s")
     return {name: settings[name] for name in names}
 
 
 def idle_nodes(pool: str) -> dict[str, bool]:
-    """Nodes from which the supervisor takes the store, because only the pool uses them.
+    """Return the nodes from which the supervisor removes the store, because only the pool uses them.
 
-    By Ray node id: whether the store has ended.
+    The value for a Ray node id is whether its store has ended.
     """
     return {node_id: get(pool, Kept.IDLE, node_id) == LEFT for node_id in names(pool, Kept.IDLE)}
 
 
 def left_nodes(pool: str) -> set[str]:
-    """The `idle_nodes` whose store has ended."""
+    """Return the `idle_nodes` whose store has ended."""
     return {node_id for node_id, left in idle_nodes(pool).items() if left}
 
 
 def failures(pool: str) -> dict[str, str]:
-    """Why nodes have no store, by Ray node id."""
+    """Return the reasons why nodes have no store, by Ray node id."""
     return {node_id: why.decode() for node_id, why in _values(pool, Kept.FAILED).items()}
 
 
 def put_other_tokens(pool: str, node_id: str, client: int, chunks: int) -> None:
-    """Report the number of chunks whose tokens did not match their keys. A client on a node has read these chunks."""
+    """Report the number of chunks that a client on a node read, and whose tokens did not match their keys."""
     put(pool, Kept.OTHER_TOKENS, str(chunks).encode(), f"{node_id}/{client}")
 
 
 def other_tokens(pool: str) -> dict[str, int]:
-    """Sums of the chunks that `put_other_tokens` reported since the last `clear`, by node."""
+    """Return by node the number of chunks that `put_other_tokens` has reported since the last `clear`."""
     found: dict[str, int] = {}
     for name, chunks in _values(pool, Kept.OTHER_TOKENS).items():
         node_id = name.partition("/")[0]
@@ -196,7 +196,7 @@ def drop_other_tokens(pool: str) -> None:
 
 
 def quotas(pool: str) -> dict[str, Quota]:
-    """Quotas by tenant that were set while the pool runs."""
+    """Return the quotas that were set while the pool runs, by tenant."""
     return {tenant: Quota(*json.loads(value)) for tenant, value in _values(pool, Kept.QUOTA).items()}
 
 
@@ -210,16 +210,16 @@ def put_quota(pool: str, tenant: str, quota: Quota | None) -> None:
 
 @contextlib.contextmanager
 def exclusive(pool: str, seconds: float) -> Iterator[None]:
-    """Lets one process at a time start or stop a pool.
+    """Let only one process at a time start or stop a pool.
 
-    Waits while another process does so and that process's Ray job lives. Raises TimeoutError after `seconds`.
+    Waits while another process does so, as long as that process's Ray job lives. Raises TimeoutError after `seconds`.
     """
     job, end = ray_calls.get_runtime_context().get_job_id(), time.monotonic() + seconds
     mine = f"{job}/{os.getpid()}/{threading.get_ident()}".encode()
     try:  # `put` is inside: a signal handler may raise right after it
         while not put(pool, Kept.LOCK, mine, overwrite=False):
             holder = get(pool, Kept.LOCK) or b""
-            if holder == mine:  # a signal handler raised before this thread had given the lock up
+            if holder == mine:  # a signal handler raised before this thread had released the lock
                 break
             if holder and holder.decode().partition("/")[0] not in _living_jobs():
                 drop(pool, Kept.LOCK)  # the holder was killed
@@ -240,7 +240,7 @@ def _living_jobs() -> set[str]:
 
 
 def take_epoch(pool: str, at_least: int = 1) -> int:
-    """An epoch that no directory of the pool has had."""
+    """Take and return an epoch that no directory of the pool has had."""
     epoch = max(at_least, int(get(pool, Kept.LAST_EPOCH) or 0) + 1)
     while not put(pool, Kept.EPOCH, b"", str(epoch), overwrite=False):
         epoch += 1

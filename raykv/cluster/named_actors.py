@@ -26,7 +26,7 @@ def supervisor_name(pool: str) -> str:
 
 
 def node_store_name(pool: str, node_id: str) -> str:
-    """Ray's name of the node's store. node_id: Ray's."""
+    """Ray's name of a node's store. node_id: Ray's id of the node."""
     return f"{_actors(pool)}node-{node_id[:16]}"
 
 
@@ -43,13 +43,13 @@ def is_ours(name: str) -> bool:
 def _actors(pool: str) -> str:
     """The prefix of the pool's actor names.
 
-    With this prefix Ray's dashboard, which shows no namespace, tells pools apart.
+    It distinguishes pools in Ray's dashboard, which shows no namespace.
     """
     return f"{PREFIX}{pool}/"
 
 
 def names(pool: str) -> list[str]:
-    """Names of all actors of a pool that Ray knows."""
+    """Return the names of all actors of a pool that Ray knows."""
     ray_calls.check_connected(pool)
     named = ray.util.list_named_actors(all_namespaces=True)
     ours = (actor["name"] for actor in named if actor["namespace"] == NAMESPACE)
@@ -57,18 +57,18 @@ def names(pool: str) -> list[str]:
 
 
 def find(name: str) -> Any:
-    """A handle of a raykv actor. ValueError if there is no such actor."""
+    """Return a handle of a raykv actor. ValueError if there is no such actor."""
     refuse_forked()
     return ray_calls.get_actor(name, namespace=NAMESPACE)
 
 
 def find_store(pool: str, node_id: str) -> Any:
-    """A handle of the node's store. ValueError if the node has none."""
+    """Return a handle of the node's store. ValueError if the node has none."""
     return find(node_store_name(pool, node_id))
 
 
 def find_stores(pool: str, node_ids: Iterable[str]) -> dict[str, Any]:
-    """Handles of these nodes' stores, by Ray node id. Leaves out nodes without a store."""
+    """Return handles of these nodes' stores, by Ray node id, without nodes that have no store."""
     found = {}
     for node_id in node_ids:
         with contextlib.suppress(ValueError):
@@ -77,16 +77,16 @@ def find_stores(pool: str, node_ids: Iterable[str]) -> dict[str, Any]:
 
 
 def find_directory(pool: str) -> Any:
-    """A handle of the directory in charge. ValueError if the pool has none."""
+    """Return a handle of the directory in charge. ValueError if the pool has none."""
     return find(internal_kv.in_charge(pool).name)
 
 
 def options(name: str, node_id: str | None, threads: int = 1) -> dict[str, Any]:
-    """Options of a detached actor that stays on `node_id`, or on Ray's head if None. threads: calls at a time.
+    """Return options of a detached actor that stays on `node_id` (None: Ray's head). threads: maximum concurrent calls.
 
-    The affinity is hard. With a soft affinity Ray first asks any raylet, which keeps the actor, as it needs no CPU.
+    The affinity is hard. With a soft affinity, Ray first asks any raylet, which keeps the actor, as it needs no CPU.
     """
-    head = {"resources": {cluster.HEAD: 0.001}}  # like Serve's controller, it moves to a new head
+    head = {"resources": {cluster.HEAD: 0.001}}  # like Serve's controller, the actor moves to a new head
     place = head if node_id is None else {"scheduling_strategy": NodeAffinitySchedulingStrategy(node_id, soft=False)}
     return {
         "name": name,

@@ -1,7 +1,7 @@
 """Ray's calls, for raykv's threads that may outlive `ray.shutdown()`.
 
-After a shutdown these calls raise RaySystemError. Ray's public `ray.get` and so on would start or join a cluster
-instead.
+After a shutdown, these calls raise RaySystemError. Ray's public functions, such as `ray.get`, would start or join a
+cluster instead.
 """
 
 from collections.abc import Callable, Collection
@@ -14,11 +14,11 @@ from raykv.errors import RayKVError
 
 
 class NotConnected(RayKVError, RayError):
-    """This process is in no Ray cluster. To raykv's threads this is an error of Ray's, to users an error of raykv's."""
+    """This process is in no Ray cluster. raykv's threads handle it as a RayError, and users as a RayKVError."""
 
 
 def check_connected(pool: str) -> None:
-    """NotConnected in a process that has left its Ray cluster. pool: name of the wanted pool."""
+    """Raise NotConnected in a process that has left its Ray cluster. pool: name of the wanted pool."""
     if not ray.is_initialized():
         raise NotConnected(
             f"this process has left the Ray cluster of pool {pool!r} by ray.shutdown(): join it again with "
@@ -27,7 +27,7 @@ def check_connected(pool: str) -> None:
 
 
 def _bare(call: Callable[..., Any]) -> Callable[..., Any]:
-    """The call inside `ray._private.auto_init_hook.wrap_auto_init`; the call itself in a Ray without such wrappers."""
+    """Return the function inside Ray's `wrap_auto_init` wrapper, or the function itself if Ray has no such wrapper."""
     if call.__code__.co_name != "auto_init_wrapper":
         return call
     bare: Callable[..., Any] = call.__wrapped__  # type: ignore[attr-defined]
@@ -42,6 +42,6 @@ wait = _bare(ray.wait)
 
 
 def finished(answers: Collection[Any], seconds: float) -> list[Any]:
-    """The answers that come within `seconds`. Returns early if all come."""
+    """Return the answers that arrive within `seconds`. Returns early if all have arrived."""
     done: list[Any] = wait(list(answers), num_returns=len(answers), timeout=seconds)[0] if answers else []
     return done

@@ -20,8 +20,8 @@ from raykv.doctor.facts import Facts
 from raykv.doctor.finding import OK, WRONG, Finding
 from raykv.errors import reason_of
 
-DEADLINE_S = 60.0  # of every question, to all nodes at once
-CLOCK_ASKS = 3  # questions for a clock; the fastest answer is the most exact
+DEADLINE_S = 60.0  # deadline of every question, which is sent to all nodes at once
+CLOCK_ASKS = 3  # number of questions for a node's clock; the fastest answer is the most exact
 
 
 class Unanswered(NamedTuple):
@@ -31,10 +31,10 @@ class Unanswered(NamedTuple):
 
 
 def of_token() -> Finding:
-    """The finding on Ray's token, at this process's node: do both this process and the cluster use one, or neither?
+    """Check whether this process and the cluster both use Ray's token, or both use none.
 
-    Wrong tokens are not looked for: with a wrong token this process could not join. If the finding is not OK, no node
-    can answer: this process refuses Ray's calls back.
+    Wrong tokens are not checked: with a wrong token, this process could not have joined. If the finding is not OK, no
+    node can answer, since this process refuses Ray's calls back.
     """
     context = ray.get_runtime_context()
     node = context.get_node_id()
@@ -49,14 +49,14 @@ def of_token() -> Finding:
 
 
 class Examination:
-    """An examination of all living nodes. hosts: names by Ray node id, in the order of ray.nodes()."""
+    """An examination of all living nodes. hosts: host names by Ray node id, in the order of ray.nodes()."""
 
     def __init__(self) -> None:
-        """For a process that has joined the Ray cluster."""
+        """This process must have joined the Ray cluster."""
         self.hosts = {str(node["NodeID"]): str(node["NodeManagerHostname"]) for node in ray.nodes() if node["Alive"]}
 
     def findings(self) -> Iterator[Finding]:
-        """The findings that need no pool, check by check."""
+        """Yield the findings that need no pool, check by check."""
         software = _ask(examiner.software, self.hosts)
         here = {"python": platform.python_version(), "numba": version("numba"), "raykv": version("raykv")}
         answered = {node: said for node, said in software.items() if not isinstance(said, Unanswered)}
@@ -72,7 +72,7 @@ class Examination:
         yield from self._doors(list(answered))
 
     def _facts(self, nodes: list[str], raykv: str) -> Iterator[Finding]:
-        """Findings of nodes that have this version of raykv."""
+        """Yield findings on nodes that have this version of raykv."""
         usable = []
         for node, protocol in _ask(examiner.protocol, nodes).items():
             if isinstance(protocol, Unanswered):
@@ -102,7 +102,7 @@ class Examination:
         return judgement.of_clock(node, ahead, unsure)
 
     def _doors(self, nodes: list[str]) -> Iterator[Finding]:
-        """Findings on whether each node can connect to each other node, at a port that the system picks."""
+        """Yield findings on whether each node can connect to each other node, at a port that the system picks."""
         listening = _asked(examiner.listen, nodes)
         doors = _answers(listening)
         for node, door in doors.items():
@@ -129,12 +129,12 @@ class Examination:
 
 
 def _ask(question: Any, nodes: Iterable[str], *args: Any) -> dict[str, Any]:
-    """The nodes' answers to a question of `examiner`; Unanswered for a node without an answer."""
+    """Return the nodes' answers to a question of `examiner`, with Unanswered for a node that did not answer."""
     return _answers(_asked(question, nodes, *args))
 
 
 def _asked(question: Any, nodes: Iterable[str], *args: Any) -> dict[str, Any]:
-    """Put a question to nodes. A task gives one answer, a generator one answer after another."""
+    """Send a question to nodes. A task gives one answer, a generator gives several answers in turn."""
     return {
         node: question.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote(*args)
         for node in nodes
@@ -142,7 +142,7 @@ def _asked(question: Any, nodes: Iterable[str], *args: Any) -> dict[str, Any]:
 
 
 def _answers(asked: dict[str, Any]) -> dict[str, Any]:
-    """The first answer of each node."""
+    """Return the first answer of each node."""
     ready = ray_calls.finished(asked.values(), DEADLINE_S)
     return {node: _answer(answer, answer in ready) for node, answer in asked.items()}
 

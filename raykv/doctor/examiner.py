@@ -1,6 +1,7 @@
-"""The checks that run on a node, as tasks: an actor would stay on the Actors page of Ray's dashboard.
+"""The checks that run on a node. They are tasks: an actor would stay on the Actors page of Ray's dashboard.
 
-Ray sends these functions whole, so they run even where there is no raykv. For this reason they use no code of raykv.
+Ray sends the whole code of these functions, so they run even on nodes without raykv. Therefore they use no code of
+raykv.
 """
 
 import contextlib
@@ -15,13 +16,13 @@ from typing import Any
 
 import ray
 
-CONNECT_S = 3.0  # for a connection to another node's port to open
-AT_A_TIME = 32  # connections
+CONNECT_S = 3.0  # deadline for a connection to another node's port
+AT_A_TIME = 32  # maximum number of connections at a time
 
 
 @ray.remote(num_cpus=0, max_retries=0)
 def software() -> dict[str, str]:
-    """Versions of `python`, `numba` and `raykv`. If raykv can't be used, `why_not` is the reason."""
+    """Return the versions of `python`, `numba` and `raykv`. If raykv can't be used, `why_not` is the reason."""
     found = {"python": platform.python_version(), "numba": "none"}
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         found["numba"] = importlib.metadata.version("numba")
@@ -34,7 +35,7 @@ def software() -> dict[str, str]:
 
 @ray.remote(num_cpus=0, max_retries=0)
 def protocol() -> int:
-    """The version of raykv's messages. ImportError where raykv can't be used."""
+    """Return the version of raykv's messages. ImportError if raykv can't be used."""
     for what in ("raykv.actors.store.node_store", "raykv.doctor.facts"):
         importlib.import_module(what)
     return int(importlib.import_module("raykv.protocol.calls").VERSION)
@@ -42,21 +43,21 @@ def protocol() -> int:
 
 @ray.remote(num_cpus=0, max_retries=0)
 def facts() -> Any:
-    """`raykv.doctor.facts.Facts`. ImportError where raykv can't be used."""
+    """Return `raykv.doctor.facts.Facts`. ImportError if raykv can't be used."""
     return importlib.import_module("raykv.doctor.facts").look()
 
 
 @ray.remote(num_cpus=0, max_retries=0)
 def clock() -> float:
-    """The wall clock."""
+    """Return the time of the wall clock."""
     return time.time()
 
 
 @ray.remote(num_cpus=0, max_retries=0, _generator_backpressure_num_objects=1)  # type: ignore[call-overload, untyped-decorator]
 def listen() -> Iterator[tuple[str, int]]:
-    """(host, port) where this node listens, as its store would for other stores, while the generator is kept.
+    """Listen as this node's store would for other stores, while the generator is kept. Yields (host, port).
 
-    OSError if it can't.
+    OSError if the node can't listen.
     """
     host = ray.util.get_node_ip_address()
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -67,7 +68,7 @@ def listen() -> Iterator[tuple[str, int]]:
 
 @ray.remote(num_cpus=0, max_retries=0)
 def reach(doors: list[tuple[str, int]]) -> list[str]:
-    """Why this node can't connect, for each (host, port); "" where it can."""
+    """Return for each (host, port) the reason why this node can't connect, or "" if it can."""
 
     def why_not(door: tuple[str, int]) -> str:
         try:

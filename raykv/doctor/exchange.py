@@ -1,4 +1,4 @@
-"""Sends blocks both ways between each two nodes of a running pool, as engines do."""
+"""Sends blocks both ways between every two nodes of a running pool, as engines do."""
 
 import time
 from collections.abc import Iterator
@@ -18,13 +18,13 @@ from raykv.doctor.finding import OK, WRONG, Finding
 from raykv.errors import reason_of
 
 BLOCK_BYTES, BLOCKS = 512 << 10, 8  # together half of the smallest arena
-TURNS = 3  # the first read makes the connections, and the fastest read counts
-DEADLINE_S = 60.0  # for a task on another node
-RATE = 1.0  # computed tokens a second: so low that a read waits for a tier rather than have blocks computed
+TURNS = 3  # number of reads: the first one makes the connections, and the fastest one counts
+DEADLINE_S = 60.0  # deadline for a task on another node
+RATE = 1.0  # computed tokens per second: so low that a read waits for a tier instead of having blocks computed
 
 
 class Reading(NamedTuple):
-    """Number of blocks that were read, number of wrong blocks among them, and seconds that the read took."""
+    """Number of blocks that were read, number of wrong blocks among them, and duration of the read in seconds."""
 
     read: int
     wrong: int
@@ -33,7 +33,7 @@ class Reading(NamedTuple):
 
 @ray.remote(num_cpus=0, max_retries=0)
 def store(pool: str, seed: int) -> int:
-    """Store blocks on this node. Returns how many are new."""
+    """Store blocks on this node. Returns the number of new blocks."""
     cache = opened(pool)
     return cache.store(*content(cache, seed), wait=True)
 
@@ -53,21 +53,21 @@ def read(pool: str, seed: int) -> Reading:
 
 @lru_cache(1)
 def opened(pool: str) -> raykv.KVCache:
-    """The cache of these blocks. A node's tasks mostly run in one worker, which attaches once."""
+    """Return the cache of these blocks. A node's tasks mostly run in one worker, which attaches once."""
     return raykv.attach(pool).cache(
         model="raykv doctor", dtype="uint8", layout="rows", block_tokens=1, block_bytes=BLOCK_BYTES
     )
 
 
 def content(cache: raykv.KVCache, seed: int) -> tuple[Any, Any]:
-    """Keys and blocks of that seed."""
+    """Return keys and blocks for that seed."""
     random = np.random.default_rng(seed)
     tokens = random.integers(0, 1 << 31, BLOCKS)
     return cache.keys(tokens), random.integers(0, 256, (BLOCKS, BLOCK_BYTES), np.uint8)
 
 
 def findings(pool: raykv.KVPool, hosts: dict[str, str]) -> Iterator[Finding]:
-    """Findings on each node's store, and on each two nodes with a store. hosts: names by Ray node id."""
+    """Yield findings on each node's store, and on every two nodes with a store. hosts: host names by Ray node id."""
     stats, idle = pool.stats(), internal_kv.left_nodes(pool.name)
     serve = []
     for node in hosts:
@@ -87,7 +87,7 @@ def findings(pool: raykv.KVPool, hosts: dict[str, str]) -> Iterator[Finding]:
 
 
 def _exchange(pool: raykv.KVPool, hosts: dict[str, str], reader: str, source: str, seed: int) -> Finding:
-    """Have one node store blocks, and another node read these blocks."""
+    """Store blocks on one node, and read them on another node."""
     whose, see = f"{hosts[source]} ({source[:16]})", f"see `raykv status --name {pool.name}`"
     seconds = []
     for turn in range(TURNS):
@@ -108,6 +108,6 @@ def _exchange(pool: raykv.KVPool, hosts: dict[str, str], reader: str, source: st
 
 
 def _at(node: str, task: Any, *args: Any) -> Any:
-    """The result of a task that runs on that node."""
+    """Run a task on that node. Returns its result."""
     pinned = NodeAffinitySchedulingStrategy(node, soft=False)
     return ray.get(task.options(scheduling_strategy=pinned).remote(*args), timeout=DEADLINE_S)

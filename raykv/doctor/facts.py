@@ -23,12 +23,13 @@ HUGE_PAGES = "/sys/kernel/mm/transparent_hugepage/shmem_enabled"
 class Facts(NamedTuple):
     """Facts about one node.
 
-    machine: equal for nodes that share memory. room: free memory; total: all memory; shm: size of /dev/shm; in bytes.
-    left: by pool, bytes that dead stores left in /dev/shm. alive: pools in `left` with a live store here too.
-    kernels: folder of compiled kernels. unwritable: better folders for them, not used as other users can write there or
-    this user can't. huge_pages: Linux's setting for files in memory, or "". gpus: number of GPUs that raykv can use.
-    driver: version of NVIDIA's, or "". no_nixl: why NIXL can't be used, or "". rdma: whether there is an RDMA card.
-    niceness: of Ray's workers. tls: whether Ray uses TLS. no_tls: why the pool then can't use it, or "".
+    machine: id of the machine, equal for nodes that share memory. room: free memory; total: all memory; shm: size of
+    /dev/shm; in bytes. left: bytes that dead stores left in /dev/shm, by pool. alive: pools in `left` that also have a
+    live store here. kernels: folder of compiled kernels. unwritable: better folders for kernels; not used, because
+    other users can write there or this user can't. huge_pages: Linux's setting for files in memory, or "". gpus: number
+    of GPUs that raykv can use. driver: version of NVIDIA's driver, or "". no_nixl: why NIXL can't be used, or "". rdma:
+    whether there is an RDMA card. niceness: niceness of Ray's workers. tls: whether Ray uses TLS. no_tls: why the pool
+    can't use TLS although Ray does, or "".
     """
 
     machine: str
@@ -50,7 +51,7 @@ class Facts(NamedTuple):
 
 
 def look() -> Facts:
-    """Facts about this node, from one of its Ray workers."""
+    """Return the facts about this node. Called in one of its Ray workers."""
     stats, ours = os.statvfs(SHM), cluster.identity()
     kernels, unwritable = jit.cache_folder()
     left = {pool: size for pool, size in left_behind_by_pool().items() if size}
@@ -84,7 +85,7 @@ def _no_tls() -> str:
 
 
 def _found(path: str, pattern: str) -> str:
-    """The match in one of the kernel's files; "" where the file or the match is missing."""
+    """Return the pattern's group in one of the kernel's files; "" if the file or the match is missing."""
     try:
         match = re.search(pattern, Path(path).read_text(encoding="utf-8"))
     except OSError:

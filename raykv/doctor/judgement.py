@@ -13,17 +13,17 @@ from raykv.protocol.calls import VERSION
 from raykv.system.extras import to_install
 from raykv.system.free_memory import gib, refusal
 
-CLOCKS_S = 1.0  # two clocks may be so far apart, beyond the error of the measurement
+CLOCKS_S = 1.0  # maximum difference of two clocks, beyond the error of the measurement
 INSTALLED = ("python", "numba")
 PYTHONS = SpecifierSet(metadata("raykv")["Requires-Python"])
 
 
 def of_software(node: str, there: dict[str, str], here: dict[str, str]) -> list[Finding]:
-    """there, here: answers of `examiner.software` on the node and on the driver."""
+    """Judge versions. there, here: answers of `examiner.software` on the node and on the driver."""
     found = []
     for what in INSTALLED:
         state, text = OK, there[what]
-        if what == "python" and text.rstrip("+") not in PYTHONS:  # "+": Python of no release
+        if what == "python" and text.rstrip("+") not in PYTHONS:  # "+": an unreleased Python
             state, text = WRONG, f"{text}, and raykv needs Python {PYTHONS}: make Ray's environment with such a one"
         elif text != here[what]:
             state, text = WRONG, f"{text}, here it is {here[what]}: install the same one on every node"
@@ -37,7 +37,7 @@ def of_software(node: str, there: dict[str, str], here: dict[str, str]) -> list[
 
 
 def of_protocol(node: str, version: str, protocol: int) -> Finding:
-    """The finding about messages, for a node whose raykv has the same version as the driver's."""
+    """Judge the version of messages on a node whose raykv has the same version as the driver's."""
     if protocol != VERSION:
         text = f"{version} of other sources: its messages have version {protocol}, here they have {VERSION}"
         return Finding(node, "raykv", WRONG, f"{text}: {what_to_install()}")
@@ -45,9 +45,9 @@ def of_protocol(node: str, version: str, protocol: int) -> Finding:
 
 
 def of_facts(node: str, facts: Facts, neighbours: int, running: set[str]) -> Iterator[Finding]:
-    """neighbours: number of nodes that share the node's memory, with this node.
+    """Judge the facts of a node. neighbours: number of nodes that share its memory, including the node itself.
 
-    running: names of pools of this Ray cluster.
+    running: names of the running pools of this Ray cluster.
     """
     yield _memory(node, facts, neighbours)
     yield from _left(node, facts.left, running | facts.alive)
@@ -60,7 +60,7 @@ def of_facts(node: str, facts: Facts, neighbours: int, running: set[str]) -> Ite
 
 
 def of_clock(node: str, ahead: float, unsure: float) -> Finding:
-    """ahead: seconds by which the node's clock is ahead of the driver's clock. unsure: error of `ahead` in seconds."""
+    """Judge a clock. ahead: seconds that it is ahead of the driver's clock. unsure: error of `ahead` in seconds."""
     text = f"{ahead:+.2f} s from here, give or take {unsure:.2f}"
     if abs(ahead) - unsure > CLOCKS_S:
         return Finding(node, "clock", ADVICE, f"{text}: logs will not match; run an NTP client such as chrony there")
@@ -68,7 +68,7 @@ def of_clock(node: str, ahead: float, unsure: float) -> Finding:
 
 
 def of_tokens(node: str, chunks: int) -> Finding:
-    """chunks: number of chunks that engines of the node read, and whose tokens do not match the keys."""
+    """Report wrong tokens. chunks: how many chunks the node's engines read whose tokens do not match their keys."""
     text = (
         f"{chunks} chunks held other tokens than their keys stand for; engines with verify_tokens dropped and computed "
         f"them. That is a fault of raykv or of the engine: keep the engines' logs, and report it. `raykv clear` counts "
@@ -96,7 +96,7 @@ def _memory(node: str, facts: Facts, neighbours: int) -> Finding:
 
 
 def _left(node: str, left: dict[str, int], alive: set[str]) -> Iterator[Finding]:
-    """Findings on memory of dead stores. They only warn, as a start of the pool does; see `_memory`."""
+    """Yield findings on memory of dead stores. They only warn, as a start of the pool does; see `_memory`."""
     for pool, size in sorted(left.items()):
         text = f"{gib(size)} in /dev/shm of pool {pool}, "
         if pool in alive:

@@ -1,1 +1,1 @@
-"""How processes of a pool talk: frames and tokens, listeners, calls in flight, the way to the directory."""
+"""Sockets between a pool's processes: frames, tokens, listeners, calls in flight, the line to the directory."""

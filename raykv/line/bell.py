@@ -1,4 +1,4 @@
-"""A bell wakes a resting thread, and so does the end of a connection. So the thread need not poll."""
+"""A bell that wakes a resting thread. The end of a connection wakes it too, so the thread need not poll."""
 
 import os
 import select
@@ -17,10 +17,10 @@ class Bell:
         os.eventfd_write(self._rung, 1)
 
     def wait(self, seconds: float | None, connection: Stream | None = None) -> bool:
-        """Wait for a ring, at most for `seconds` (None: for ever). Returns whether it rang.
+        """Wait for a ring, for at most `seconds` (None: without limit). Returns whether the bell rang.
 
-        connection: the end of this connection ends the wait too. Bytes that arrive there stay unread, and do not end
-        the wait.
+        connection: a connection whose end ends the wait too. Bytes that arrive there stay unread, and do not end the
+        wait.
         """
         poll = select.poll()
         poll.register(self._rung, select.POLLIN)

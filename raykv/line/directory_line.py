@@ -1,4 +1,4 @@
-"""The way to the directory in charge: its socket, or calls through Ray where the socket can't be."""
+"""The line to the directory in charge: its socket, or calls through Ray if the socket can't be used."""
 
 import asyncio
 import logging
@@ -17,14 +17,14 @@ from raykv.protocol.location import Address
 from raykv.protocol.packing import packed, unpacked
 
 log = logging.getLogger("raykv")
-SUCCESSION_S = 1.0  # no call through Ray for so long after a directory's process ended: another process replaces it
-SOCKET_AGAIN_S = 5.0  # until a failed socket is tried again; meanwhile calls go through Ray
+SUCCESSION_S = 1.0  # time without calls through Ray after a directory's process ended, as another process replaces it
+SOCKET_AGAIN_S = 5.0  # time until a failed socket is tried again; meanwhile calls go through Ray
 
-ERRORS = (RayError, ConnectionError, TimeoutError, ValueError)  # errors of a call where the directory does not answer
+ERRORS = (RayError, ConnectionError, TimeoutError, ValueError)  # errors of a call that the directory does not answer
 
 
 class Sent(NamedTuple):
-    """A call that was sent. ref: Ray's, if sent through Ray. request, pipeline: if sent over the socket."""
+    """A call that was sent. ref: Ray's reference to the result. request, pipeline: set if sent over the socket."""
 
     method: str
     ref: Any = None
@@ -35,8 +35,8 @@ class Sent(NamedTuple):
 class DirectoryLine:
     """Calls methods of the directory (`raykv.actors.directory.directory.DirectoryActor`). Thread-safe except `find`.
 
-    Arguments and answers are None, bool, int, str, bytes, and tuples and dicts of them. actor: the directory's handle;
-    None if none was found. way: "socket" or "ray", as of the last `find`.
+    Arguments and answers are None, bool, int, str, bytes, and tuples and dicts of these. actor: the handle of the
+    directory, or None if none was found. way: "socket" or "ray", as of the last `find`.
     """
 
     def __init__(self, pool: str, side: bytes = CLIENT) -> None:
@@ -44,9 +44,9 @@ class DirectoryLine:
         self._pool, self._side = pool, side
         self.actor: Any = None
         self._pipeline: Pipeline | None = None
-        self._socket_at = 0.0  # time.monotonic() from which the socket is tried again
+        self._socket_at = 0.0  # time.monotonic() after which the socket is tried again
         self._last: Address | None = None  # address of the last connection
-        self._ended_at = 0.0  # time.monotonic() since when nobody listens at `_last`; 0: somebody does
+        self._ended_at = 0.0  # time.monotonic() when `_last` was first found closed; 0: it is open
 
     @property
     def way(self) -> str:
@@ -91,7 +91,7 @@ class DirectoryLine:
             self._last = address
             return pipeline
         except OSError as error:
-            if isinstance(error, ConnectionError) and address == self._last:  # refused, or reset by its end
+            if isinstance(error, ConnectionError) and address == self._last:  # refused, or reset as the process ended
                 self._ended_at = before or time.monotonic()
             log.debug("pool %s: the directory is called through Ray: %r", self._pool, error)
             return None
@@ -101,9 +101,9 @@ class DirectoryLine:
         return bool(self._ended_at) and time.monotonic() < self._ended_at + SUCCESSION_S
 
     def look(self) -> bool:
-        """For the thread that tends the line: deliver answers that nobody waits for, and retry the socket when due.
+        """Deliver answers that nobody waits for, and retry the socket when due. For the thread that tends the line.
 
-        Returns False after the connection failed.
+        Returns False if the connection has failed.
         """
         pipeline = self._pipeline
         if pipeline is None:
@@ -114,7 +114,7 @@ class DirectoryLine:
         return pipeline.alive
 
     def send(self, method: str, *arguments: Any) -> Sent:
-        """Call a method. ConnectionError where sending is known to fail."""
+        """Call a method. ConnectionError if sending is known to fail."""
         pipeline = self._pipeline
         if pipeline is None:
             return Sent(method, getattr(self._found(), method).remote(*arguments))
@@ -123,7 +123,7 @@ class DirectoryLine:
         return Sent(method, None, request, pipeline)
 
     def wait(self, sent: Sent, seconds: float) -> Any:
-        """Wait for the answer. If none comes, raises one of ERRORS. ValueError: the call failed in the directory."""
+        """Wait for the answer. Raises one of ERRORS if there is none. ValueError: the call failed in the directory."""
         if sent.pipeline is None or sent.request is None:
             return _ray_get(sent.ref, seconds)
         return _result(sent.method, sent.pipeline.wait(sent.request, seconds))
@@ -133,7 +133,7 @@ class DirectoryLine:
         return self.wait(self.send(method, *arguments), seconds)
 
     async def acall(self, method: str, *arguments: Any, seconds: float) -> Any:
-        """As `call`, for event loops."""
+        """Like `call`, but for event loops."""
         pipeline = self._pipeline
         if pipeline is None:
             async with asyncio.timeout(seconds):
@@ -141,10 +141,10 @@ class DirectoryLine:
         return _result(method, await pipeline.answer(packed((method, *arguments)), seconds))
 
     def tell(self, method: str, *arguments: Any, deliver: Callable[[Any], None] | None = None) -> None:
-        """Call a method, and do not wait. ConnectionError where sending is known to fail.
+        """Call a method without waiting for the answer. ConnectionError if sending is known to fail.
 
-        deliver: called with the answer by the thread that reads it; with None if the call failed. The directory sends
-        the answer together with its next answer.
+        deliver: called with the answer, or with None if the call failed, by the thread that reads answers. The
+        directory sends the answer together with its next answer.
         """
         pipeline = self._pipeline
         if pipeline is None:
@@ -167,7 +167,7 @@ class DirectoryLine:
             pipeline.close()
 
     def _found(self) -> Any:
-        if self.actor is None or not ray.is_initialized():  # a call would have Ray join a cluster
+        if self.actor is None or not ray.is_initialized():  # a call would make Ray join a cluster
             raise ConnectionError(f"pool {self._pool!r} has no directory")
         return self.actor
 
@@ -175,7 +175,7 @@ class DirectoryLine:
 def _ray_get(ref: Any, seconds: float) -> Any:
     try:
         return ray_calls.get(ref, timeout=seconds)
-    except SystemError as error:  # Ray turns an error of a signal's handler into SystemError, except for Ctrl-C
+    except SystemError as error:  # Ray turns an error of a signal handler into SystemError, except for Ctrl-C
         raise error.__cause__ or error from None
 
 

@@ -1,4 +1,4 @@
-"""Periodic steps that need the directory: heartbeats and demotion of every store."""
+"""Periodic steps that need the directory: the heartbeats and demotions of every store."""
 
 import logging
 import time
@@ -12,20 +12,20 @@ log = logging.getLogger("raykv")
 
 
 class DirectoryLoop(Periodic):
-    """Takes steps with a line to the directory in charge. After an error it looks for the directory again.
+    """Runs steps with a line to the directory in charge. After an error it looks for the directory again.
 
-    After a single late answer it keeps its directory: to look for another directory needs Ray's GCS, which may be down
-    while the directory is well.
+    After a single late answer it keeps its directory: a search for another directory needs Ray's GCS, which may be down
+    while the directory works.
     """
 
     def __init__(
         self, pool: str, name: str, step: Callable[[DirectoryLine], Pause], on_error: Callable[[Exception], Pause]
     ) -> None:
-        """name: the thread's. step, on_error: see Periodic."""
+        """name: name of the thread. step, on_error: see Periodic."""
         self._pool, self._name, self._ask, self._failed = pool, name, step, on_error
         self._line, self._found = DirectoryLine(pool, STORE), False
         super().__init__(name, self._with_directory, self._forget_directory, lambda: self._line.connection)
-        self._late = False  # the last call was not answered in time
+        self._late = False  # whether the last call was not answered in time
         self._due = 0.0  # time.monotonic() of the next step
 
     def wake(self) -> None:
@@ -59,5 +59,5 @@ class DirectoryLoop(Periodic):
 
 
 def is_absence(error: Exception) -> bool:
-    """Whether an error only says that the directory is dead, restarting or replaced."""
+    """Whether an error only means that the directory is dead, restarting or replaced."""
     return isinstance(error, ERRORS)

@@ -1,4 +1,4 @@
-"""A listener: one thread that accepts connections, checks each peer's proof of the token, and hands over frames.
+"""A listener: one thread that accepts connections, checks each peer's proof of the token, and passes frames on.
 
 Connections without proof are limited in number, time and bytes, and cost no thread. No error ends the loop.
 """
@@ -23,39 +23,39 @@ from raykv.protocol.location import Address
 
 log = logging.getLogger("raykv")
 
-UNPROVEN = 1024  # connections without proof, at most; also at most an eighth of the files that may be open
-ACCEPTS = 16  # connections accepted at a time, between two rounds of answers
-ACCEPT_AGAIN_S = 0.1  # until the next try to accept after a failure, such as a lack of file descriptors
-RECEIVE_BYTES = 256 << 10  # that one call of the system receives
-UNHURRIED_BYTES = 16 << 10  # at most so many bytes of `Unhurried` answers wait for a connection's next answer
-SHAKE_S = 0.005  # for steps of TLS handshakes, between two rounds of answers
-BULK_BYTES = 128 << 10  # size from which on a frame is served alone, between two rounds of shorter frames
+UNPROVEN = 1024  # maximum connections without proof; at most an eighth of the files that may be open
+ACCEPTS = 16  # maximum connections that are accepted between two rounds of answers
+ACCEPT_AGAIN_S = 0.1  # pause after a failed accept, such as for lack of file descriptors
+RECEIVE_BYTES = 256 << 10  # maximum bytes that one system call receives
+UNHURRIED_BYTES = 16 << 10  # an `Unhurried` answer waits only while fewer bytes than this wait on its connection
+SHAKE_S = 0.005  # time for steps of TLS handshakes between two rounds of answers
+BULK_BYTES = 128 << 10  # minimum size of a frame that is served alone, between two rounds of shorter frames
 
 
 class Unhurried(bytes):
-    """An answer that nobody waits for. It goes out with the next answer, to save a system call."""
+    """An answer that nobody waits for. It is sent with the next answer, to save a system call."""
 
 
 class Connection:
-    """An accepted connection. Its user is the listener's thread, or the thread to which it is lent.
+    """An accepted connection. Only the listener's thread uses it, or the thread to which it is lent.
 
-    outbox: unsent bytes, of at most one answer. events: what the listener waits for; 0: nothing, as while lent. side:
-    the peer's proven side. frame_bytes: bytes of the longest frame that the peer may send. greeted: whether the TLS
-    handshake has begun.
+    outbox: unsent bytes, of at most one answer. events: events that the listener waits for; 0: none, as while lent.
+    side: the side that the peer has proved. frame_bytes: maximum length of a frame from the peer. greeted: whether the
+    TLS handshake has begun.
     """
 
     def __init__(self, peer: socket.socket) -> None:
         self.socket: wire.Stream = peer
         self.inbox, self.outbox = bytearray(), bytearray()
-        self.unhurried = b""  # answers that go with the next answer
+        self.unhurried = b""  # answers to send with the next answer
         self.challenge = self.side = b""
         self.frame_bytes = 0
         self.prove_until = time.monotonic() + wire.HANDSHAKE_S
         self.proven, self.greeted, self.events = False, False, selectors.EVENT_READ
-        self.gone: OSError | None = None  # the error that shows the peer gone; its earlier requests are still served
+        self.gone: OSError | None = None  # the error that showed the peer gone; its earlier requests are still served
 
     def send(self, data: bytes) -> None:
-        """Send without waiting. The rest is sent later; a peer that is gone gets nothing."""
+        """Send without waiting. Unsent bytes are sent later. Sends nothing to a peer that is gone."""
         if self.gone:
             return
         try:
@@ -70,20 +70,20 @@ class Connection:
 
 
 class Listener:
-    """Serves connections of one port. Calls `serve` with every frame, in the listener's thread.
+    """Serves connections at one port. Calls `serve` with every frame, in the listener's thread.
 
-    address: what a peer needs to connect. served: connections that have proved the token. unproven: the other
-    connections, oldest first. most_unproven: limit of `unproven`; one more connection ends the oldest.
+    address: address and token that a peer needs to connect. served: connections that have proved the token. unproven:
+    the other connections, oldest first. most_unproven: maximum length of `unproven`; beyond it, the oldest connection
+    ends.
     """
 
     def __init__(
         self, host: str, name: str, frame_bytes: dict[bytes, int], serve: Callable[[Connection, bytes], bytes | None]
     ) -> None:
-        """host: an address of this node. name: the thread's. frame_bytes: bytes of the longest frame, by the sides that
-        may connect.
+        """host: an address of this node. name: name of the thread. frame_bytes: maximum frame length, by allowed side.
 
-        serve: returns the bytes of the answer, or None after it has lent the connection to another thread. The loop
-        leaves a lent connection alone until `give_back` or `drop`. An error of `serve` ends the connection. Raises
+        serve: returns the bytes of the answer, or None if it has lent the connection to another thread. The listener
+        does not use a lent connection until `give_back` or `drop`. An error of `serve` ends the connection. Raises
         OSError if it can't listen at `host`, or if Ray uses TLS and has no certificate for the host.
         """
         if tls.used():
@@ -97,7 +97,7 @@ class Listener:
         self.address = Address(host, port, secrets.token_bytes(TOKEN_BYTES))
         self.unproven: OrderedDict[Connection, None] = OrderedDict()
         self.served: set[Connection] = set()
-        self._returned: deque[Connection] = deque()  # by `give_back`
+        self._returned: deque[Connection] = deque()  # connections from `give_back`
         self._bulk: deque[tuple[Connection, bytes]] = deque()  # long frames that wait for their turn
         self._shaking: deque[Connection] = deque()  # connections that wait for a step of TLS, which takes a millisecond
         self._wake, self._waker = socket.socketpair()
@@ -124,9 +124,9 @@ class Listener:
             self.drop(connection)
 
     def next_frame(self, connection: Connection) -> bytes | None:
-        """The next frame of a lent connection; None while no whole frame came. For the thread that has the connection.
+        """Return the next frame of a lent connection; None until a frame is complete.
 
-        OSError where the peer is gone, or sends a frame that is too long.
+        For the thread that has the connection. OSError if the peer is gone, or sends a frame that is too long.
         """
         body = wire.take_frame(connection.inbox, connection.frame_bytes)
         if body is None:
@@ -178,7 +178,7 @@ class Listener:
         self._expire()
 
     def _pause(self) -> float | None:
-        """How many seconds the thread may wait for bytes of peers; None: for ever, as nothing else is due."""
+        """Return the seconds that the thread may wait for bytes of peers; None: no limit, as nothing else is due."""
         if self._bulk or self._shaking:
             return 0.0
         due = [self._accept_at] if self._accept_at else []
@@ -230,7 +230,7 @@ class Listener:
         connection.send(connection.challenge)
 
     def _shake(self, connection: Connection) -> None:
-        """Take a step of the TLS handshake. When the handshake is done, send the challenge."""
+        """Continue the TLS handshake. When the handshake is done, send the challenge."""
         if connection in self.unproven and isinstance(connection.socket, TlsSocket):  # it has not ended
             self._watch(connection)
             connection.greeted = True
@@ -238,7 +238,7 @@ class Listener:
                 self._challenge(connection)
 
     def _attend(self, connection: Connection) -> None:
-        """Read bytes from a peer, or send it the waiting answer. While an answer waits, no more requests are read."""
+        """Read bytes from a peer, or send the waiting answer to it. Until it is sent, no more requests are read."""
         if not connection.challenge:
             self._leave_alone(connection)
             add = self._shaking.appendleft if connection.greeted else self._shaking.append  # begun handshakes go first
@@ -254,7 +254,7 @@ class Listener:
         self._work(connection)
 
     def _work(self, connection: Connection) -> None:
-        """Serve the whole frames in the inbox, up to the first long frame."""
+        """Serve the complete frames in the inbox, up to the first long frame."""
         if not connection.proven:
             self._prove(connection)
         while connection.proven and not connection.outbox:
@@ -272,7 +272,7 @@ class Listener:
         self._listen_to(connection)
 
     def _answer_bulk(self, body: bytes, connection: Connection) -> None:
-        """Serve this long frame, and then go on with its connection."""
+        """Serve this long frame, and then the other frames of its connection."""
         self._watch(connection)
         if self._answer(connection, body):
             self._work(connection)
@@ -306,7 +306,7 @@ class Listener:
             self._selector.modify(connection.socket, events, connection)
 
     def _attempt(self, step: Callable[[Connection], None], connection: Connection) -> None:
-        """Take a step with a connection. An error ends that connection only."""
+        """Run a step with a connection. An error ends that connection only."""
         try:
             step(connection)
         except BlockingIOError:  # the socket only seemed ready
@@ -319,7 +319,7 @@ class Listener:
             self._end(connection)
 
     def _prove(self, connection: Connection) -> None:
-        """Check a peer's proof, and answer with this side's. ConnectionError where the peer does not know the token."""
+        """Check a peer's proof, and answer with this side's. ConnectionError if the peer does not know the token."""
         if len(connection.inbox) < CHALLENGE_BYTES + PROOF_BYTES:
             return
         shown = bytes(connection.inbox[: CHALLENGE_BYTES + PROOF_BYTES])
@@ -356,7 +356,7 @@ class Listener:
         connection.socket.close()
 
     def _hang_up(self, connection: Connection) -> None:
-        """End a connection that may be lent. The thread that has it uses the descriptor, and closes it."""
+        """End a connection that may be lent. The thread that has it still uses the descriptor, and closes it."""
         with contextlib.suppress(OSError):  # the connection has ended already
             connection.socket.shutdown(socket.SHUT_RDWR)
         if connection.events:

@@ -11,9 +11,9 @@ Pause = float | None  # seconds; None: until `wake`
 
 
 class Periodic:
-    """Takes a step, pauses, and takes the next step, until `stop`. After an error in a step it goes on.
+    """Repeats a step, with pauses, until `stop`. An error in a step does not end the repetition.
 
-    One thread takes the steps. Any thread may call the methods.
+    One thread runs the steps. Any thread may call the methods.
     """
 
     def __init__(
@@ -23,7 +23,7 @@ class Periodic:
         on_error: Callable[[Exception], Pause],
         connection: Callable[[], Stream | None] = lambda: None,
     ) -> None:
-        """name: the thread's. step: returns the pause after it. on_error: gets a step's error, and returns the pause.
+        """name: name of the thread. step: returns the pause after it. on_error: gets a step's error, returns a pause.
 
         connection: returns a connection whose end ends the pause, or None.
         """
@@ -33,20 +33,20 @@ class Periodic:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self) -> None:
-        """Take the first step at once."""
+        """Start the thread, which runs the first step at once."""
         self._thread.start()
 
     def wake(self) -> None:
-        """Take the next step now, or as soon as the present step ends."""
+        """Run the next step now, or as soon as the current step ends."""
         self._bell.ring()
 
     def stop(self) -> None:
-        """Take no further step. The present step goes on; `join` waits for its end."""
+        """Run no further step. The current step continues; `join` waits for its end."""
         self._stopped.set()
         self._bell.ring()
 
     def join(self, seconds: float | None = None) -> None:
-        """Wait until the last step has ended, at most for `seconds`."""
+        """Wait until the last step has ended, for at most `seconds`."""
         self._thread.join(seconds)
 
     def sleep(self, seconds: float) -> None:
@@ -54,9 +54,9 @@ class Periodic:
         self._stopped.wait(seconds)
 
     def rest_of(self, period: float) -> float:
-        """Seconds that remain of a period that began with this step.
+        """Return the seconds that remain of a period that began with this step.
 
-        As a pause, this rest makes steps begin one period apart.
+        With this pause, steps begin one period apart.
         """
         return max(0.0, period - (time.monotonic() - self._began))
 

@@ -4,9 +4,9 @@ Answers come in the order of their requests. There is no reader thread: a thread
 socket, and delivers other threads' answers, until its own answer comes. Then the next waiting thread reads. An event
 loop that waits for an answer watches the socket.
 
-A signal's handler may raise in the main thread wherever a call returns or a function begins. If the handler raised
-between a lock's `acquire` and its `try`, the lock would stay taken for good. So the turn to read is an item of a dict.
-A thread takes the turn inside a `try`, and gives it up without any call.
+A signal handler may raise in the main thread wherever a call returns or a function begins. If it raised between a
+lock's `acquire` and its `try`, the lock would stay locked for good. Therefore the turn to read is an item of a dict. A
+thread takes the turn inside a `try`, and returns it without any call.
 """
 
 import asyncio
@@ -25,9 +25,9 @@ from raykv.protocol.calls import CLIENT
 from raykv.protocol.location import Address
 
 log = logging.getLogger("raykv")
-RECEIVE_BYTES = 256 << 10  # that one call of the system receives
-ANSWER_BYTES = 1 << 30  # of the longest answer
-SEND_S = 0.25  # for a peer to take a request; after that the request fails
+RECEIVE_BYTES = 256 << 10  # maximum bytes that one system call receives
+ANSWER_BYTES = 1 << 30  # maximum length of an answer
+SEND_S = 0.25  # deadline for a peer to take a request; after it, the request fails
 Answer = bytes | ConnectionError
 READER = "reader"
 Deliver = Callable[[Answer], None]  # called with an answer, or the connection's error, by the thread that reads
@@ -44,7 +44,7 @@ class Request:
     def __init__(self) -> None:
         self.answer: Answer | None = None
         self.gone = False
-        # gets an item when the answer has come, or when this request's thread must read, as no other thread reads
+        # gets an item when the answer arrives, or when this request's thread must read, as no other thread reads
         self.woken: queue.SimpleQueue[None] = queue.SimpleQueue()
 
     def deliver(self, answer: Answer) -> None:
@@ -93,7 +93,7 @@ class Pipeline:
                 return
             except OSError as error:
                 self.alive, why = False, f"a request could not be sent: {error!r}"
-            except BaseException:  # a signal's error: half a request may have been sent
+            except BaseException:  # a signal handler's error: half a request may have been sent
                 self.alive = False
                 self._hang_up()
                 raise
@@ -101,9 +101,9 @@ class Pipeline:
         raise ConnectionError(why)
 
     def wait(self, request: Request, seconds: float) -> bytes:
-        """The answer to a request that was sent with `request.deliver`.
+        """Wait for the answer to a request that was sent with `request.deliver`.
 
-        TimeoutError or ConnectionError without an answer.
+        TimeoutError or ConnectionError if there is no answer.
         """
         end = time.monotonic() + seconds
         try:
@@ -130,7 +130,7 @@ class Pipeline:
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Answer] = loop.create_future()
         if not self._loops[loop]:
-            loop.add_reader(self.socket, self.look)  # unless a thread reads, which delivers the answer
+            loop.add_reader(self.socket, self.look)  # if a thread reads already, it delivers the answer
         self._loops[loop] += 1
         try:
             self.send(body, lambda answer: _resolve_in(loop, future, answer))
@@ -172,7 +172,7 @@ class Pipeline:
     def _put(self, data: memoryview) -> None:
         """Send all of `data` within SEND_S.
 
-        Read answers meanwhile: a peer takes no requests while nobody reads its answers.
+        Reads answers meanwhile, since a peer takes no requests while nobody reads its answers.
         """
         end = time.monotonic() + SEND_S
         while data:
@@ -185,7 +185,7 @@ class Pipeline:
                 self.look()
 
     def _read_until(self, request: Request, end: float) -> None:
-        """Read and deliver until the request's answer has come. queue.Empty at `end`."""
+        """Read and deliver answers until the request's answer has arrived. Raises queue.Empty at `end`."""
         while request.answer is None:
             if (left := end - time.monotonic()) <= 0:
                 raise queue.Empty
@@ -194,7 +194,7 @@ class Pipeline:
                 raise ConnectionError(self._why)
 
     def _read(self, seconds: float) -> None:
-        """Wait for bytes, at most for `seconds`, and deliver the whole answers."""
+        """Wait for bytes, for at most `seconds`, and deliver the complete answers."""
         if not self._readable.poll(seconds * 1e3):
             return
         try:
@@ -226,13 +226,13 @@ class Pipeline:
             self.look()
 
     def _fail(self, why: str) -> None:
-        """Fail all waiting requests: now, or, while a thread reads, when that thread is done."""
+        """Fail all waiting requests: now, or, if a thread is reading, when that thread is done."""
         self._why = why
         self._hang_up()
         self.look()
 
     def _end(self, why: str) -> None:
-        """For the reader: fail all waiting requests. A later request fails and calls this again."""
+        """Fail all waiting requests. For the thread that reads. A later request fails and calls this again."""
         self._hang_up()
         while self._due:
             _deliver(self._due.popleft(), ConnectionError(why))

@@ -1,4 +1,4 @@
-"""TLS around a pool's sockets, where Ray uses TLS. Both sides verify each other by Ray's certificates.
+"""TLS for a pool's sockets, if Ray uses TLS. Both sides verify each other with Ray's certificates.
 
 RAY_USE_TLS, RAY_TLS_SERVER_CERT, RAY_TLS_SERVER_KEY and RAY_TLS_CA_CERT are settings of Ray's.
 """
@@ -15,11 +15,11 @@ from math import inf
 from typing import Any, Self
 
 FILES = "RAY_TLS_SERVER_CERT", "RAY_TLS_SERVER_KEY", "RAY_TLS_CA_CERT"
-TURNS = 3  # turns of each side, after which a handshake has ended
+TURNS = 3  # number of turns of each side after which a handshake has ended
 ADDRESS_MISMATCH = 64  # OpenSSL's X509_V_ERR_IP_ADDRESS_MISMATCH
-RECEIVE_BYTES, SEND_BYTES = 128 << 10, 128 << 10  # that one call of the system moves
-HELLO_BYTES = 32 << 10  # at most, of one side's handshake, and of answers that TLS itself sends
-WORN_BYTES = 1 << 38  # that a key may protect: below the 2^24.5 records of RFC 8446, 5.5, as raykv renews no keys
+RECEIVE_BYTES, SEND_BYTES = 128 << 10, 128 << 10  # maximum bytes that one system call receives or sends
+HELLO_BYTES = 32 << 10  # maximum bytes of one side's handshake, and of answers that TLS itself sends
+WORN_BYTES = 1 << 38  # maximum bytes under one key: below the 2^24.5 records of RFC 8446, 5.5, as raykv renews no keys
 
 
 def used() -> bool:
@@ -29,7 +29,7 @@ def used() -> bool:
 
 @functools.cache
 def context(purpose: ssl.Purpose) -> ssl.SSLContext:
-    """TLS for connections to listeners (SERVER_AUTH) or from clients (CLIENT_AUTH). OSError for unusable files."""
+    """Return TLS for connections to listeners (SERVER_AUTH) or from clients (CLIENT_AUTH). OSError for bad files."""
     missing = [name for name in FILES if not os.environ.get(name)]
     if missing:
         raise FileNotFoundError(f"RAY_USE_TLS is set, and {' and '.join(missing)} not: set them as for Ray")
@@ -49,7 +49,7 @@ def context(purpose: ssl.Purpose) -> ssl.SSLContext:
 
 
 def check(host: str) -> None:
-    """OSError if other processes would refuse this process's certificate for the address `host`."""
+    """Raise OSError if other processes would refuse this process's certificate for the address `host`."""
     ours, theirs = ssl.MemoryBIO(), ssl.MemoryBIO()
     try:
         client = context(ssl.Purpose.SERVER_AUTH).wrap_bio(ours, theirs, server_hostname=host)
@@ -69,8 +69,8 @@ def check(host: str) -> None:
 class TlsSocket:
     """A connection in TLS, with the calls and flags of a plain socket that raykv uses.
 
-    One thread may send while another receives. Nothing is ever sent in clear. plain: the socket, whose timeout and
-    limits say how long calls wait.
+    One thread may send while another receives. Nothing is ever sent unencrypted. plain: the plain socket; its timeout
+    and limits are those of calls.
     """
 
     def __init__(self, plain: socket.socket, host: str = "") -> None:
@@ -80,9 +80,9 @@ class TlsSocket:
         made = context(ssl.Purpose.SERVER_AUTH if host else ssl.Purpose.CLIENT_AUTH)
         self._tls = made.wrap_bio(self._incoming, self._outgoing, server_side=not host, server_hostname=host or None)
         self._mutex = threading.RLock()  # held while OpenSSL works; a signal's handler may use the connection too
-        self._records, self._owed = memoryview(b""), 0  # records not yet sent; how many bytes of plain text they hold
+        self._records, self._owed = memoryview(b""), 0  # unsent records; number of bytes of plain text in them
         self._limit = plain.gettimeout()  # seconds that a call may wait
-        self._said = self._received = 0  # bytes that came: of the handshake, of plain text
+        self._said = self._received = 0  # received bytes of the handshake, and of plain text
         self._ended = False  # the peer has said that it sends no more
 
     def __enter__(self) -> Self:
@@ -120,7 +120,7 @@ class TlsSocket:
         return self._received > WORN_BYTES
 
     def agree(self, end: float) -> None:
-        """Do the handshake on the connecting side. TimeoutError at `end` (time.monotonic()). Also raises as `shake`."""
+        """Do the handshake on the connecting side. TimeoutError at `end` (time.monotonic()), and errors of `shake`."""
         done = self._shaken()
         while not done:
             if (left := end - time.monotonic()) <= 0:
@@ -129,9 +129,10 @@ class TlsSocket:
             done = self.shake()
 
     def shake(self) -> bool:
-        """Go on with the handshake after bytes came. Returns whether it is done.
+        """Continue the handshake after bytes arrived. Returns whether it is done.
 
-        Raises like a socket. ConnectionError if a side refuses the other side, or if the peer sends too many bytes.
+        Raises the errors of a socket. ConnectionError if a side refuses the other side, or if the peer sends too many
+        bytes.
         """
         received = self.plain.recv(HELLO_BYTES)
         self._said += len(received)
@@ -155,7 +156,7 @@ class TlsSocket:
                     self.plain.send(said)
 
     def send(self, data: Any, flags: int = 0) -> int:
-        """Like a socket's. After BlockingIOError or 0, the next call must begin with the same bytes."""
+        """Like a socket's `send`. After BlockingIOError or 0, the next call must begin with the same bytes."""
         return self.sendmsg([memoryview(data)], (), flags)
 
     def sendall(self, data: Any) -> None:
@@ -164,7 +165,7 @@ class TlsSocket:
             view = view[self.send(view) :]
 
     def sendmsg(self, views: Iterable[memoryview], ancillary: Iterable[Any] = (), flags: int = 0) -> int:
-        """Like a socket's, with the rule of `send`. After a result of 0, call it again."""
+        """Like a socket's `sendmsg`, with the rule of `send`. After a result of 0, call it again."""
         if not self._records:
             with self._mutex:
                 self._owed = self._encrypt(views)
@@ -178,9 +179,9 @@ class TlsSocket:
         return bytes(data[: self.recv_into(data, 0, flags)])
 
     def recv_into(self, buffer: Any, nbytes: int = 0, flags: int = 0) -> int:
-        """Like a socket's.
+        """Like a socket's `recv_into`.
 
-        With a buffer below RECEIVE_BYTES, some bytes may stay in this object, where no poll sees them.
+        If the buffer is below RECEIVE_BYTES, some bytes may stay in this object, where no poll sees them.
         """
         view = memoryview(buffer)
         view = view[: nbytes or len(view)]
@@ -201,7 +202,7 @@ class TlsSocket:
     def recvmsg_into(
         self, views: Sequence[memoryview], ancillary: int = 0, flags: int = 0
     ) -> tuple[int, Any, int, Any]:
-        """Like a socket's, but fills the first view only. Even with MSG_WAITALL it returns once some bytes came."""
+        """Like a socket's `recvmsg_into`, but fills the first view only, and ignores MSG_WAITALL."""
         view = views[0]
         done = got = self.recv_into(view)
         with suppress(BlockingIOError, TimeoutError):
@@ -210,7 +211,7 @@ class TlsSocket:
         return done, [], 0, None
 
     def _encrypt(self, views: Iterable[memoryview]) -> int:
-        """Make records of at most SEND_BYTES. Returns how many bytes of plain text they hold."""
+        """Make records of at most SEND_BYTES. Returns the number of bytes of plain text in them."""
         done = 0
         for view in views:
             while view and done < SEND_BYTES:
@@ -219,7 +220,7 @@ class TlsSocket:
         return done
 
     def _decrypt(self, view: memoryview) -> int:
-        """Fill `view` from the records that came. Returns how many bytes were written."""
+        """Fill `view` from the records that arrived. Returns the number of written bytes."""
         done = 0
         with self._mutex:
             try:

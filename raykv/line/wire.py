@@ -25,20 +25,20 @@ LENGTH = struct.Struct("<I")
 TIMEVAL = struct.Struct("@ll")  # seconds and microseconds, as the kernel takes them
 CHALLENGE_BYTES = PROOF_BYTES = 32
 TOKEN_BYTES = 32
-LISTENER = b"listener"  # a side, as CLIENT and STORE. A proof names its side, so nobody can use another side's proof
-HANDSHAKE_S = 1.0  # to connect, and for both sides to prove the token
-KEEPALIVE_IDLE_S = 5  # until TCP probes an idle peer
-KEEPALIVE_S = 2  # between TCP's probes of a peer that does not answer
+LISTENER = b"listener"  # a side, like CLIENT and STORE. A proof names its side, so nobody can use another side's proof
+HANDSHAKE_S = 1.0  # deadline to connect, and for both sides to prove the token
+KEEPALIVE_IDLE_S = 5  # time until TCP probes an idle peer
+KEEPALIVE_S = 2  # interval between TCP's probes of a peer that does not answer
 KEEPALIVE_PROBES = 3
-VIEWS = 64  # views of memory that one call of the system sends or receives
-GONE_S = KEEPALIVE_IDLE_S + KEEPALIVE_PROBES * KEEPALIVE_S  # a peer that sends or takes nothing for so long is gone
+VIEWS = 64  # maximum number of memory views that one system call sends or receives
+GONE_S = KEEPALIVE_IDLE_S + KEEPALIVE_PROBES * KEEPALIVE_S  # time until a peer that sends or takes nothing is gone
 
 
 def connect(address: Address, side: bytes = CLIENT) -> Stream:
     """Connect, and wait until both sides have proved the token.
 
-    side: what this process is: a CLIENT or a STORE. ConnectionError if nobody answers in time, or if the other side
-    lacks the token. OSError for unusable TLS files.
+    side: this process's side, CLIENT or STORE. ConnectionError if nobody answers in time, or if the other side lacks
+    the token. OSError for unusable TLS files.
     """
     host, port, token = address
     try:
@@ -73,12 +73,12 @@ def challenge() -> bytes:
 
 
 def proof(token: bytes, side: bytes, challenges: bytes) -> bytes:
-    """Shows that a side knows the token. challenges: the listener's, then the connecting side's."""
+    """Return the proof that a side knows the token. challenges: the listener's, then the connecting side's."""
     return hmac.digest(token, side + challenges, "sha256")
 
 
 def prepare(peer: socket.socket) -> None:
-    """Send small messages at once. Notice a peer that vanishes, or does not take bytes."""
+    """Make a socket send small messages at once, and notice a peer that vanishes, or does not take bytes."""
     peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in (
@@ -91,12 +91,12 @@ def prepare(peer: socket.socket) -> None:
 
 
 def frame(body: bytes) -> bytes:
-    """A message as it is sent."""
+    """Return a message as it is sent, with its length before it."""
     return LENGTH.pack(len(body)) + body
 
 
 def take_frame(inbox: bytearray, longest: int) -> bytes | None:
-    """Remove the first message from the received bytes; None while that message is not whole.
+    """Remove and return the first message of the received bytes, or return None until the message is complete.
 
     ConnectionError if the message has more than `longest` bytes.
     """
@@ -115,7 +115,7 @@ def take_frame(inbox: bytearray, longest: int) -> bytes | None:
 
 
 def receive(peer: Stream, count: int, end: float | None = None) -> bytes:
-    """Exactly `count` bytes. TimeoutError at `end` (time.monotonic()); ConnectionError if the peer closes first."""
+    """Receive `count` bytes. TimeoutError at `end` (time.monotonic()); ConnectionError if the peer closes first."""
     data = bytearray(count)
     view = memoryview(data)
     while len(view):
@@ -125,7 +125,7 @@ def receive(peer: Stream, count: int, end: float | None = None) -> bytes:
 
 
 def set_limits(peer: Stream, seconds: float) -> None:
-    """Make a connection block, but limit each system call to `seconds`: one call moves many bytes.
+    """Make a connection blocking, but limit each system call to `seconds`: one call moves many bytes.
 
     A call in which no byte moved raises BlockingIOError.
     """
@@ -138,7 +138,7 @@ def set_limits(peer: Stream, seconds: float) -> None:
 
 
 def receive_some(peer: Stream, views: Sequence[memoryview]) -> int:
-    """Fill the first views with the bytes that come in time. Returns the number. ConnectionError at the end."""
+    """Fill the first views with the bytes that arrive in time. Returns their number. ConnectionError at the end."""
     got = peer.recvmsg_into(views[:VIEWS], 0, socket.MSG_WAITALL)[0]
     if not got:
         raise ConnectionError("the peer closed the connection")
@@ -146,9 +146,10 @@ def receive_some(peer: Stream, views: Sequence[memoryview]) -> int:
 
 
 def send_all(peer: Stream, views: Sequence[memoryview], end: float) -> None:
-    """Send these views one after the other. BlockingIOError by the limit of `set_limits`; TimeoutError after `end`.
+    """Send these views one after the other. BlockingIOError at the limit of `set_limits`; TimeoutError after `end`.
 
-    end: time.monotonic(). Without an end, a peer that takes a few bytes now and then would keep the thread for ever.
+    end: a time of time.monotonic(). Without it, a peer that takes a few bytes now and then would block the thread
+    forever.
     """
     left = list(views)
     while left:
@@ -158,7 +159,7 @@ def send_all(peer: Stream, views: Sequence[memoryview], end: float) -> None:
 
 
 def after(views: Sequence[memoryview], done: int) -> list[memoryview]:
-    """The rest of the views after their first `done` bytes were sent or received."""
+    """Return the rest of the views after their first `done` bytes were sent or received."""
     for i, view in enumerate(views):
         if done < len(view):
             return [view[done:], *views[i + 1 :]]

@@ -1,4 +1,4 @@
 """A pool's metrics for Ray's agent, which Prometheus scrapes.
 
-`metric` names all metrics, and `exporter` hands them over.
+`metric` defines all metrics, and `exporter` passes them to Ray.
 """

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from raykv.metrics.metric import METRICS, PREFIX
 
-WIDTH, HEIGHT = 12, 8  # of a panel, in Grafana's units: 24 are a row
+WIDTH, HEIGHT = 12, 8  # size of a panel in Grafana's units; a row has 24 units
 POOL = '{pool=~"$pool"}'
 RULES = "raykv_alerts.yml"
 DASHBOARD = "raykv_grafana_dashboard.json"
@@ -13,7 +13,7 @@ _NAME = re.compile(r"@(\w+)")
 
 
 class Panel(NamedTuple):
-    """unit: Grafana's name of the unit. lines: (legend, expression); `@name` stands for a metric's selector."""
+    """A panel. unit: Grafana's name of the unit. lines: (legend, expression); `@name` stands for a metric's name."""
 
     title: str
     text: str
@@ -22,7 +22,7 @@ class Panel(NamedTuple):
 
 
 class Alert(NamedTuple):
-    """An alert that fires when its expression has had results for as long as `lasts`."""
+    """An alert that fires when its expression has had results for at least `lasts`."""
 
     name: str
     lasts: str
@@ -183,7 +183,7 @@ ALERTS = (
 
 
 def expression(text: str, pool: str = "") -> str:
-    """PromQL in which every `@name` is replaced by the metric's full name. KeyError for an unknown metric.
+    """Return PromQL with the metric's full name for every `@name`. KeyError for an unknown metric.
 
     pool: a selector to add to each metric, such as `{pool=~"$pool"}`; "" selects all pools.
     """
@@ -201,7 +201,7 @@ def expression(text: str, pool: str = "") -> str:
 
 
 def dashboard() -> dict[str, Any]:
-    """A dashboard in the form that Grafana imports."""
+    """Return a dashboard in the form that Grafana imports."""
     return {
         "uid": "raykv",
         "title": "RayKV",
@@ -255,7 +255,7 @@ def _panel(number: int, panel: Panel) -> dict[str, Any]:
 
 
 def rules() -> dict[str, Any]:
-    """Alert rules in the form that Prometheus reads."""
+    """Return alert rules in the form that Prometheus reads."""
     found = [
         {
             "alert": alert.name,

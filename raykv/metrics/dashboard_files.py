@@ -7,14 +7,14 @@ from typing import Any
 
 from raykv.metrics import dashboard
 
-FOLDER = "RAY_METRICS_GRAFANA_DASHBOARD_OUTPUT_DIR"  # the folder where Ray has Grafana look, if set
+FOLDER = "RAY_METRICS_GRAFANA_DASHBOARD_OUTPUT_DIR"  # the variable for the folder from which Ray provisions Grafana
 NAMES = (dashboard.DASHBOARD, dashboard.RULES)
 
 
 def provisioned() -> Path:
-    """The folder from which Ray provisions Grafana, if Ray's dashboard runs here. This process must be in a cluster.
+    """Return the folder from which Ray provisions Grafana, if Ray's dashboard runs here.
 
-    Ray wipes the folder when it starts.
+    This process must be in a cluster. Ray wipes the folder when it starts.
     """
     from ray._private.worker import global_worker
 

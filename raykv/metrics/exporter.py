@@ -1,4 +1,4 @@
-"""Hands the figures of one process to Ray's metrics agent."""
+"""Passes the figures of one process to Ray's metrics agent."""
 
 import threading
 from collections import defaultdict
@@ -7,9 +7,9 @@ from typing import Any, TypeVar
 
 from raykv.metrics.metric import METRICS, PREFIX, SECONDS
 
-EXPORT_S = 5.0  # between two exports; Ray forgets a gauge not set for 20 s
-OBSERVED_MAX = 10_000  # values of a histogram, between two flushes
-LABELS_MAX = 50  # values of a tag that users choose, by kind and process: the metrics' storage could not bear many more
+EXPORT_S = 5.0  # interval between two exports; Ray forgets a gauge that was not set for 20 s
+OBSERVED_MAX = 10_000  # maximum number of a histogram's values between two flushes
+LABELS_MAX = 50  # maximum values, by kind and process, of a tag that users choose: each value costs storage
 OTHER = "other"  # the tag's value once LABELS_MAX is reached
 
 T = TypeVar("T")
@@ -18,7 +18,7 @@ Series = tuple[str, Tags]  # name, tags
 
 
 class Exporter:
-    """Figures wait here until `flush`: each call of Ray's metrics costs as much as a match. Thread-safe."""
+    """Collects figures until `flush`, since each call of Ray's metrics costs as much as a match. Thread-safe."""
 
     def __init__(self, pool: str) -> None:
         self._pool, self._node = pool, ""
@@ -26,12 +26,12 @@ class Exporter:
         self._added: dict[Series, float] = defaultdict(float)
         self._set: dict[Series, float] = {}
         self._observed: dict[Series, list[float]] = {}
-        self._totals: dict[Series, float] = {}  # of counters that are given by their total
+        self._totals: dict[Series, float] = {}  # last totals of counters that are given as totals
         self._labels: dict[str, set[str]] = {}  # values so far, by kind
-        self._metrics: dict[str, Any] = {}  # Ray's; only the thread that flushes uses them
+        self._metrics: dict[str, Any] = {}  # Ray's metrics; only the thread that flushes uses them
 
     def label(self, kind: str, value: str) -> str:
-        """The value of a tag that users choose, or OTHER if its kind has too many different values."""
+        """Return the value of a tag that users choose, or OTHER if its kind has too many different values."""
         known = self._labels.setdefault(kind, set())
         if value not in known:
             if len(known) >= LABELS_MAX:
@@ -40,18 +40,18 @@ class Exporter:
         return value
 
     def add(self, name: str, value: float, **tags: str) -> None:
-        """Raise a counter."""
+        """Increase a counter."""
         self.add_each([((name, tuple(tags.items())), value)])
 
     def add_each(self, values: Iterable[tuple[Series, float]]) -> None:
-        """Raise several counters at once."""
+        """Increase several counters at once."""
         with self._lock:
             for series, value in values:
                 if value > 0:  # Ray refuses other values
                     self._added[series] += value
 
     def total(self, name: str, value: float, **tags: str) -> None:
-        """Raise a counter to its total since this process began. Ignores a total below the last one."""
+        """Increase a counter to its total since this process began. Ignores a total below the last one."""
         series = name, tuple(tags.items())
         with self._lock:
             new = value - self._totals.get(series, 0.0)
@@ -65,7 +65,7 @@ class Exporter:
             self._set[name, tuple(tags.items())] = value
 
     def observe(self, name: str, value: float, **tags: str) -> None:
-        """Count a value in its histogram."""
+        """Add a value to its histogram."""
         with self._lock:
             values = self._observed.setdefault((name, tuple(tags.items())), [])
             if len(values) < OBSERVED_MAX:
@@ -77,9 +77,9 @@ class Exporter:
         return bool(self._added or self._set or self._observed)
 
     def flush(self) -> None:
-        """Hand over the figures that came since the last flush. One thread of a process calls this.
+        """Pass the figures since the last flush to Ray. One thread of a process calls this.
 
-        Raises Ray's first error. Figures that Ray did not take are handed over the next time.
+        Raises Ray's first error. Figures that Ray did not accept are passed again by the next flush.
         """
         with self._lock:
             added, self._added = self._added, defaultdict(float)
@@ -95,7 +95,7 @@ class Exporter:
             raise errors[0]
 
     def _hand_over(self, figures: dict[Series, T], give: Callable[[Any, T, dict[str, str]], None]) -> list[Exception]:
-        """Give Ray's metrics their figures. Figures that Ray did not take stay in the dict."""
+        """Pass figures to Ray's metrics. Figures that Ray did not accept stay in the dict."""
         errors: list[Exception] = []
         for (name, tags), value in list(figures.items()):
             try:
@@ -116,12 +116,12 @@ class Exporter:
                 self._observed[series] = [*values, *self._observed.get(series, ())][:OBSERVED_MAX]
 
     def forget(self, tag: str, value: str) -> None:
-        """Forget totals with this tag: nobody gives them any more."""
+        """Forget totals with this tag: they will not be given any more."""
         with self._lock:
             self._totals = {series: total for series, total in self._totals.items() if (tag, value) not in series[1]}
 
     def _tags(self, name: str, tags: Tags) -> dict[str, str]:
-        """The tags with the pool, and with this process's node if the metric has a node."""
+        """Return the tags with the pool, and with this process's node if the metric has a node."""
         return {"pool": self._pool, **({"node": self._node} if "node" in METRICS[name].tags else {}), **dict(tags)}
 
     def _metric(self, name: str) -> Any:

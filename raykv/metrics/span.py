@@ -1,4 +1,4 @@
-"""OpenTelemetry spans of a client's work, in a process that has set OpenTelemetry up."""
+"""OpenTelemetry spans of a client's work, in a process that has set up OpenTelemetry."""
 
 import sys
 from collections.abc import Iterator, Mapping
@@ -9,11 +9,10 @@ OFF: AbstractContextManager[None] = nullcontext()
 
 
 def span(name: str, **attributes: Any) -> AbstractContextManager[Any]:
-    """A span `raykv.<name>` around a `with` block, a child of the current span.
+    """Make a span `raykv.<name>` around a `with` block, as a child of the current span.
 
-    The `with` block gets the span, or None.
-    attributes: become `raykv.<attribute>`. Without a tracer provider in the process, the block gets None, at little
-    cost.
+    The `with` block gets the span, or None if the process has no tracer provider; this costs little.
+    attributes: attributes of the span, with the names `raykv.<attribute>`.
     """
     trace = sys.modules.get("opentelemetry.trace")
     if trace is None:
@@ -52,7 +51,7 @@ def _attached(context: Any, parent: Any) -> Iterator[None]:
 
 
 def tell(it: Any, **attributes: Any) -> None:
-    """Add attributes to a span of `span`; None is ignored."""
+    """Add attributes to a span that `span` made. None is ignored."""
     if it is not None:
         it.set_attributes(_named(attributes))
 

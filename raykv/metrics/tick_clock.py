@@ -1,4 +1,4 @@
-"""How long ago a tick of the directory was."""
+"""Estimates how long ago a tick of the directory was."""
 
 from bisect import bisect_right
 
@@ -13,9 +13,9 @@ class TickClock:
         self._times: list[float] = []
 
     def sample(self, tick: int, now: float) -> None:
-        """tick: the present tick, no lower than before.
+        """Add a sample. tick: the current tick, never below the last one. now: seconds.
 
-        now: seconds. At SAMPLES_MAX samples, every second sample of the older half is dropped.
+        Beyond SAMPLES_MAX samples, every second sample of the older half is dropped.
         """
         self._ticks.append(tick)
         self._times.append(now)
@@ -24,7 +24,7 @@ class TickClock:
             self._ticks[:half], self._times[:half] = self._ticks[:half:2], self._times[:half:2]
 
     def age(self, tick: int) -> float:
-        """Seconds from that tick to the last sample. A tick before all samples counts as the first sample."""
+        """Return seconds from that tick to the last sample. A tick before all samples counts as the first sample."""
         if not self._ticks:
             return 0.0
         after = bisect_right(self._ticks, tick)

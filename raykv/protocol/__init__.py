@@ -1,8 +1,8 @@
 """The messages between clients, node stores and the directory.
 
 A message is a NamedTuple, and its class documents the fields. Arrays travel as bytes, since bytes are copied fastest. A
-message travels as a plain tuple (`tuple(message)`), and the receiver makes the class again. The directory's socket
-carries it as msgpack (`packing`). Through Ray, pickling the class would cost more than all other arguments.
+message travels as a plain tuple (`tuple(message)`), and the receiver makes the class again: through Ray, pickling the
+class would cost more than all other arguments. The directory's socket carries the tuple as msgpack (`packing`).
 
 A field of type `bytes` holds, little-endian and contiguous:
 
@@ -10,6 +10,6 @@ A field of type `bytes` holds, little-endian and contiguous:
 - keys: 16 bytes a key;
 - ids, held: uint64; counts and generations of an array: uint64; indices: int32.
 
-`calls` has the table of the directory's calls. The other modules have the messages, by sender: `clients`, `requests`,
+`calls` has the table of the directory's calls. The other modules define the messages, by sender: `clients`, `requests`,
 `stores`, `tiers` and `transfers`.
 """

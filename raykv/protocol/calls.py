@@ -7,8 +7,8 @@ from raykv.protocol.requests import Followed
 from raykv.protocol.stores import Joined, SoleCopies
 from raykv.protocol.tiers import Demotions, GpuDemotions, TierReply
 
-# The version of all messages, headers and superblocks: raise it when any of them changes. A process needs its pool's
-# version to join: `raykv.cluster.internal_kv.settings` checks it.
+# The version of all messages, headers and superblocks: raise it when any of them changes. A process can join only a
+# pool of the same version, which `raykv.cluster.internal_kv.settings` checks.
 VERSION = 23
 
 CLIENT, STORE = b"client", b"store"  # who may make a call
@@ -16,15 +16,15 @@ ADMINISTRATOR = b"administrator"  # through Ray only
 
 
 class Asked(NamedTuple):
-    """A call of the directory. As a rule, it is a function of `raykv.directory.directory.Directory`."""
+    """A call of the directory. Usually it is a method of `raykv.directory.directory.Directory`."""
 
-    by: bytes  # CLIENT or STORE: over the socket or through Ray; ADMINISTRATOR: through Ray only
-    answer: type[tuple[Any, ...]] | None = None  # class of the answer, where the answer is a message
-    frequent: bool = False  # engines make it with every request, so only a few of these calls are timed
-    few: bool = False  # the call may have at most KEYS_PER_CALL keys, as all other callers wait meanwhile
+    by: bytes  # who may make it: CLIENT or STORE, over the socket or through Ray; ADMINISTRATOR, through Ray
+    answer: type[tuple[Any, ...]] | None = None  # class of the answer, if the answer is a message
+    frequent: bool = False  # whether engines make it with every request; only a few of these calls are timed
+    few: bool = False  # whether it may have at most KEYS_PER_CALL keys, as all other callers wait meanwhile
 
     def meant(self, answer: Any) -> Any:
-        """The message that a plain tuple stands for. Returns None and other answers unchanged."""
+        """Return the message that a plain tuple stands for. None and other answers are returned unchanged."""
         if answer is None or self.answer is None:
             return answer
         if self.answer is MatchedParts:
@@ -43,7 +43,7 @@ CALLS = {
     "commit": Asked(CLIENT, Counted, frequent=True),
     "pin": Asked(CLIENT, Counted, few=True),
     "unpin": Asked(CLIENT, Counted, few=True),
-    # `touch` and `done` are not `few`, as blocks of one call go in another order than blocks of two calls
+    # `touch` and `done` are not `few`, as eviction takes blocks of one call in another order than blocks of two calls
     "touch": Asked(CLIENT, Counted),
     "done": Asked(CLIENT, Counted),
     "forget": Asked(CLIENT, Counted, few=True),

@@ -1,4 +1,4 @@
-"""The calls of clients to the directory: their messages."""
+"""Messages of clients' calls to the directory."""
 
 from typing import NamedTuple
 
@@ -10,23 +10,23 @@ class Call(NamedTuple):
 
     client: int  # the client's id, a random number
     seq: int  # rises with every call
-    held: bytes = b""  # ids of its leases, reservations and intents; the directory ends those that are not listed
-    pulled: bytes = b""  # locations of staging slots that hold their block now
-    corrupt: bytes = b""  # locations where a reader did not find the block, or where the checksum did not fit
+    held: bytes = b""  # ids of the client's leases, reservations and intents; the directory ends all others
+    pulled: bytes = b""  # locations of staging slots that now hold their blocks
+    corrupt: bytes = b""  # locations where a reader did not find the block, or where the checksum did not match
 
 
 class MatchRequest(NamedTuple):
     """Lease the longest ready prefix of `keys`. Answer: Matched.
 
-    A tuple of MatchRequests is one question (`match_parts`), for blocks of several parts of a model or for several
-    readers. The directory leases the longest prefix that all parts have. The call may also carry an Intent. Answer:
+    A tuple of MatchRequests is one call (`match_parts`), for blocks of several parts of a model or for several readers.
+    The directory leases the longest prefix that all parts have. The call may also carry an Intent. Answer:
     MatchedParts.
 
-    A part with a window needs only its last blocks before the end of that prefix, as a sliding-window layer does. A
+    A part with a window, such as a sliding-window layer, needs only its last blocks before the end of that prefix. A
     model's state needs one block. Earlier blocks may be gone, or may never have been stored.
 
-    `ahead` is for the layers of a drafter. A drafter's KV of the last token in a block depends on the next token too.
-    The next token is in the following block, and only that block's key names the token. So the following block must be
+    `ahead` is for the layers of a drafter. A drafter's KV of the last token in a block also depends on the next token.
+    This token is in the following block, and only that block's key covers it. Therefore the following block must be
     ready too.
     """
 
@@ -34,40 +34,40 @@ class MatchRequest(NamedTuple):
     node: str  # name of the memory that the client reads into
     keys: bytes
     block_bytes: int
-    stage: int  # at most so many blocks get staging slots now; a NextWindowRequest asks for slots of later blocks
-    window: int = 0  # for `match_parts`: how many last blocks the reader needs; 0: all
-    tokens: int = 1  # for `match_parts`: tokens of a block of this part; parts may differ
+    stage: int  # maximum blocks that get staging slots now; a NextWindowRequest requests slots for later blocks
+    window: int = 0  # for `match_parts`: number of the last blocks that the reader needs; 0: all
+    tokens: int = 1  # for `match_parts`: number of tokens in a block of this part; parts may differ
     tenant: str = ""  # the tenant to charge for the found blocks
-    counted: bool = True  # whether hit rates count the call; False: no engine looks up, a client only moves blocks
-    ahead: int = 0  # for `match_parts`: blocks after the prefix that must be ready too; they are not leased
+    counted: bool = True  # whether hit rates count the call; False if a client only moves blocks for no engine
+    ahead: int = 0  # for `match_parts`: number of blocks after the prefix that must be ready too, but are not leased
 
 
 class Intent(NamedTuple):
-    """The client will compute the blocks that its MatchRequests do not find. So other clients may wait for them."""
+    """A client will compute the blocks that its MatchRequests do not find. Other clients may wait for these blocks."""
 
-    intent: int  # id that the client has chosen, held like a lease until the blocks are stored; 0: it only waits
-    wait: bool  # if other clients compute or write the next blocks, lease nothing: see MatchedParts.pending
+    intent: int  # id chosen by the client, held like a lease until the blocks are stored; 0: the client only waits
+    wait: bool  # whether to lease nothing if other clients compute or write the next blocks: see MatchedParts.pending
 
 
 class NextWindowRequest(NamedTuple):
-    """Ask for staging slots for blocks [start, stop) of a lease; its other blocks lose theirs. Answer: Window."""
+    """Request staging slots for blocks [start, stop) of a lease. Its other blocks lose their slots. Answer: Window."""
 
-    owner: int  # the client that has the lease; any process of the reader's node may read under the lease
+    owner: int  # id of the client that has the lease; any process of the reader's node may read under the lease
     lease: int
     start: int
     stop: int
     block_bytes: int
-    again: bool = False  # send `passed` again, as the earlier answer with `passed` may have been lost
-    may_wait: bool = False  # the reader asks again, so it may get no slots while a copy arrives on another node
+    again: bool = False  # whether to send `passed` again, as the earlier answer with `passed` may have been lost
+    may_wait: bool = False  # whether the reader asks again; then it may get no slots while another node pulls a copy
 
 
 class Matched(NamedTuple):
-    """Where leased blocks are. Both arrays have equal lengths."""
+    """Locations of leased blocks. Both arrays have equal lengths."""
 
     epoch: int
-    source: bytes  # locations to read
+    source: bytes  # locations to read from
     # Locations on the reader's node to pull the blocks into. slab_gen 0: the block is on that node already (then `node`
-    # is 0 too), or gets its slot later. No bytes at all if all blocks are on that node already.
+    # is 0 too), or gets its slot later. Empty if all blocks are on that node already.
     staged: bytes
     # None: nobody follows requests. Otherwise the client reports this request (RequestLine), and the text says why the
     # match ended early (see `raykv.directory.calls.why_missing`); "" for a match of all keys.
@@ -75,10 +75,10 @@ class Matched(NamedTuple):
 
 
 class MatchedPart(NamedTuple):
-    """Where the leased blocks of one part are. source, staged: as in Matched."""
+    """Locations of the leased blocks of one part. source, staged: as in Matched."""
 
     node: int  # index of the reader's memory in locations; -1: the memory has no index
-    nonce: bytes  # of the reader's arena
+    nonce: bytes  # nonce of the reader's arena
     source: bytes
     staged: bytes
     first: int = 0  # index in `keys` of the first leased block; earlier blocks are outside the window
@@ -88,17 +88,17 @@ class MatchedParts(NamedTuple):
     """The answer to several MatchRequests. The leased blocks of all parts end at the same token."""
 
     epoch: int
-    parts: tuple[MatchedPart, ...]  # one for each request; empty where nothing is leased
-    pending: int = 0  # how many blocks others will add to the prefix; above 0, nothing is leased
+    parts: tuple[MatchedPart, ...]  # one part for each request; empty if nothing is leased
+    pending: int = 0  # number of blocks that others will add to the prefix; above 0, nothing is leased
     short: str | None = None  # as in Matched
 
 
 class Window(NamedTuple):
-    """Where blocks of a lease are, once the reader has passed the blocks before `start`.
+    """Locations of a lease's blocks, after the reader has passed the blocks before `start`.
 
     source and staged are as in Matched, for the blocks from `start` on. Both end before the first block that no longer
-    exists. source may name another copy than before. The client then reads the new copy, as the lease keeps only this
-    copy from eviction.
+    exists. source may name another copy than before. The client must then read the new copy, as the lease protects only
+    this copy from eviction.
     """
 
     epoch: int
@@ -109,7 +109,7 @@ class Window(NamedTuple):
 
 
 class ReserveRequest(NamedTuple):
-    """Ask for slots for the missing keys of keys[start:], and mark keys[:start], their parents, as used.
+    """Request slots for the missing keys of keys[start:], and mark keys[:start], their parents, as used.
 
     Answer: Reserved.
     """
@@ -126,14 +126,14 @@ class Reserved(NamedTuple):
     """Slots that were granted. `indices`, `locations` and `staged` have equal lengths."""
 
     epoch: int
-    covered: int  # how many leading keys are stored, being written or granted now; the key after these found no room
-    indices: bytes  # int32: which of the keys were granted a slot
+    covered: int  # number of leading keys that are stored, being written or granted now; the next key found no room
+    indices: bytes  # int32: indices of the keys that were granted a slot
     locations: bytes  # the slots
     staged: bytes  # locations on the writer's node to write into; slab_gen 0: write into the slot itself
 
 
 class CommitRequest(NamedTuple):
-    """Offer the blocks that were written, and end the reservation. Idempotent. Answer: Counted, of the offered blocks.
+    """Offer the written blocks, and end the reservation. Idempotent. Answer: Counted, the number of offered blocks.
 
     The Call must still list the reservation as held: the directory releases unlisted reservations first.
     """
@@ -141,7 +141,7 @@ class CommitRequest(NamedTuple):
     reservation: int
     locations: bytes  # slots that were granted
     keys: bytes
-    written: bytes  # uint8: WRITTEN; NOT_WRITTEN: the write failed and may still go on; UNTOUCHED: nobody writes there
+    written: bytes  # uint8: WRITTEN; NOT_WRITTEN: the write failed and may still run; UNTOUCHED: nobody writes there
 
 
 class Counted(NamedTuple):
@@ -158,7 +158,7 @@ class Located(NamedTuple):
     """
 
     blocks: int  # length of the longest ready prefix, including blocks in external tiers
-    nodes: dict[str, int]  # how many of these blocks each node has, by name. Leaves out nodes without such blocks
+    nodes: dict[str, int]  # number of these blocks on each node, by name, without nodes that have none
 
 
 class Stored(NamedTuple):

@@ -1,4 +1,4 @@
-"""Where a block is, limits of the numbers in a location, and where a process listens."""
+"""The location of a block, limits of the numbers in a location, and the address where a process listens."""
 
 from numbers import Integral
 from typing import Any, NamedTuple, overload
@@ -16,15 +16,15 @@ LOCATION = np.dtype(
         ("gen", "<u8"),  # generation of the block, or of a writer's grant
     ]
 )
-Locations = NDArray[np.void]  # of LOCATION
+Locations = NDArray[np.void]  # array of LOCATION
 KEY_BYTES = 16
 ALIGN = 4096  # bytes: alignment of the payload, and so the smallest slot
 CONTENT_BYTES = 8  # bytes of the name of a tier's content. A cleared tier gets a new name, so nobody reads old blocks
 COUNTER_BITS = 40  # a generation is epoch << COUNTER_BITS | counter
 EPOCHS = 1 << 21  # every epoch is below this: a header keeps a generation and two more bits in 8 bytes
 GENERATIONS = EPOCHS << COUNTER_BITS  # every generation is below this
-SLABS_MAX = 1 << 20  # of an arena or tier. Without a limit, a bad count from another process could fill the memory
-SLAB_BYTES_MAX = 1 << 30  # of one slab
+SLABS_MAX = 1 << 20  # maximum slabs of an arena or tier. Without a limit, a wrong count could fill the memory
+SLAB_BYTES_MAX = 1 << 30  # maximum size of a slab
 
 
 @overload
@@ -36,20 +36,20 @@ def is_tier(index: NDArray[Any]) -> NDArray[np.bool_]: ...
 
 
 def is_tier(index: int | NDArray[Any]) -> bool | NDArray[np.bool_]:
-    """Whether an index in a location is an external tier's: a tier's index is odd, a node's is even.
+    """Whether an index in a location is an external tier's: a tier's index is odd, a node's index is even.
 
-    index: an int, or an array of integers (then the answer is a bool array of its shape).
+    index: an int, or an array of integers. For an array, the result is a bool array of the same shape.
     """
     return index & 1 == 1
 
 
 def host_of(name: str) -> str:
-    """Ray node id in the name of a node or GPU. A GPU's name is the node id, "/" and the GPU's UUID."""
+    """Return the Ray node id in the name of a node or GPU. A GPU's name is the node id, "/" and the GPU's UUID."""
     return name.partition("/")[0]
 
 
 def is_block_size(block_bytes: int) -> bool:
-    """Whether a block can have so many bytes."""
+    """Whether a block can have this number of bytes."""
     return isinstance(block_bytes, Integral) and 0 < block_bytes <= SLAB_BYTES_MAX
 
 
@@ -59,17 +59,17 @@ def is_count(number: object) -> bool:
 
 
 def slot_bytes(block_bytes: int) -> int:
-    """Bytes of the slot that holds a block of `block_bytes`."""
+    """Return the bytes of the slot that holds a block of `block_bytes`."""
     return -(-block_bytes // ALIGN) * ALIGN
 
 
 def epoch_of(generation: int) -> int:
-    """The directory epoch in which a generation was granted."""
+    """Return the directory epoch in which a generation was granted."""
     return generation >> COUNTER_BITS
 
 
 class Address(NamedTuple):
-    """Where a listener is, and the token that it expects."""
+    """The address of a listener, and the token that it expects."""
 
     host: str
     port: int

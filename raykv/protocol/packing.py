@@ -1,4 +1,4 @@
-"""A message as bytes."""
+"""Turns a message into bytes and back."""
 
 from typing import Any
 
@@ -9,13 +9,13 @@ LIMITS = {"max_array_len": 1 << 12, "max_map_len": 1 << 16, "max_ext_len": 0}
 
 
 def packed(message: Any) -> bytes:
-    """A message as it crosses a socket: None, bool, int, str, bytes, tuples and dicts. TypeError for other types."""
+    """Return the bytes of a message: None, bool, int, str, bytes, tuples and dicts. TypeError for other types."""
     data: bytes = msgpack.packb(message)
     return data
 
 
 def unpacked(data: bytes) -> Any:
-    """The message that `packed` made into bytes; sequences are tuples. ValueError for other bytes."""
+    """Return the message that `packed` turned into bytes; sequences are tuples. ValueError for other bytes."""
     try:
         return msgpack.unpackb(data, use_list=False, strict_map_key=False, **LIMITS)
     except (msgpack.UnpackException, TypeError) as error:  # TypeError: a dict key that can't be hashed

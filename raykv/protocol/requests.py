@@ -8,53 +8,54 @@ from raykv.protocol.packing import packed, unpacked
 class RequestLine(NamedTuple):
     """A finished request. Its client reports it as bytes while somebody follows requests.
 
-    kind: "request": a look-up and its reads. "match": a look-up for another process, which reads the blocks. "read":
-    the reads of that other process. A time is -1 for a step that this process did not do. Counts are of tokens.
+    kind: "request" for a look-up and its reads; "match" for a look-up for another process, which reads the blocks;
+    "read" for the reads of that other process. A time is -1 for a step that this process did not do. Counts are numbers
+    of tokens.
     """
 
     kind: str
-    id: str  # of the lease; a "match" and its "read" have the same id
+    id: str  # id of the lease; a "match" and its "read" have the same id
     request: str  # the engine's name of the request, or ""
-    at_ms: int  # when it was done, Unix time
+    at_ms: int  # Unix time when the request was done
     node: str  # Ray node id of the client
     pid: int
     model: str
     tenant: str
     asked: int
     hit: int
-    memory: int  # of the hit: on the client's node
-    other: int  # on other nodes
-    external: int  # in an external tier
+    memory: int  # part of `hit` on the client's node
+    other: int  # part on other nodes
+    external: int  # part in an external tier
     read: int
-    size: int  # bytes that were read
+    size: int  # number of bytes that were read
     lookup_us: int
-    pull_us: int  # spent waiting for blocks from elsewhere
+    pull_us: int  # time spent waiting for blocks from elsewhere
     copy_us: int
     short: str  # why the hit is shorter than `asked`, or `read` is shorter than the hit; else ""
     about: int  # index of the node that `short` names; -1: none
 
     def packed(self) -> bytes:
-        """The line as it travels; long texts are cut to LINE_TEXT characters."""
+        """Return the line as it travels; long texts are cut to LINE_TEXT characters."""
         return packed(tuple(part[:LINE_TEXT] if isinstance(part, str) else part for part in self))
 
     @classmethod
     def unpacked(cls, data: bytes) -> "RequestLine":
-        """The line in bytes that another process sent, without unprintable characters. ValueError for other bytes."""
+        """Return the line that another process sent, without unprintable characters. ValueError for other bytes."""
         parts = unpacked(data)
         if not isinstance(parts, tuple) or [type(part).__name__ for part in parts] != LINE_TYPES:
             raise ValueError(f"{len(data)} bytes are no line of a request")
         return cls._make("".join(filter(str.isprintable, part)) if isinstance(part, str) else part for part in parts)
 
 
-LINE_TEXT = 160  # characters of a text, at most
-LINE_BYTES = 4096  # of a line, at most
+LINE_TEXT = 160  # maximum characters of a text
+LINE_BYTES = 4096  # maximum bytes of a line
 LINE_TYPES = [kind.__name__ for kind in RequestLine.__annotations__.values()]
 
 
 class Followed(NamedTuple):
     """The answer to `follow`: lines of requests since the caller's cursor."""
 
-    cursor: tuple[int, int, int]  # to pass to the next call. The first call passes (0, 0, 0), and gets no lines
+    cursor: tuple[int, int, int]  # cursor for the next call. The first call passes (0, 0, 0), and gets no lines
     lines: tuple[bytes, ...]  # RequestLine.packed
-    left_out: int  # requests since the cursor that `lines` lacks
-    names: dict[int, str]  # of nodes, by index in locations
+    left_out: int  # number of requests since the cursor that are missing in `lines`
+    names: dict[int, str]  # names of nodes, by index in locations

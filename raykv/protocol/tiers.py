@@ -4,27 +4,27 @@ from typing import NamedTuple
 
 
 class TierReport(NamedTuple):
-    """The state of a node's external tier. Answer: TierReply, or None where the node must `join` first."""
+    """The state of a node's external tier. Answer: TierReply, or None if the node must `join` first."""
 
     capacity: int  # bytes
     shared: bool  # whether all nodes see the same blocks there
     reached: bool  # whether the node reaches the tier now
-    lost: bytes  # if the content was lost, the name of the new content; all stores of a shared tier give one name
+    lost: bytes  # if the content was lost, the new content's name, which is the same for all stores of a shared tier
 
 
 class TierReply(NamedTuple):
     """Answer to `tier_heartbeat`."""
 
-    tier: int  # its index in locations
+    tier: int  # index of the tier in locations
     list_it: bool  # whether the store must list the tier's blocks by `report_existing`
 
 
 class ExistingBlocks(NamedTuple):
-    """Blocks that lay in a tier before the directory knew the tier, oldest first."""
+    """Blocks that were in a tier before the directory knew the tier, oldest first."""
 
     keys: bytes
-    sizes: bytes  # int64: block_bytes
-    last: bool  # there are no more
+    sizes: bytes  # int64: block_bytes of each block
+    last: bool  # whether there are no more blocks
 
 
 class DemotionReport(NamedTuple):
@@ -32,9 +32,9 @@ class DemotionReport(NamedTuple):
 
     locations: bytes  # targets; locations, keys and stored have equal lengths
     keys: bytes
-    stored: bytes  # uint8: 1 where the block is in the tier now
+    stored: bytes  # uint8: 1 if the block is in the tier now
     seen: int  # `number` of the last answer whose deletions the store carried out
-    whole: bool  # demote everything
+    whole: bool  # whether to demote everything
 
 
 class Demotions(NamedTuple):
@@ -44,7 +44,7 @@ class Demotions(NamedTuple):
     keys: bytes
     target: bytes  # locations in the tier; their field `bytes` is 0
     to_delete: bytes  # keys to delete in the tier
-    number: int  # of this answer; 0: the directory does not serve the tier yet
+    number: int  # number of this answer; 0: the directory does not serve the tier yet
 
 
 class GpuDemotionReport(NamedTuple):

@@ -8,26 +8,26 @@ from numpy.typing import NDArray
 
 from raykv.protocol.location import KEY_BYTES, LOCATION, SLAB_BYTES_MAX, Locations
 
-FAILED, PULLED, ALTERED = range(3)  # verdicts on a block that was to cross nodes
+FAILED, PULLED, ALTERED = range(3)  # verdicts on the transfer of a block
 
 
 def seconds_left(end: float) -> float:
-    """Seconds until the time `end` (time.monotonic()). At least 0.001, as some calls read 0 as "no deadline"."""
+    """Return the seconds until `end` (time.monotonic()), at least 0.001, as some calls read 0 as "no deadline"."""
     return max(0.001, end - time.monotonic())
 
 
 def data_deadline(size: int) -> float:
-    """Seconds that a transfer of `size` bytes may take: 2 s for a busy machine, plus its time at 100 MB/s."""
+    """Return the seconds that a transfer of `size` bytes may take: 2 s, for a busy machine, plus 1 s per 100 MB."""
     return 2.0 + size / 100e6
 
 
 class StoreDescription(NamedTuple):
-    """An arena that a client maps: of a node, or of one of its GPUs."""
+    """An arena that a client maps: the arena of a node, or of one of its GPUs."""
 
     name: str  # the directory's name of the memory
     path: str
     nonce: bytes
-    node: int  # its index in locations
+    node: int  # index of the memory in locations
     handle: bytes  # CUDA IPC handle; empty for host memory
 
 
@@ -42,7 +42,7 @@ class Transfer(NamedTuple):
     target: bytes  # locations
 
     def arrays(self) -> tuple[Locations, NDArray[np.uint8], Locations]:
-        """source (n,) LOCATION, keys (n, 16) and target (n,) LOCATION.
+        """Return source (n,) LOCATION, keys (n, 16) and target (n,) LOCATION.
 
         ValueError for arrays of different lengths, or blocks of different sizes.
         """
@@ -57,9 +57,9 @@ class Transfer(NamedTuple):
 
 
 def verdicts_of(answer: bytes, count: int) -> NDArray[np.uint8]:
-    """(count,) uint8 verdicts from another process. Unknown verdicts become FAILED.
+    """Return (count,) uint8 verdicts from another process. Unknown verdicts become FAILED.
 
-    ValueError for another number of verdicts.
+    ValueError if the number of verdicts is not `count`.
     """
     verdicts = np.frombuffer(answer, np.uint8)
     if len(verdicts) != count:
@@ -70,7 +70,7 @@ def verdicts_of(answer: bytes, count: int) -> NDArray[np.uint8]:
 class BlocksRead(NamedTuple):
     """Blocks that a store read for another store. `mask`, `checksums` and `positions` have equal lengths."""
 
-    mask: bytes  # uint8: whether the block is there
+    mask: bytes  # uint8: whether each block is there
     checksums: bytes  # uint64, xxh3_64
-    positions: bytes  # uint32, in the chain
+    positions: bytes  # uint32: positions in the chain
     runs: list[NDArray[np.uint8]]  # bytes of the masked blocks, one after the other; unchecked

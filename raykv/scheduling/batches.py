@@ -6,22 +6,22 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-BLOCKS_MAX = 1 << 24  # at most so many keys are compared: of larger batches, the first keys of each prompt
-SLACK = 0.1  # share of an engine's load by which loads may differ, so that a prefix stays on one engine
+BLOCKS_MAX = 1 << 24  # maximum compared keys; in larger batches, only the first keys of each prompt are compared
+SLACK = 0.1  # share of an engine's load by which loads may differ, to keep a prefix on one engine
 
 Prompts = Sequence[NDArray[np.uint8]]  # a prompt is (n, k): keys of n full blocks; a key stands for earlier blocks too
 
 
 def order(prompts: Prompts) -> list[int]:
-    """Indices of prompts, depth first in the tree of shared prefixes. So prompts that share most are neighbours.
+    """Order prompts depth first in the tree of shared prefixes, so that prompts that share most blocks are neighbours.
 
-    The subtree that shares most blocks comes first. Equal prompts keep their order. If the cache has room for the
-    longest prompt, each shared block is computed once. Takes O(prompts) memory, and a copy of at most 16 million keys.
-    In larger batches only the first blocks of each prompt are compared.
+    Returns indices of prompts. The subtree that shares most blocks comes first. Equal prompts keep their order. If the
+    cache has room for the longest prompt, each shared block is computed once. Takes O(prompts) memory, and a copy of at
+    most 16 million keys. In larger batches, only the first blocks of each prompt are compared.
     """
     found = _by_keys(prompts)
     shared = _shared_with_before(prompts, found)
-    saved = np.concatenate([[0], np.cumsum(shared)])  # up to each place
+    saved = np.concatenate([[0], np.cumsum(shared)])  # number of shared blocks up to each place
     ranked, todo = [], [(0, len(found))]
     while todo:
         begin, end = todo.pop()
@@ -37,10 +37,10 @@ def order(prompts: Prompts) -> list[int]:
 
 
 def split(prompts: Prompts, engines: int) -> list[list[int]]:
-    """Indices of the prompts of each engine, in the order to run them. ValueError for less than one engine.
+    """Divide prompts among engines. Returns the indices of each engine's prompts, in the order to run them.
 
     The prompts are in `order`. The order is cut where neighbours share least, near the places that give all engines
-    equally many blocks to compute.
+    equally many blocks to compute. ValueError for less than one engine.
     """
     if engines < 1:
         raise ValueError(f"engines={engines}: a batch needs one at least")
@@ -53,7 +53,7 @@ def split(prompts: Prompts, engines: int) -> list[list[int]]:
 
 
 def _shared_with_before(prompts: Prompts, indices: Sequence[int]) -> NDArray[np.int64]:
-    """How many leading blocks each of these prompts shares with the prompt before it: (len(indices),) int64."""
+    """Return the number of leading blocks that each prompt shares with the one before it: (len(indices),) int64."""
     pairs = itertools.pairwise(indices)
     return np.array([0, *(_shared(prompts[one], prompts[other]) for one, other in pairs)][: len(indices)], np.int64)
 
@@ -65,7 +65,7 @@ def _by_keys(prompts: Prompts) -> list[int]:
 
 
 def _depth(lengths: list[int]) -> int:
-    """How many blocks of each prompt can be compared, within BLOCKS_MAX in all."""
+    """Return the number of blocks of each prompt that can be compared, within BLOCKS_MAX in all."""
     depth = max(lengths, default=0)
     while depth and sum(min(length, depth) for length in lengths) > BLOCKS_MAX:
         depth //= 2
@@ -73,7 +73,7 @@ def _depth(lengths: list[int]) -> int:
 
 
 def _shared(one: NDArray[np.uint8], other: NDArray[np.uint8]) -> int:
-    """How many leading keys are equal.
+    """Return the number of leading keys that are equal.
 
     A key stands for all blocks up to it, so a binary search finds the first difference.
     """
@@ -88,10 +88,10 @@ def _shared(one: NDArray[np.uint8], other: NDArray[np.uint8]) -> int:
 
 
 def _cut(done: NDArray[np.int64], shared: NDArray[np.int64], wanted: float, engines: int) -> int:
-    """The index of the prompt that begins the next engine's part.
+    """Return the index of the prompt that begins the next engine's part.
 
-    Looks at prompts with about `wanted` blocks before them, within SLACK. Takes the prompt that shares the fewest
-    blocks with the prompt before it. If there is no such prompt, takes the place nearest to `wanted`.
+    Of the prompts with about `wanted` blocks before them, within SLACK, returns the one that shares the fewest blocks
+    with the prompt before it. If there is no such prompt, returns the place nearest to `wanted`.
 
     done: (n + 1,), done[i] is the number of blocks to compute for the first i prompts. shared: (n,), shared[i] is the
     number of blocks that prompt i shares with the prompt before it.

@@ -1,4 +1,4 @@
-"""Which replica of an engine gives a prompt's first token soonest. All costs are numbers of tokens to compute."""
+"""Estimates which replica gives a prompt's first token soonest. All costs are numbers of tokens to compute."""
 
 from collections import OrderedDict, deque
 from collections.abc import Container, Hashable, Sequence
@@ -7,21 +7,21 @@ from statistics import median
 from typing import NamedTuple
 
 # The cost of a token that the replica reads from its own node. A token on another node costs as much as a computed
-# token: moving a session also takes the node's link, and room in a second cache. See docs/scheduling.md.
+# token: moving a session also uses the node's link, and memory in a second cache. See docs/scheduling.md.
 LOAD = 0.25
-# The cost of an answer, and its further cost for each token of the prompt, as every step reads the prompt's KV
+# The fixed cost of an answer, and its cost for each token of the prompt, as every step reads the prompt's KV
 ANSWER, OF_PROMPT = 64, 1 / 16
-REMEMBERED = 50_000  # sessions and ends of prompts, together
-REMEMBERED_S = 900.0  # so long after its last prompt, a session's KV counts as evicted from its replica's own cache
-WAITING_S = 600.0  # so long after it was sent, a prompt counts as computed, even if nobody reported its end
-RECENT = 100  # prompts of known length, whose median cost is the cost of a request that another router sent
+REMEMBERED = 50_000  # maximum number of sessions and ends of prompts together
+REMEMBERED_S = 900.0  # time after a session's last prompt until its KV counts as evicted from its replica's own cache
+WAITING_S = 600.0  # time after which a sent prompt counts as computed, even if nobody reported its end
+RECENT = 100  # number of prompts of known length; their median cost is assumed for requests of other routers
 
 
 class Prompt(NamedTuple):
     """A request's prompt.
 
-    tokens: of the prompt; None if unknown. keys: of its full blocks; each key stands for all blocks up to its own.
-    session: the name of its session; "" if unknown.
+    tokens: number of tokens; None if unknown. keys: keys of the full blocks; each key stands for all blocks up to its
+    own. session: name of the prompt's session; "" if unknown.
     """
 
     tokens: int | None
@@ -32,7 +32,7 @@ class Prompt(NamedTuple):
 class Found(NamedTuple):
     """The part of a prompt that a pool has.
 
-    tokens: of the longest stored prefix. by_node: tokens of that prefix on each node.
+    tokens: number of tokens in the longest stored prefix. by_node: number of these tokens on each node.
     """
 
     tokens: float
@@ -40,7 +40,7 @@ class Found(NamedTuple):
 
 
 class Replica(NamedTuple):
-    """A replica of an engine. name: the same in all routers. requests: how many requests it has, as far as known."""
+    """A replica of an engine. name: the same in all routers. requests: number of its requests, as far as known."""
 
     name: Hashable
     node: str
@@ -56,7 +56,7 @@ class Sent(NamedTuple):
 
 
 class Last(NamedTuple):
-    """A session's last prompt. tokens: of the prompt. at: when it was sent."""
+    """A session's last prompt. tokens: number of the prompt's tokens. at: when it was sent."""
 
     replica: Hashable
     tokens: float
@@ -70,14 +70,14 @@ class Routes:
     """
 
     def __init__(self) -> None:
-        self._sent: dict[Hashable, list[Sent]] = {}  # by replica, in order
+        self._sent: dict[Hashable, list[Sent]] = {}  # by replica, in the order in which they were sent
         self._last = OrderedDict[str | bytes, Last]()  # by session, and by the last key of a prompt
         self._recent = deque[float](maxlen=RECENT)
 
     def costs(self, prompt: Prompt, found: Found | None, replicas: Sequence[Replica], now: float) -> list[float]:
-        """For each replica, the tokens to compute until the prompt's first token, including the replica's other work.
+        """Return, for each replica, the tokens to compute until the prompt's first token.
 
-        found: None if the pool does not answer. now: seconds.
+        They include the replica's other work. found: None if the pool does not answer. now: seconds.
         """
         tokens = self._tokens(prompt)
         own = self._own(prompt, found, now)
@@ -86,7 +86,7 @@ class Routes:
         return [tokens - _saved(found, each, own) + self._waiting(each, now) for each in replicas]
 
     def send(self, request: Hashable, prompt: Prompt, found: Found | None, replica: Hashable, now: float) -> None:
-        """Note that a request has gone to a replica. Tokens that the replica need not compute keep nobody waiting."""
+        """Note that a request was sent to a replica. Tokens that the replica need not compute make nobody wait."""
         tokens = self._tokens(prompt)
         cost = tokens
         if prompt.tokens is not None:
@@ -126,7 +126,7 @@ class Routes:
         return sum(each.cost for each in sent) + others * self._usual()
 
     def _own(self, prompt: Prompt, found: Found | None, now: float) -> dict[Hashable, float]:
-        """Tokens of the prompt in replicas' own caches, by replica."""
+        """Return the number of the prompt's tokens in the replicas' own caches, by replica."""
         own: dict[Hashable, float] = {}
         if prompt.session and (last := self._remembered(prompt.session, now)):
             stored = min(last.tokens, found.tokens if found else self._tokens(prompt))
@@ -144,14 +144,14 @@ class Routes:
 
 
 def _saved(found: Found | None, replica: Replica, own: dict[Hashable, float]) -> float:
-    """Tokens of a prompt that a replica need not compute."""
+    """Return the number of a prompt's tokens that a replica need not compute."""
     cached = own.get(replica.name, 0.0)
     here = found.by_node.get(replica.node, 0.0) if found else 0.0
     return cached + (1 - LOAD) * max(0.0, here - cached)
 
 
 def _home(session: str, replicas: Sequence[Replica]) -> Hashable:
-    """The name of the replica that all routers choose for a new session, by rendezvous hashing."""
+    """Return the name of the replica that all routers choose for a new session, by rendezvous hashing."""
 
     def weight(replica: Replica) -> bytes:
         return blake2b(f"{replica.name} {session}".encode(errors="surrogatepass"), digest_size=8).digest()

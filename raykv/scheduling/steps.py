@@ -1,8 +1,8 @@
-"""Which requests an engine runs in its next step. Cached tokens cost no computing.
+"""Plans which requests an engine runs in its next step. Cached tokens cost no computing.
 
 If other requests hold the blocks of cached tokens, these tokens cost no free blocks either.
 
-Names are as in vLLM's scheduler (vllm/v1/core/sched/scheduler.py), for what that scheduler has too.
+Names are as in vLLM's scheduler (vllm/v1/core/sched/scheduler.py), if that scheduler has the same thing.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,13 +17,13 @@ from numpy.typing import NDArray
 class Request:
     """A prompt, and the tokens that were generated after it.
 
-    keys: (n, k) uint8, keys of the prompt's full blocks. A key stands for all blocks up to its own, as of
+    keys: (n, k) uint8, keys of the prompt's full blocks. Each key stands for all blocks up to its own, as in
     `KVCache.keys`.
-    num_tokens: number of the prompt's and of the generated tokens. arrival: seconds.
-    num_computed_tokens: for a running request, the number of tokens with KV in the engine. For a waiting request, the
-    number of tokens with cached KV that the engine can read.
-    num_held_blocks: for a waiting request, how many of its first blocks running requests hold. The other cached blocks
-    count as free until the request starts.
+    num_tokens: number of prompt tokens and generated tokens. arrival: time in seconds. num_computed_tokens: for a
+    running request, the number of tokens with KV in the engine. For a waiting request, the number of tokens with cached
+    KV that the engine can read.
+    num_held_blocks: for a waiting request, the number of its first blocks that running requests hold. The other cached
+    blocks count as free until the request starts.
     """
 
     keys: NDArray[np.uint8]
@@ -39,7 +39,7 @@ class Request:
 
 
 class Budget(NamedTuple):
-    """The limits of one step: tokens to compute, and free blocks. block_tokens: tokens of a block."""
+    """The limits of one step: tokens to compute, and free blocks. block_tokens: number of tokens in a block."""
 
     tokens: int
     blocks: int
@@ -47,7 +47,7 @@ class Budget(NamedTuple):
 
 
 class Scheduled(NamedTuple):
-    """A request that runs in the step, and how many of its tokens are computed."""
+    """A request that runs in the step, and the number of its tokens that are computed."""
 
     request: Request
     num_new_tokens: int
@@ -56,13 +56,14 @@ class Scheduled(NamedTuple):
 def plan(
     waiting: Sequence[Request], running: Sequence[Request], budget: Budget, now: float, patience: float
 ) -> list[Scheduled]:
-    """The requests to run in the next step: running requests, then waiting ones; of each, the least to compute first.
+    """Choose the requests for the next step: running requests, then waiting ones; of each, the least to compute first.
 
-    A waiting request starts if there are blocks for everything that it must compute, in later steps too. It waits while
-    another request computes its next block. Requests that have waited `patience` seconds come before other waiting
-    requests, in order of arrival. Other requests overtake such a request only while it waits for another request's
-    block. A running request without a free block is left out: preempt a request to free some. Refuse requests that need
-    more blocks than the engine has: they would hold up all others. now: seconds, on the clock of arrivals.
+    A waiting request starts if there are blocks for everything that it must compute, including later steps. It waits
+    while another request computes its next block. Requests that have waited `patience` seconds come before other
+    waiting requests, in order of arrival. Other requests overtake such a request only while it waits for another
+    request's block. A running request is left out if there is no free block for it: preempt a request to free some.
+    Refuse requests that need more blocks than the engine has: they would block all others. now: seconds, on the clock
+    of arrivals.
     """
     step = _Step(budget)
     for request in sorted(running, key=lambda request: request.num_new_tokens):  # generation before prompts
@@ -89,7 +90,7 @@ class _Step:
         self.scheduled: list[Scheduled] = []
 
     def run(self, request: Request) -> None:
-        """Go on with a running request, as far as the tokens suffice.
+        """Continue a running request, as far as the token budget allows.
 
         The blocks that the request needs stay reserved even if it can't run.
         """
@@ -99,7 +100,7 @@ class _Step:
         self._blocks = max(0, self._blocks - blocks)
 
     def start(self, request: Request) -> bool:
-        """Run a waiting request, or let it wait for a request that computes its next block. False: no free blocks."""
+        """Run a waiting request, or let it wait for another request's block. Returns False if no blocks are free."""
         first = request.num_computed_tokens // self._block_tokens
         if first < len(request.keys) and request.keys[first].tobytes() in self._computing:
             return True

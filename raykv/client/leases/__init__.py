@@ -1,1 +1,1 @@
-"""A reader's hold on blocks, and how it reads them."""
+"""A reader's leases on blocks, and the reading of leased blocks."""

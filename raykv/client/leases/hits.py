@@ -1,4 +1,4 @@
-"""Metrics of matches: tokens that were found, and tokens and seconds that engines saved."""
+"""Metrics of matches: tokens found, and tokens and seconds that engines saved."""
 
 from collections.abc import Iterable
 from functools import lru_cache
@@ -8,11 +8,11 @@ from raykv.client.session import Session
 from raykv.keys import CacheId
 from raykv.metrics.exporter import Exporter, Series, Tags
 
-SOURCES = "memory", "node", "external"  # where tokens are found
+SOURCES = "memory", "node", "external"  # places where tokens are found
 
 
 def found_tokens(leases: Iterable[Lease], cache: CacheId) -> dict[str, int]:
-    """Number of found tokens for each of SOURCES."""
+    """Return the number of found tokens for each of SOURCES."""
     found = dict.fromkeys(SOURCES, 0)
     for lease in leases:
         for source, blocks in lease.blocks.found.items():
@@ -21,20 +21,20 @@ def found_tokens(leases: Iterable[Lease], cache: CacheId) -> dict[str, int]:
 
 
 def count_found(session: Session, cache: CacheId, asked: int, found: dict[str, int]) -> None:
-    """Count a look-up. asked: tokens. found: tokens by source, from `found_tokens`."""
+    """Count a look-up. asked: number of requested tokens. found: the result of `found_tokens`."""
     metrics = session.directory.metrics
     series = _of_look_ups(metrics, cache.model, cache.tenant, cache.is_named)
     metrics.add_each(zip(series, (1, asked, *found.values()), strict=True))
 
 
 def count_saved(session: Session, cache: CacheId, tokens: int, tokens_per_s: float) -> None:
-    """Count tokens that an engine reads instead of computing them. tokens_per_s: how fast it computes."""
+    """Count tokens that an engine reads instead of computing them. tokens_per_s: rate at which it computes."""
     metrics = session.directory.metrics
     series = _of_reads(metrics, cache.model, cache.tenant, cache.is_named)
     metrics.add_each(zip(series, (tokens, tokens / tokens_per_s), strict=True))
 
 
-@lru_cache(1024)  # making the series anew would slow each look-up
+@lru_cache(1024)  # building the series again would slow each look-up
 def _of_look_ups(metrics: Exporter, model: str, tenant: str, is_named: bool) -> tuple[Series, ...]:
     tags = _tags(metrics, model, tenant, is_named)
     hits = [("hit_tokens_total", (*tags, ("source", source))) for source in SOURCES]
@@ -48,5 +48,5 @@ def _of_reads(metrics: Exporter, model: str, tenant: str, is_named: bool) -> tup
 
 
 def _tags(metrics: Exporter, model: str, tenant: str, is_named: bool) -> Tags:
-    kind = "tenant" if is_named else "salt"  # users choose salts, in any number
+    kind = "tenant" if is_named else "salt"  # users choose salts, so their number is unlimited
     return ("model", metrics.label("model", model)), ("tenant", metrics.label(kind, tenant))

@@ -19,12 +19,12 @@ from raykv.protocol.clients import Intent, MatchedPart
 
 
 class Part(NamedTuple):
-    """One part of a prompt's blocks, such as a rank's or a group of layers', for one reader.
+    """The blocks of a prompt for one part of a model, such as a rank or a group of layers, and for one reader.
 
-    memory: the directory's name of the memory to read into (the reader's `Session.memory_name`). window: how many last
-    blocks the reader needs; 0: all. A sliding-window layer needs the blocks of its window, a model's state needs one
-    block. ahead: how many blocks after the prefix must be ready too. These blocks are not leased. A drafter's layer
-    needs one block ahead.
+    memory: the directory's name for the memory to read into (the reader's `Session.memory_name`). window: number of the
+    last blocks that the reader needs; 0: all. A sliding-window layer needs the blocks of its window, a model's state
+    needs one block. ahead: number of blocks after the prefix that must be ready too, but are not leased. A drafter's
+    layer needs one such block.
     """
 
     memory: str
@@ -36,7 +36,8 @@ class Part(NamedTuple):
 class LeasedCall(NamedTuple):
     """The leases of one call, by part.
 
-    tokens: how many the call found. firsts: for each part, the index of its first leased block in the prompt.
+    tokens: number of tokens that the call found. firsts: for each part, the index in the prompt of its first leased
+    block.
     """
 
     tokens: int
@@ -45,34 +46,35 @@ class LeasedCall(NamedTuple):
 
 
 class JointMatch:
-    """Leases on the longest prefix that all parts have: on those of its blocks that readers need. `release` ends them.
+    """Leases on the longest prefix that all parts have. Only the blocks that readers need are leased, until `release`.
 
     Other processes read the blocks (`leased`), each in its own node's memory. This process need not map that memory.
 
-    pending: number of blocks that other clients write or will compute soon, after the ready blocks of the first part.
-    While the caller waits for these blocks, nothing is leased. answered: whether the directory answered the last
-    question.
+    pending: number of blocks that other clients are writing or will compute soon, after the ready blocks of the first
+    part. If it is above 0, nothing is leased while the caller waits. answered: whether the directory answered the last
+    call.
     """
 
     def __init__(self, session: Session, parts: Sequence[Part], tokens_per_s: float, request: str = "") -> None:
-        """Leases nothing before `ask`. parts: at least one; parts with equal `block_tokens` have equally many keys.
+        """Leases nothing before `ask`. parts: at least one; parts with equal `block_tokens` have equal numbers of keys.
 
-        tokens_per_s: how fast the engine computes, which limits the wait for an external tier. request: the engine's
-        name of the request.
+        tokens_per_s: rate at which the engine computes; it limits waits for an external tier. request: the engine's
+        name for the request.
         """
         self._calls, self._released, self._intends = list[LeasedCall](), True, False
         self._session, self._parts, self._request = session, parts, request
-        self._record: RequestRecord | None = None  # while somebody follows requests
+        self._record: RequestRecord | None = None  # set while somebody follows requests
         self._cache = parts[0].keys.cache
         self._tokens_per_s = tokens_per_s
         self._intent = session.directory.new_id()
         self.pending, self.answered = 0, True
 
     def ask(self, computes: bool = False, wait: bool = False) -> Self:
-        """Lease the blocks. One call asks for all parts if their keys fit into it.
+        """Lease the blocks, with one call for all parts if their keys fit into it.
 
-        computes: the caller will compute and store the blocks that are not found. Other clients may wait for these
-        blocks until `end_intent`. wait: if others compute or write the next blocks, lease nothing: see `pending`.
+        computes: whether the caller will compute and store the blocks that are not found. Other clients may wait for
+            these blocks until `end_intent`. wait: whether to lease nothing if others compute or write the next blocks:
+            see `pending`.
         """
         try:
             self._ask_all(Intent(self._intent if computes else 0, wait) if computes or wait else None)
@@ -100,10 +102,10 @@ class JointMatch:
             self._record.found, self._record.lookup_s = hits, time.monotonic() - begin
 
     def _pieces(self) -> Iterator[list[Keys]]:
-        """The keys of all parts, call by call.
+        """Yield the keys of all parts for each call.
 
-        One call has all keys if any part has a window or blocks ahead, or if parts have blocks of different lengths.
-        Such a call leaves out keys beyond KEYS_PER_JOINT_CALL.
+        A single call takes all keys if any part has a window or blocks ahead, or if parts have blocks of different
+        lengths. This call leaves out keys beyond KEYS_PER_JOINT_CALL.
         """
         # the last `ahead` blocks of a call are not leased: with several calls, each call would lose blocks
         ahead = any(part.ahead for part in self._parts)
@@ -115,7 +117,7 @@ class JointMatch:
             yield [part.keys[first : first + blocks] for part in self._parts]
 
     def _leading(self, most: int) -> list[Keys]:
-        """At most about `most` leading keys of all parts together, cut at a token where blocks of all parts end."""
+        """Return about `most` leading keys of all parts together at most, cut where blocks of all parts end."""
         keys, tokens = [part.keys for part in self._parts], [part.keys.cache.block_tokens for part in self._parts]
         if (count := sum(map(len, keys))) <= most:
             return keys
@@ -128,7 +130,7 @@ class JointMatch:
         return any(part.window for part in self._parts)
 
     def _ask(self, keys: list[Keys], intent: Intent | None) -> int:
-        """Lease the prefix of these keys that all parts have. Returns its tokens."""
+        """Lease the prefix of these keys that all parts have. Returns its number of tokens."""
         directory = self._session.directory
         self._intends |= bool(intent and intent.intent)
         ids, answer = directory.match_parts(
@@ -165,7 +167,7 @@ class JointMatch:
 
     @property
     def tokens(self) -> int:
-        """Length of the found prefix."""
+        """Number of tokens in the found prefix."""
         return sum(call.tokens for call in self._calls)
 
     def count_saved(self, tokens: int) -> None:
@@ -173,9 +175,9 @@ class JointMatch:
         count_saved(self._session, self._cache, tokens, self._tokens_per_s)
 
     def fetch_external(self) -> int:
-        """Have the readers' stores fetch blocks of an external tier, as far as staging windows and time suffice.
+        """Make the readers' stores fetch blocks from an external tier, within the limits of staging windows and time.
 
-        Returns the length in tokens of the prefix whose needed blocks are then all in the memory of nodes.
+        Returns the number of tokens in the prefix whose needed blocks are then all in the memory of nodes.
         """
         tokens = 0
         for call in self._calls:
@@ -183,24 +185,24 @@ class JointMatch:
             if counts == list(map(len, call.leases)):
                 tokens += call.tokens
                 continue
-            # a shorter prefix would need other blocks of a window. Its blocks ahead are among the found blocks
+            # with windows, a shorter prefix would need other blocks. Its blocks ahead are among the found blocks
             if not self._has_windows:
                 tokens += self._common(counts)
             break
         return tokens
 
     def _common(self, counts: Sequence[int]) -> int:
-        """The longest prefix, in tokens, that ends with a block of every part. counts: leading blocks of each part."""
+        """Return the tokens of the longest prefix that ends with a block of all parts. counts: blocks of each part."""
         sizes = [part.keys.cache.block_tokens for part in self._parts]
         most = min(count * size for count, size in zip(counts, sizes, strict=True))
         return most - most % lcm(*sizes)
 
     def first(self, part: int) -> int:
-        """Index of a part's first leased block; 0 if nothing is leased."""
+        """Return the index of a part's first leased block, or 0 if nothing is leased."""
         return self._calls[0].firsts[part] if self._calls else 0
 
     def leased(self, part: int, first: int, stop: int) -> list[Leased]:
-        """Blocks [first, stop) of a part. Any process of the reader's node may read them until `release`."""
+        """Return blocks [first, stop) of a part. Any process of the reader's node may read them until `release`."""
         found = []
         for call in self._calls:
             at, lease = call.firsts[part], call.leases[part]
@@ -209,7 +211,7 @@ class JointMatch:
         return found
 
     def release(self) -> None:
-        """Let the blocks go. The next call tells the directory, so the release costs nothing."""
+        """Release the blocks. The next call tells the directory, so the release needs no call of its own."""
         self._released = True
         self._session.directory.release(*self._ids())
         record, self._record = self._record, None
@@ -225,6 +227,6 @@ class JointMatch:
             self._session.directory.drop(held)
 
     def end_intent(self) -> None:
-        """The caller has stored the blocks, or will not compute them. The next call tells the directory."""
+        """Note that the caller has stored the blocks or will not compute them. The next call tells the directory."""
         self._intends = False
         self._session.directory.release(self._intent)

@@ -21,7 +21,7 @@ from raykv.protocol.location import KEY_BYTES, LOCATION, Locations, is_tier
 class Leased(NamedTuple):
     """Blocks under the lease of one client. Any process of the reader's node may read them until the lease is released.
 
-    source: LOCATIONs. keys: 16 bytes each. followed: the reader reports its read (see RequestRecord).
+    source: LOCATION records. keys: 16 bytes each. followed: whether the reader reports its read (see RequestRecord).
     """
 
     name: LeaseName
@@ -33,12 +33,12 @@ class Leased(NamedTuple):
 class Lease:
     """Leased blocks of one call.
 
-    blocks: where the blocks are. cut: why this Lease has fewer blocks than the directory leased, and the index of the
-    node to blame (-1: none).
+    blocks: the blocks and their locations. cut: why this Lease has fewer blocks than the directory leased, and the
+    index of the node at fault (-1: none).
     """
 
     def __init__(self, session: Session, store: StoreClient | None, blocks: LeasedBlocks) -> None:
-        """store: of the reader's node."""
+        """store: the store of the reader's node."""
         self._session, self._store, self.blocks = session, store, blocks
         self._stream = Stream(session, store, blocks)
         self.cut = "", -1
@@ -47,7 +47,7 @@ class Lease:
     def granted(
         cls, session: Session, keys: Keys, block_s: float, prefetch: bool, lease: int, answer: Matched | None
     ) -> Self:
-        """A lease from the answer to a match. keys: those of the call. block_s: the engine's seconds for a block.
+        """Make a lease from the answer to a match. keys: keys of the call. block_s: the engine's seconds for a block.
 
         prefetch: see Match. lease, answer: the result of `DirectoryClient.match` for these keys.
         """
@@ -81,7 +81,7 @@ class Lease:
     def granted_part(
         cls, session: Session, memory: str, keys: Keys, block_s: float, lease: int, part: MatchedPart
     ) -> Self:
-        """A lease of `match_parts`, for another process. memory: the directory's name of the reader's memory."""
+        """Make a lease of `match_parts`, for another process. memory: the directory's name for the reader's memory."""
         source = np.frombuffer(part.source, LOCATION)
         name = LeaseName(part.nonce, part.node, session.directory.client, lease, 0)
         store = session.store_of(memory) if is_tier(source["node"]).any() else None
@@ -93,13 +93,13 @@ class Lease:
 
     @classmethod
     def borrowed(cls, session: Session, block_bytes: int, leased: Leased) -> Self:
-        """A Lease that reads under another process's lease, which was made for this node's memory."""
+        """Make a Lease that reads under another process's lease, which was made for this node's memory."""
         source = np.frombuffer(leased.source, LOCATION)
         keys = np.frombuffer(leased.keys, np.uint8).reshape(-1, KEY_BYTES)
         return cls(session, session.local, LeasedBlocks(session.directory, block_bytes, leased.name, source, keys))
 
     def _limit_wait(self, block_s: float) -> int:
-        """Limit waits for a tier to the time of computing the tier's blocks. Returns how many blocks are in a tier."""
+        """Limit waits for a tier to the time of computing its blocks. Returns the number of blocks in a tier."""
         external = self.blocks.found["external"]
         self._stream.wait_budget_s = block_s * external if external else None
         return external
@@ -112,7 +112,7 @@ class Lease:
         return self.blocks.name.lease
 
     def leased(self, first: int, stop: int) -> Leased:
-        """Blocks [first, stop), for another process to read."""
+        """Return blocks [first, stop) for another process to read."""
         blocks = self.blocks
         name = blocks.name._replace(first=blocks.name.first + first)
         return Leased(
@@ -120,11 +120,11 @@ class Lease:
         )
 
     def release(self) -> None:
-        """Let the blocks go. The next call tells the directory."""
+        """Release the blocks. The next call tells the directory."""
         self._session.directory.release(self.id)
 
     def read(self, rows: Rows, verify: bool) -> int:
-        """Copy block i to rows[i]. Returns how many leading rows hold their block."""
+        """Copy block i to rows[i]. Returns the number of leading rows that hold their blocks."""
         begin, metrics = time.monotonic(), self._session.directory.metrics
         with span("read", pool=self._session.name, blocks=len(self), **self.blocks.found) as it:
             count = self._read(rows, verify)
@@ -140,14 +140,14 @@ class Lease:
         valid = np.zeros(len(self), np.bool_)
         for blocks, where in self._stream.arrivals(len(self), passes=True):
             valid[blocks] = self._copy(where, keys[blocks], rows[blocks], verify)
-        if self.blocks.name.owner != self._session.directory.client:  # report now: the owner may soon release
+        if self.blocks.name.owner != self._session.directory.client:  # report now, as the owner may soon release
             self._session.directory.heartbeat()
         return leading(valid)
 
     def fetch(self, whole: bool) -> int:
-        """Bring blocks to this node: as many as the staging window holds, or all of them (`whole`).
+        """Pull blocks to this node: as many as the staging window holds, or all of them (`whole`).
 
-        Returns how many leading blocks came, or were there already.
+        Returns the number of leading blocks that arrived or were there already.
         """
         there, stop = self.blocks.here(), len(self)
         if there.all():
@@ -166,9 +166,9 @@ class Lease:
         return leading(there[:stop])
 
     def fetch_external(self) -> int:
-        """Bring blocks of an external tier to this node, as many as the staging window holds.
+        """If any block is in an external tier, pull blocks to this node, as many as the staging window holds.
 
-        Returns how many leading blocks are then in memory, of this node or of another node.
+        Returns the number of leading blocks that are then in memory, on this node or on another node.
         """
         if self.blocks.external.any():
             self.fetch(whole=False)

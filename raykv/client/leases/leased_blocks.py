@@ -1,4 +1,4 @@
-"""Where the blocks of a lease are, and the slots on this node to pull them into."""
+"""Locations of a lease's blocks, and the slots on this node into which the blocks are pulled."""
 
 from typing import NamedTuple
 
@@ -10,27 +10,27 @@ from raykv.client.request_record import RequestRecord
 from raykv.protocol.clients import NextWindowRequest
 from raykv.protocol.location import LOCATION, Locations, is_tier
 
-Blocks = NDArray[np.intp]  # numbers of blocks in a lease, rising
+Blocks = NDArray[np.intp]  # indices of blocks in a lease, ascending
 
 
 class LeaseName(NamedTuple):
     """A name of leased blocks. Any process of the reader's node may use it, until the lease is released."""
 
-    nonce: bytes  # of the arena of the reader's node
+    nonce: bytes  # nonce of the arena of the reader's node
     node: int  # index of that node's memory in locations
-    owner: int  # the client that has the lease
+    owner: int  # id of the client that has the lease
     lease: int
-    first: int  # number of the first block in the lease
+    first: int  # index in the lease of the first block
 
 
 class LeasedBlocks:
     """Blocks of one lease.
 
-    source: (n,) LOCATION of each block. found: numbers of blocks that lay in this process's memory, on other nodes and
-    in an external tier when they were leased. staged: (n,) LOCATION of the staging slot on this node to pull the
-    block into (slab_gen 0: none). keys: (n, 16). external: (n,) bool: whether a block lay in an external tier when it
-    was leased. follows: whether reads use the copies that the directory names after the match. record: of the blocks'
-    request, while somebody follows requests.
+    source: (n,) LOCATION of each block. found: numbers of blocks that were in this process's memory, on other nodes and
+    in an external tier when they were leased. staged: (n,) LOCATION of the staging slot on this node for each block
+    (slab_gen 0: none). keys: (n, 16). external: (n,) bool: whether a block was in an external tier when it was leased.
+    follows: whether reads use the copies that the directory names after the match. record: the record of the blocks'
+    request, set while somebody follows requests.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class LeasedBlocks:
         self.found = {"memory": here, "external": external, "node": len(source) - here - external}
         self.record: RequestRecord | None = None
         self._directory = directory
-        self._window_lost = False  # no answer to the last NextWindowRequest: see its `again`
+        self._window_lost = False  # whether the last NextWindowRequest got no answer: see its `again`
         self._leased: Locations | None = None  # where the blocks were when they were leased, if `source` has changed
         self.follows = True
 
@@ -65,20 +65,20 @@ class LeasedBlocks:
         return here
 
     def move(self, blocks: Blocks | slice, source: Locations) -> None:
-        """Note where blocks are now."""
+        """Set the current locations of blocks."""
         if not self.source.flags.writeable:  # a view of the directory's answer, which most leases never change
             self.source = self.source.copy()
         self.source[blocks] = source
 
     def with_slots(self, away: Blocks) -> Blocks:
-        """The leading blocks of `away` that have staging slots."""
+        """Return the leading blocks of `away` that have staging slots."""
         return away[: leading(self.staged["slab_gen"][away] > 0)]
 
     def take_slots(self, piece: Blocks, start: int, may_wait: bool = False) -> Blocks | None:
-        """Ask for the staging slots that a piece lacks. Returns the leading blocks of the piece that then have slots.
+        """Request the staging slots that a piece lacks. Returns the leading blocks of the piece that then have slots.
 
-        Gives back slots of blocks before `start` and behind the piece. Returns None if no answer came or the lease is
-        gone. may_wait: see NextWindowRequest.
+        Gives back slots of blocks before `start` and after the piece. Returns None if there was no answer or the lease
+        is gone. may_wait: see NextWindowRequest.
         """
         if len(self.with_slots(piece)) == len(piece):
             return piece
@@ -92,9 +92,9 @@ class LeasedBlocks:
         return self.with_slots(piece)
 
     def go_back(self) -> None:
-        """From now on, read all blocks where they were when they were leased.
+        """From now on, read all blocks from the places where they were leased.
 
-        The lease no longer keeps these copies from eviction, but most of them are still there.
+        The lease no longer protects these copies from eviction, but most of them still exist.
         """
         self.follows = False
         if self._leased is not None:
@@ -102,13 +102,13 @@ class LeasedBlocks:
             self.source[away] = self._leased[away]
 
     def give_back_slots(self) -> None:
-        """Give the staging slots of blocks that were read to other leases. A later read asks for slots again."""
+        """Free the staging slots of blocks that were read, for other leases. A later read requests slots again."""
         if (self.staged["slab_gen"] > 0).any():
             self._next_window(len(self), len(self))
             self.staged["slab_gen"] = 0
 
     def _next_window(self, start: int, stop: int, may_wait: bool = False) -> Locations | None:
-        """Slots for blocks [start, stop). Gives back other blocks' slots, and notes which copies are to be read.
+        """Request slots for blocks [start, stop). Gives back other blocks' slots, and notes which copies to read.
 
         Returns None if the directory did not answer.
         """
@@ -127,18 +127,18 @@ class LeasedBlocks:
         return slots
 
     def _follow(self, start: int, source: Locations) -> None:
-        """From now on read the copies that the directory names. source: where the blocks from `start` on are."""
+        """From now on, read the copies that the directory names. source: locations of the blocks from `start` on."""
         away = np.flatnonzero(~self.here()[start : start + len(source)])
         if (self.source[start + away] != source[away]).any():
             self._leased = self.source.copy() if self._leased is None else self._leased
             self.move(start + away, source[away])
 
     def fall_short(self, why: str, about: int = -1) -> None:
-        """Note why fewer blocks are read than were leased. about: index of the node that the reason names."""
+        """Note why fewer blocks are read than were leased. about: index of the node that the reason is about."""
         if self.record is not None:
             self.record.fall_short(why, about)
 
 
 def leading(ok: NDArray[np.bool_]) -> int:
-    """How many leading elements are True."""
+    """Return the number of leading elements that are True."""
     return len(ok) if ok.all() else int(np.argmin(ok))

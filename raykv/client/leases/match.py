@@ -22,9 +22,9 @@ from raykv.system.fork import refuse_forked
 class Match:
     """Leases on the leading ready blocks: no leased block is evicted before `release`. A context manager.
 
-    If the reader sends the directory no question for ten minutes, its leases end, and a later read may be a miss.
-    num_blocks, num_tokens: how many blocks and tokens are leased. After `release` every read raises ValueError, as the
-    slots may have other blocks by then.
+    If the reader sends no call to the directory for ten minutes, its leases end, and a later read may be a miss.
+    num_blocks, num_tokens: number of leased blocks and tokens. After `release`, every read raises ValueError, since the
+    slots may hold other blocks by then.
     """
 
     def __init__(
@@ -32,17 +32,17 @@ class Match:
     ) -> None:
         """Leases nothing before `ask`.
 
-        tokens_per_s: how fast the engine computes, which limits the wait for an external tier. prefetch: begin to pull
-        blocks of other nodes with the match, not with the first read. counted: whether metrics and request reports
-        count this look-up: no, if raykv itself only moves blocks.
+        tokens_per_s: rate at which the engine computes; it limits waits for an external tier. prefetch: whether to
+        start pulling blocks of other nodes with the match instead of with the first read. counted: whether metrics and
+        request reports count this look-up; False if raykv itself only moves blocks.
         """
         self._leases, self._released = list[Lease](), False
         self._session, self._keys, self._cache = session, keys, keys.cache
-        self._asked = len(keys) * self._cache.block_tokens  # tokens
+        self._asked = len(keys) * self._cache.block_tokens  # number of requested tokens
         self._block_s, self._prefetch = self._cache.block_tokens / tokens_per_s, prefetch
-        self._stage = PIECES_AHEAD * piece_blocks(self._cache.block_bytes)  # blocks of a read's first pieces
+        self._stage = PIECES_AHEAD * piece_blocks(self._cache.block_bytes)  # number of blocks in a read's first pieces
         self._counted = counted
-        self._record: RequestRecord | None = None  # while somebody follows requests
+        self._record: RequestRecord | None = None  # set while somebody follows requests
 
     def ask(self) -> Self:
         """Lease the blocks."""
@@ -62,7 +62,7 @@ class Match:
         return self
 
     def _count(self, hits: dict[str, int], seconds: float) -> None:
-        """Count a look-up. hits: found tokens by source. seconds: that the look-up took."""
+        """Count a look-up. hits: found tokens by source. seconds: duration of the look-up."""
         if not self._counted:
             return
         count_found(self._session, self._cache, self._asked, hits)
@@ -70,13 +70,13 @@ class Match:
             self._record.found, self._record.lookup_s = hits, seconds
 
     def _parts(self) -> Iterator[Keys]:
-        """The keys in pieces of at most KEYS_PER_CALL."""
+        """Yield the keys in pieces of at most KEYS_PER_CALL."""
         keys, count = self._keys, len(self._keys)
         for first in range(0, count, KEYS_PER_CALL):
             yield keys[first : first + KEYS_PER_CALL] if count > KEYS_PER_CALL else keys
 
     def _take(self, part: Keys, lease: int, answer: Matched | None) -> bool:
-        """Keep the lease of an answer. Returns whether the lease has all keys of the call."""
+        """Keep the lease that an answer grants. Returns whether the lease has all keys of the call."""
         if self._counted and self._session.directory.requests.followed and self._record is None:
             name = lease_name(self._session.directory.client, lease)
             self._record = RequestRecord("request", self._cache, self._asked, id=name)
@@ -104,9 +104,9 @@ class Match:
 
     @property
     def nodes(self) -> list[str]:
-        """Ray node ids of the nodes that the blocks lie on, in the blocks' order, each once.
+        """Ray node ids of the nodes that have the blocks, each once, in the order of the blocks.
 
-        Asks the directory for names that this process does not know yet. Leaves out nodes that stay unknown.
+        Asks the directory for names that this process does not know yet. Leaves out nodes whose names stay unknown.
         """
         return self._session.node_names(self._indices())
 
@@ -115,30 +115,32 @@ class Match:
         return list(dict.fromkeys(index for lease in self._leases for index in lease.blocks.source["node"].tolist()))
 
     def read(self, out: Any, *, verify: bool = False) -> int:
-        """Copy the blocks out. Blocks of other nodes stream through this node's staging window.
+        """Copy the blocks to `out`. Blocks of other nodes stream through this node's staging window.
 
-        out: at least (num_blocks, block_bytes) uint8, contiguous and writable, numpy or torch; block i goes to out[i].
-        verify: also check the checksums of this node's blocks (other nodes' blocks are always checked).
-        Returns how many leading rows hold their block: num_blocks, or fewer if a node failed, or if other readers
-        filled the staging window for seconds.
+        out: at least (num_blocks, block_bytes) uint8, contiguous and writable, numpy or torch; block i is copied to
+        out[i].
+        verify: whether to check the checksums of this node's blocks too (other nodes' blocks are always checked).
+        Returns the number of leading rows that hold their blocks: num_blocks, or fewer if a node failed, or if other
+        readers used up the staging window for seconds.
         Raises ValueError for an array of another shape or dtype.
         """
         return self.read_rows(self._dense(out), verify)
 
     def read_into(self, paged: Any, block_ids: Sequence[int], *, verify: bool = False) -> int:
-        """As `read`, into paged memory: block i becomes row block_ids[i] of every array of `paged`.
+        """Like `read`, but into paged memory: block i becomes row block_ids[i] of every array of `paged`.
 
-        paged: a (pages, bytes) uint8 array, or several (say, one for each layer) whose row bytes add up to block_bytes.
+        paged: a (pages, bytes) uint8 array, or several (for example, one per layer) whose rows together have
+        block_bytes.
         block_ids: (num_blocks,) int. Raises ValueError if `paged` or `block_ids` does not fit.
         """
         return self.read_rows(self._paged(paged, block_ids), verify)
 
     async def aread(self, out: Any, *, verify: bool = False) -> int:
-        """As `read`, without blocking the event loop. A cancelled call finishes its copy before it raises."""
+        """Like `read`, without blocking the event loop. A cancelled call finishes its copy before it raises."""
         return await self._session.in_thread(self.read_rows, self._dense(out), verify)
 
     async def aread_into(self, paged: Any, block_ids: Sequence[int], *, verify: bool = False) -> int:
-        """As `read_into`, without blocking the event loop. A cancelled call finishes its copy before it raises."""
+        """Like `read_into`, without blocking the event loop. A cancelled call finishes its copy before it raises."""
         return await self._session.in_thread(self.read_rows, self._paged(paged, block_ids), verify)
 
     def _dense(self, out: Any) -> Rows:
@@ -156,7 +158,7 @@ class Match:
             )
 
     def read_rows(self, rows: Rows, verify: bool = False) -> int:
-        """As `read`, into checked rows."""
+        """Like `read`, but into rows that were checked already."""
         refuse_forked()
         done = 0
         for lease in self._leases:
@@ -174,11 +176,11 @@ class Match:
         return done
 
     def fetch(self, *, whole: bool = False) -> int:
-        """Bring blocks of other nodes and of an external tier to this node, without copying blocks out.
+        """Pull blocks from other nodes and from an external tier to this node, without copying blocks out.
 
-        whole: bring all blocks through the staging window, however long a tier takes. Without `whole`, bring as many as
-        the window holds; a later `read` copies these at memory speed. Returns how many leading blocks came, or were
-        here already.
+        whole: whether to pull all blocks through the staging window, however long a tier takes. Without `whole`, pull
+        as many blocks as the window holds; a later `read` copies them at memory speed. Returns the number of leading
+        blocks that arrived or were here already.
         """
         refuse_forked()
         self._check_held()
@@ -193,7 +195,7 @@ class Match:
         return done
 
     def release(self) -> None:
-        """Let the blocks go. The next call tells the directory, so the release costs nothing."""
+        """Release the blocks. The next call tells the directory, so the release needs no call of its own."""
         self._released = True
         for lease in self._leases:
             lease.release()
@@ -216,7 +218,7 @@ class AsyncMatch:
     """`async with cache.amatch(keys) as match`: makes and releases a Match without blocking the event loop."""
 
     def __init__(self, session: Session, keys: Keys, tokens_per_s: float, prefetch: bool) -> None:
-        """Arguments as of Match. Asks the directory nothing before the `async with`."""
+        """The arguments are those of Match. Sends nothing to the directory before the `async with`."""
         self._session = session
         self._match = Match(session, keys, tokens_per_s, prefetch, counted=True)
 
@@ -229,7 +231,7 @@ class AsyncMatch:
         return self._match
 
     def _ask(self) -> None:
-        """Ask for the nodes' names too, so that `nodes` does not block the event loop later."""
+        """Ask the directory for the match and for node names, so that `nodes` does not block the event loop later."""
         self._match.ask()
         _ = self._match.nodes
 

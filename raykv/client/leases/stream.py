@@ -1,4 +1,4 @@
-"""Streaming of leased blocks to this node: piece by piece, with a few pulls ahead of the reader."""
+"""Streams leased blocks to this node piece by piece, with a few pulls ahead of the reader."""
 
 import time
 from collections.abc import Iterator
@@ -16,28 +16,28 @@ from raykv.metrics.span import span
 from raykv.protocol.location import Locations
 from raykv.protocol.transfers import ALTERED, PULLED, data_deadline
 
-PIECE_BYTES = 64 * MIB  # pulled at a time: while one piece is copied out, the next piece is pulled
-FIRST = 4  # the first two pieces are a fourth as long: the reader, and readers on other nodes, wait for them
+PIECE_BYTES = 64 * MIB  # bytes of a piece: while one piece is copied out, the next piece is pulled
+FIRST = 4  # the first two pieces have a fourth of that, as readers here and on other nodes wait for them
 PIECES_AHEAD = 2
-LATE_S = 0.5  # a pull that brings no block after a longer wait was late; before that, it was refused
-WAIT_BUDGET_S = 0.05  # shortest wait of a read for a tier, however fast the engine could compute the tokens
-WINDOW_S = 2.0  # a read waits at least so long for staging slots, or for a copy that another reader pulls
-WINDOW_DEADLINES = 8  # a read waits at least so many of the pool's deadlines too, for slots or a copy
-WINDOW_POLL_S = 0.005  # between a read's first questions for staging slots
-WINDOW_REST_S = 0.02  # between a read's later questions for staging slots
+LATE_S = 0.5  # a pull that brings no block after a longer wait counts as late; an earlier failure is a refusal
+WAIT_BUDGET_S = 0.05  # minimum deadline of a read that waits for a tier, however fast the engine computes tokens
+WINDOW_S = 2.0  # minimum deadline of a read that waits for staging slots, or for a copy that another reader pulls
+WINDOW_DEADLINES = 8  # the same minimum, in deadlines of the pool; the longer of both applies
+WINDOW_POLL_S = 0.005  # interval between a read's first requests for staging slots
+WINDOW_REST_S = 0.02  # interval between a read's later requests for staging slots
 
-SILENT = "its node does not answer"  # this reason and the next ones appear in request lines, which also name the node
-LATE = "the pull was late", "the external tier was slower than computing would be"  # of another node; of a tier
+SILENT = "its node does not answer"  # this text and the next ones appear in request lines, which also name the node
+LATE = "the pull was late", "the external tier was slower than computing would be"  # for another node; for a tier
 FAILED_TO = "the pull failed", "the external tier did not give it"
 
 
 def piece_blocks(block_bytes: int) -> int:
-    """How many blocks are pulled at a time."""
+    """Return the number of blocks that are pulled at a time."""
     return max(1, PIECE_BYTES // block_bytes)
 
 
 class Pull(NamedTuple):
-    """A pull under way. source: LOCATIONs that it reads."""
+    """A pull that is under way. source: LOCATION records that it reads."""
 
     blocks: Blocks
     source: Locations
@@ -46,20 +46,20 @@ class Pull(NamedTuple):
 class Stream:
     """Pulls leased blocks to this node.
 
-    wait_budget_s: seconds that a read waits for an external tier; None: as long as for other pulls. piece_blocks: how
-    many blocks one pull brings at most.
+    wait_budget_s: seconds that a read waits for an external tier; None: as long as for other pulls. piece_blocks:
+    maximum number of blocks in a pull.
     """
 
     def __init__(self, session: Session, store: StoreClient | None, blocks: LeasedBlocks) -> None:
-        """store: of the reader's node."""
+        """store: the store of the reader's node."""
         self._session, self._store, self.blocks = session, store, blocks
         self.piece_blocks = piece_blocks(blocks.block_bytes)
-        self._begun: dict[int, tuple[int, Any]] = {}  # by first block: (number of blocks of an early pull, answer)
+        self._begun: dict[int, tuple[int, Any]] = {}  # early pulls by first block: (number of blocks, pending answer)
         self.wait_budget_s: float | None = None
         self._since = time.monotonic()
 
     def begin(self) -> None:
-        """Begin the first pulls before the first read."""
+        """Start the first pulls before the first read."""
         away = np.flatnonzero(~self.blocks.here())[: PIECES_AHEAD * self.piece_blocks]
         there, first = self.blocks.with_slots(away), 0
         while self._store is not None and first < len(there):
@@ -69,19 +69,19 @@ class Stream:
             first += len(piece)
 
     def piece(self, away: Blocks, first: int) -> Blocks:
-        """The piece of `away` that begins at index `first`.
+        """Return the piece of `away` that begins at index `first`.
 
-        This piece has as many blocks as all pieces before it together. It has at least a quarter of `piece_blocks`, and
-        at most `piece_blocks`.
+        It has as many blocks as all pieces before it together, but at least a quarter of `piece_blocks`, and at most
+        `piece_blocks`.
         """
         return away[first : first + min(self.piece_blocks, max(1, self.piece_blocks // FIRST, first))]
 
     def arrivals(self, stop: int, passes: bool) -> Iterator[tuple[Blocks, Locations]]:
-        """Bring blocks before `stop` to this node, piece by piece. Yields (blocks, where they are now), as they arrive.
+        """Pull the blocks before `stop` to this node, piece by piece. Yields (blocks, their locations) as they arrive.
 
         Blocks that are here already come first, while the first pieces are on their way. If a block can't be pulled
-        from a copy, it is pulled from where it was leased. If that fails too, no further pull begins. passes: after
-        each step, reuse the staging slots of the yielded blocks.
+        from its current copy, it is pulled from the place where it was leased. If that fails too, no further pull
+        starts. passes: whether to reuse the staging slots of the yielded blocks after each step.
         """
         blocks, store, here = self.blocks, self._store, self.blocks.here()[:stop]
         if store is None:
@@ -117,12 +117,12 @@ class Stream:
             pulls.pass_by(arrived)
 
     def by_source(self, piece: Blocks) -> list[Blocks]:
-        """Split a piece: blocks in other nodes' memory, and blocks in a tier, for which the others must not wait."""
+        """Split a piece into blocks of other nodes and blocks of a tier: the former must not wait for the latter."""
         external = self.blocks.external[piece]
         return [part for part in (piece[~external], piece[external]) if len(part)]
 
     def pull(self, store: StoreClient, part: Blocks) -> Any:
-        """The pending answer to a pull of blocks from one source. `begin` may have begun the pull."""
+        """Pull blocks from one source, unless `begin` has started this pull. Returns the pending answer."""
         begun, answer = self._begun.pop(int(part[0]), (0, None))
         if begun == len(part):
             return answer
@@ -130,7 +130,7 @@ class Stream:
         return store.pull(blocks.source[part], blocks.keys[part], blocks.staged[part], bool(blocks.external[part[0]]))
 
     def _before_silence(self, store: StoreClient, stop: int) -> int:
-        """How many blocks come before `stop` and before the first block of a silent node. Notes a silent node."""
+        """Return the number of blocks before `stop` and before any block of a silent node. Notes a silent node."""
         source = self.blocks.source[:stop]
         reached = reachable(store, source, self.blocks.name.node)
         if reached < stop:
@@ -141,7 +141,7 @@ class Stream:
         return reached
 
     def _first_of(self, store: StoreClient, pulls: dict[Any, Pull]) -> tuple[Pull, NDArray[np.bool_]] | None:
-        """Wait for one of the pulls. Returns (the pull, which blocks came). None: all pulls are late, and given up."""
+        """Wait for one of the pulls. Returns (the pull, which blocks arrived), or None if all pulls are late."""
         since = time.monotonic()
         with span("pull", pool=self._session.name, pieces=len(pulls)):
             answer = store.first(list(pulls), self._deadline([pull.blocks for pull in pulls.values()]))
@@ -159,7 +159,7 @@ class Stream:
         return pull, came
 
     def _arrived(self, store: StoreClient, answer: Any, pull: Pull) -> NDArray[np.bool_]:
-        """(n,) bool: which blocks of a pull are in their staging slots now."""
+        """Return (n,) bool: whether each block of a pull is in its staging slot now."""
         directory, target = self._session.directory, self.blocks.staged[pull.blocks]
         verdicts = store.verdicts(answer, target, directory)
         directory.pulled(target[verdicts == PULLED])
@@ -168,17 +168,17 @@ class Stream:
         return arrived
 
     def _wait_for_window(self, end: float, pause: float) -> bool:
-        """Pause before the next question for slots or for a copy. Returns False after `end` (0: no end yet)."""
+        """Pause before the next request for slots or for a copy. Returns False after `end` (0: no end yet)."""
         if end and time.monotonic() > end:
             self.blocks.fall_short("other readers use up this node's staging window")
             self._session.directory.fault("window", "other readers use up this node's staging window")
             return False
-        with giving_way():  # a reader with slots needs a seat to report that its blocks came
+        with giving_way():  # a reader with slots needs a seat to report that its blocks arrived
             time.sleep(pause)
         return True
 
     def _deadline(self, parts: list[Blocks]) -> float:
-        """Seconds to wait for pulls. Pulls that are all from a tier may take no longer than computing the tokens."""
+        """Return the seconds to wait for pulls; if all are from a tier, at most the time of computing the tokens."""
         size = self.blocks.block_bytes * sum(map(len, parts))
         if self.wait_budget_s is None or not all(self.blocks.external[part[0]] for part in parts):
             return data_deadline(size)
@@ -186,13 +186,13 @@ class Stream:
         return max(0.0, min(data_deadline(size), left))
 
     def fall_short_of(self, what: tuple[str, str], pull: Pull) -> None:
-        """Note why a pull brought fewer blocks. what: LATE or FAILED_TO. pull: of blocks that did not come."""
+        """Note why blocks of a pull are missing. what: LATE or FAILED_TO. pull: the blocks that did not arrive."""
         external = bool(self.blocks.external[pull.blocks[0]])
         self.blocks.fall_short(what[external], -1 if external else int(pull.source["node"][0]))
 
 
 class _Pulls:
-    """The pulls of one pass through a lease. under_way: by pending answer. broken: begin no more pulls."""
+    """The pulls of one pass through a lease. under_way: pulls by pending answer. broken: start no more pulls."""
 
     def __init__(self, stream: Stream, store: StoreClient, away: Blocks, passed: NDArray[np.bool_] | None) -> None:
         """away: the blocks to pull. passed: (n,) bool, blocks whose slots may be reused; None: keep all slots."""
@@ -207,7 +207,7 @@ class _Pulls:
         return self.broken or self._next == len(self._away)
 
     def begin(self) -> None:
-        """Begin pulls until PIECES_AHEAD are under way, as far as there are staging slots."""
+        """Start pulls while there are staging slots, until PIECES_AHEAD pulls are under way."""
         stream, blocks = self._stream, self._stream.blocks
         while not self.done and len(self.under_way) < PIECES_AHEAD:
             start = 0 if self._passed is None else leading(self._passed)
@@ -227,9 +227,9 @@ class _Pulls:
         self.under_way[self._stream.pull(self._store, part)] = Pull(part, source)
 
     def try_again(self, missing: Pull) -> None:
-        """Pull missing blocks from where they were leased.
+        """Pull missing blocks from the places where they were leased.
 
-        If the failed pull was itself from where they were leased, begin no more pulls.
+        If the failed pull was already from these places, start no more pulls.
         """
         blocks = self._stream.blocks
         blocks.go_back()
@@ -240,13 +240,13 @@ class _Pulls:
             self.broken = True
 
     def pass_by(self, blocks: Blocks | NDArray[np.bool_]) -> None:
-        """The reader no longer needs these blocks."""
+        """Note that the reader no longer needs these blocks."""
         if self._passed is not None:
             self._passed[blocks] = True
 
 
 def reachable(store: StoreClient, source: Locations, node: int) -> int:
-    """How many blocks come before the first block of a silent node. node: this node's index in locations."""
+    """Return the number of blocks before the first block of a silent node. node: this node's index in locations."""
     away = np.flatnonzero(source["node"] != node)
     silent = away[~store.reaches(source["node"][away])] if len(away) else away
     return int(silent[0]) if len(silent) else len(source)

@@ -1,4 +1,4 @@
-"""The node store beside a client: the memory that it maps into this process."""
+"""The store of a client's own node, and the memory of it that this process maps."""
 
 import weakref
 from collections.abc import Callable
@@ -13,14 +13,14 @@ from raykv.cluster import named_actors, ray_calls
 from raykv.protocol.location import Locations
 from raykv.protocol.transfers import StoreDescription
 
-DESCRIBE_DEADLINE_S = 60.0  # a store that has just started waits for the directory
+DESCRIBE_DEADLINE_S = 60.0  # deadline for a store to describe its arena: a new store waits for the directory
 
 
 class LocalStore(StoreClient):
     """The store of this process's node.
 
     While the store is down, its memory stays in use, and other nodes' blocks are misses.
-    name: the directory's name of the memory. index: of the memory, in locations. arena: the memory, mapped.
+    name: the directory's name for the memory. index: index of the memory in locations. arena: the mapped memory.
     """
 
     def __init__(self, pool: str, node_id: str, gpu: str | None, on_failure: Callable[[], None]) -> None:
@@ -49,8 +49,8 @@ class LocalStore(StoreClient):
         return epoch <= self.arena.epoch and not np.count_nonzero(nodes != self.index)
 
     def wrong(self, locations: Locations, keys: NDArray[np.uint8]) -> Locations:
-        """Which of these locations, where a reader could not read its block, to report as corrupt.
+        """Return the locations to report as corrupt, out of locations where a reader could not read its block.
 
-        Leaves out good blocks whose length is not the reader's block size: the reader is wrong about their size.
+        Leaves out good blocks whose length is not the reader's block size: in this case the reader is wrong.
         """
         return locations[~self.arena.holds_other_length(locations, keys)]

@@ -1,4 +1,4 @@
-"""Silence: whether this node's store answers, and from which other nodes blocks come late."""
+"""Tracks whether this node's store answers, and from which other nodes blocks arrive late."""
 
 import threading
 import time
@@ -13,21 +13,21 @@ from raykv.cluster import ray_calls
 from raykv.config import SUSPECT_AFTER_S
 from raykv.protocol.location import is_tier
 
-PING_S = 0.25  # for a store to answer a ping
+PING_S = 0.25  # deadline for a store to answer a ping
 
 
 class Silence:
-    """Which nodes were late for one process, and whether its own node's store is silent. Thread-safe.
+    """Tracks which nodes were late for one process, and whether its own node's store is silent. Thread-safe.
 
-    A store that does not answer a ping is silent until it answers. For SUSPECT_AFTER_S the process asks a late node for
-    nothing. By then the directory has noticed if the node is down, and sends no reader to such a node.
+    A store that does not answer a ping counts as silent until it answers. The process requests nothing from a late node
+    for SUSPECT_AFTER_S. By then the directory has noticed if the node is down, and sends no reader to such a node.
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()  # guards that there is one ping at a time, and changes of _until
+        self._lock = threading.Lock()  # ensures one ping at a time, and guards changes of _until
         self._ping: Any = None  # ping of a store that was late; None once the store has answered
         self._asked = 0.0  # when the ping was sent
-        self._until: dict[int, float] = {}  # when each late node, by index, may be asked again. Never changed in place
+        self._until: dict[int, float] = {}  # by index of a late node: when to use it again. Never changed in place
 
     def ask(self, store: Any) -> None:
         """Ping a store whose answer is about to be late."""
@@ -52,7 +52,7 @@ class Silence:
             return time.monotonic() - self._asked > PING_S
 
     def note_late(self, nodes: NDArray[np.integer[Any]]) -> None:
-        """Note nodes, by index, whose blocks are late. A late external tier is no fault of its node."""
+        """Note the nodes, by index, whose blocks are late. A late external tier is not a fault of its node."""
         now = time.monotonic()
         late = dict.fromkeys(nodes[~is_tier(nodes)].tolist(), now + SUSPECT_AFTER_S)
         with self._lock:
@@ -64,7 +64,7 @@ class Silence:
         return bool(self._late())
 
     def of_nodes(self, nodes: NDArray[np.integer[Any]]) -> NDArray[np.bool_]:
-        """(n,) bool: whether each node, by its index, was late in the last SUSPECT_AFTER_S."""
+        """Return (n,) bool: whether each node, given by index, was late in the last SUSPECT_AFTER_S."""
         late = self._late()
         return np.isin(nodes, np.array(late, nodes.dtype)) if late else np.zeros(len(nodes), np.bool_)
 

@@ -17,7 +17,7 @@ from raykv.protocol.transfers import PULLED, Transfer, data_deadline, verdicts_o
 
 
 def pieces(indices: NDArray[np.intp], blocks: int) -> Iterator[NDArray[np.intp]]:
-    """Indices in runs of at most `blocks`."""
+    """Yield the indices in pieces of at most `blocks`."""
     for first in range(0, len(indices), blocks):
         yield indices[first : first + blocks]
 
@@ -29,7 +29,7 @@ class StoreClient:
     """
 
     def __init__(self, store: Any, on_failure: Callable[[], None]) -> None:
-        """on_failure: called when blocks are late or do not arrive: another actor may be the store now."""
+        """on_failure: called when blocks are late or do not arrive, since another actor may have become the store."""
         self.store, self._on_failure = store, on_failure
         self.silence = Silence()
 
@@ -42,20 +42,20 @@ class StoreClient:
         return np.zeros(len(nodes), np.bool_) if silent else ~self.silence.of_nodes(nodes)
 
     def pull(self, source: Locations, keys: NDArray[np.uint8], target: Locations, external: bool = False) -> Any:
-        """Begin to fetch blocks into slots of this store's node.
+        """Start to fetch blocks into slots of this store's node.
 
-        `first` waits for the answer, and `verdicts` reads the answer.
-        source, target: (n,) LOCATION. keys: (n, 16) uint8. external: the source is an external tier.
+        `first` waits for the answer, and `verdicts` reads the answer. source, target: (n,) LOCATION. keys: (n, 16)
+        uint8. external: whether the source is an external tier.
         """
         pull = self.store.pull.options(concurrency_group="promote") if external else self.store.pull
         return pull.remote(_transfer(source, keys, target))
 
     def first(self, answers: list[Any], seconds: float) -> Any | None:
-        """The first finished pull of several. None if no pull ends in time: see `gave_up`."""
+        """Return the pull that finishes first, or None if no pull finishes in time: see `gave_up`."""
         with giving_way(), contextlib.suppress(RaySystemError):  # after ray.shutdown()
             patience = max(0.0, seconds - PING_S)
             ready, _ = ray_calls.wait(answers, timeout=patience)
-            if not ready and patience > 0.0:  # only waits for a tier are as short as PING_S: then the tier is late
+            if not ready and patience > 0.0:  # a wait as short as PING_S is for a tier: then the tier is late
                 self.silence.ask(self.store)
             if not ready:
                 ready, _ = ray_calls.wait(answers, timeout=seconds - patience)
@@ -63,7 +63,7 @@ class StoreClient:
         return None
 
     def gave_up(self, nodes: NDArray[np.integer[Any]]) -> None:
-        """Transfers from or to these nodes are late. If this store answers, note the nodes as late."""
+        """Note that transfers from or to these nodes are late. The nodes count as late if this store answers."""
         self._on_failure()
         if not self.silence.of_store(self.store):
             self.silence.note_late(nodes)
@@ -71,7 +71,7 @@ class StoreClient:
     def push(
         self, source: Locations, keys: NDArray[np.uint8], target: Locations, directory: DirectoryClient
     ) -> NDArray[np.uint8]:
-        """Have other nodes fetch blocks from staging slots of this store's node. Returns `verdicts`.
+        """Make other nodes fetch blocks from staging slots of this store's node. Returns `verdicts`.
 
         The arguments are as for `pull`.
         """
@@ -81,9 +81,9 @@ class StoreClient:
         return self.verdicts(answer, target, directory)
 
     def verdicts(self, answer: Any, target: Locations, directory: DirectoryClient) -> NDArray[np.uint8]:
-        """(n,) uint8 FAILED, PULLED or ALTERED: the result for each block of a pull or push, after `first`.
+        """Return FAILED, PULLED or ALTERED for each block of a pull or push: (n,) uint8. Call `first` before.
 
-        All FAILED if the store has not answered. Blocks that did not arrive count as a fault.
+        All blocks are FAILED if the store has not answered. Blocks that did not arrive count as a fault.
         """
         try:
             data = ray_calls.get(answer, timeout=0)

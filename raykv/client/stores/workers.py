@@ -10,16 +10,16 @@ from typing import Any, ParamSpec, TypeVar
 P = ParamSpec("P")
 T = TypeVar("T")
 
-SEATS = 16  # threads that work at a time: copies share the memory's bandwidth
-THREADS = 256  # including threads that wait for another process
+SEATS = 16  # maximum number of threads that work at a time: copies share the memory's bandwidth
+THREADS = 256  # maximum number of threads, including threads that wait for another process
 _thread = threading.local()  # seats: the Workers' semaphore that this thread's work has acquired
 
 
 class Workers:
-    """Threads, of which SEATS work at a time. A thread that waits for another process frees its seat: `giving_way`."""
+    """Threads, of which at most SEATS work at a time. A thread frees its seat while it waits: see `giving_way`."""
 
     def __init__(self, name: str) -> None:
-        """name: of the threads."""
+        """name: prefix of the threads' names."""
         self._seats = threading.Semaphore(SEATS)
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix=name)
 
