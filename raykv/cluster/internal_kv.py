@@ -39,7 +39,7 @@ class Kept(StrEnum):
     COMPILED = "compiled"  # number of kernels that the directory has compiled, and number of all kernels
     ANSWER = "answer"  # by node, pickled: the node's answer before a pool starts
     FAILED = "failed"  # by node: why the node has no store
-    IDLE = "idle"  # by node that only pools use: whether its store has ended
+    IDLE = "idle"  # by node, if only pools use the node: whether its store has ended
     LEAVING = "leaving"  # by node: the node is about to leave
     MEMORY = "memory"  # by node, JSON: the cpu_memory that `resize` gave it
     QUOTA = "quota"  # by tenant, JSON: the tenant's minimum and maximum

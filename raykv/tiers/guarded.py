@@ -369,7 +369,7 @@ class GuardedTier:
     def _holds_content(self) -> bool:
         """Whether the tier still has blocks of the content. Looks for blocks stored before the marker was last seen.
 
-        If this store had stored no blocks by then, looks at the first blocks of a scan.
+        If this store had stored no blocks before, looks for the first blocks that a scan of the tier returns.
         """
         if not isinstance(self._tier, ReadsHeads):
             return False

@@ -165,7 +165,7 @@ def _killed(nodes: int, entries: int, seconds: float) -> dict[str, Any]:
 
 
 def _until_joined(loads: list[Process], nodes: int, seconds: float) -> list[Figures]:
-    """Return the figures until all stores have joined, and for `seconds` after that."""
+    """Wait until all stores have joined, and `seconds` more. Return the figures of that time."""
     while len(_array(_collect(loads), "joined")) < nodes:
         time.sleep(0.2)
     time.sleep(seconds)

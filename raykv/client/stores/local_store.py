@@ -41,7 +41,7 @@ class LocalStore(StoreClient):
         weakref.finalize(self, self.arena.close).atexit = False
 
     def has(self, nodes: NDArray[np.uint32], epoch: int) -> bool:
-        """Whether this memory has the locations that a directory of this epoch gave. If not, the store was replaced.
+        """Whether locations from a directory of this epoch are in this memory. If not, the store was replaced.
 
         nodes: the field `node` of these locations. A store raises its memory's epoch before a new directory places
         blocks there.

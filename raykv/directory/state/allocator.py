@@ -57,7 +57,7 @@ class Node:
         return self.name != self.host
 
     def least_window(self, stride: int) -> int:
-        """Return the slots of a size's staging window, without the room that a plan reserves for copies."""
+        """Return how many slots of a size are in the staging window, if no plan makes it larger for copies."""
         return max(1, self.window_bytes // stride)
 
     @property
