@@ -4,6 +4,7 @@ import numpy as np
 
 from raykv.config import SUSPECT_AFTER_S
 from raykv.directory.kernels import leases, slabs
+from raykv.directory.kernels.columns import SECOND
 from raykv.directory.state.allocator import Node
 from raykv.directory.state.arrays import split_keys
 from raykv.directory.state.holds import Client
@@ -30,7 +31,7 @@ def check(state: State, now: float) -> None:
         forget_swapped(state, state.clients.expire(client))
         state.intents.end_all(client)
     state.clients.end_unused(now)
-    state.size_classes.set_second(int(now))
+    state.c.state[SECOND] = int(now)
     state.intents.expire(now)
     state.hit_curve.check(now)
     mark(state, now)

@@ -56,7 +56,7 @@ LIST = np.dtype(
         *(("clean_tail", "<i8"), ("clean_count", "<i8")),  # written by lists, eviction, demotion
         ("done", "<i8"),  # written by lists, eviction
         ("late", "<i8"),  # written by lists, eviction
-        *(("kept", "<i8"), ("kept_count", "<i8")),  # written by lists, eviction
+        *(("kept", "<i8"), ("kept_count", "<i8"), ("passes", "<i8")),  # written by lists, eviction
     ]
 )
 SIZE_CLASS = np.dtype(  # the slots of one size on one node
@@ -101,7 +101,7 @@ class Columns(NamedTuple):
     rows: NDArray[np.void]  # ROW
     # Of each row: the tenant that pays for its key. Not used while there is only one tenant; written by lists, table
     tenants: NDArray[np.uint8]
-    # Of each row: the second until which it is kept. Not used while LAST_KEPT is over; written by lists, eviction
+    # Of each row: the second until which it is kept. Not used while LAST_KEPT is over; written by lists
     kept_until: NDArray[np.uint32]
     table: NDArray[np.int64]  # tag << 32 | row + 1, or 0; written by table
     lists: NDArray[np.void]  # LIST, LISTS_PER_CLASS of each size class

@@ -43,11 +43,11 @@ from raykv.directory.kernels.lists import (
     free,
     in_external_tier,
     is_tier_row,
+    keep_until,
     link_between,
     link_old,
     list_of,
     oldest_in,
-    pass_over_none,
     ready_list,
     size_class_of,
     stored,
@@ -58,6 +58,8 @@ from raykv.directory.kernels.quotas import ANYBODY, OTHERS, OWN, may_go, tenant_
 from raykv.directory.kernels.slots import room
 from raykv.directory.kernels.table import alone, delete, prefetch, prefetch_entry, probe, row_at
 from raykv.system.jit import kernel
+
+KEPT_MOST = 1 << 16  # maximum number of rows of a list that evictions pass over: one eviction may look at all of them
 
 
 @kernel(C, INT)
@@ -210,12 +212,15 @@ def evict(c, row):
     key's replicas that nobody holds. They are as old as the primary, since `release` touches the primary after a
     read of a replica. A replica that became the primary would take a slot of its node's staging window.
     """
+    which, oldest_row = list_of(c, row, READY), row
     if c.state[LAST_KEPT] > c.state[SECOND]:
-        row = _instead_of(c, row)
+        row = _instead_of(c, which, row)
     position = probe(c, c.rows[row].k0, c.rows[row].k1)
     if not alone(c, position, row):
         drop_replicas(c, row_at(c, position))
     forget_at(c, row, position)  # the eviction
+    if row != oldest_row:
+        _passed_over(c, which, c.rows[row].last)
     c.size_classes[size_class_of(c, row)].evicted += 1
     c.quotas[tenant_of(c, row)].evicted += 1
     return row
@@ -227,41 +232,25 @@ def _is_kept(c, row):
 
 
 @kernel
-def _instead_of(c, row):
-    """Return the row to evict instead of the oldest row of a list, which may be kept.
+def _instead_of(c, which, row):
+    """Return the row to evict instead of the oldest row of a list, which may be kept: the oldest row that is not kept.
 
-    This is the oldest row that is not kept, whose place and age the kept row gets. So the ages in the list are the same
-    as without a kept row, and no tenant's hint costs a block of another tenant. The kept row itself is evicted if more
-    than half of the list would be passed over, or if an unclean row would be evicted instead of a clean row.
+    The kept row itself is evicted if there are too many kept rows before the row that is not kept, or if an unclean row
+    would be evicted instead of a clean row.
     """
-    which = list_of(c, row, READY)
     if not _is_kept(c, row):
         return row
     other = _first_not_kept(c, which)
-    if other < 0:
-        return row
     clean_tail = c.lists[which].clean_tail
-    is_clean = clean_tail >= 0 and c.rows[other].last <= c.rows[clean_tail].last
-    if clean_tail >= 0 and not is_clean:
+    if other < 0 or (clean_tail >= 0 and c.rows[other].last > c.rows[clean_tail].last):
         return row
-    younger, older = c.rows[other].prev, c.rows[other].next
-    unlink(c, which, other)
-    unlink(c, which, row)
-    c.rows[row].last = c.rows[other].last
-    link_between(c, which, np.int64(younger), row, np.int64(-1) if older == row else np.int64(older))
-    c.lists[which].kept = row
-    c.lists[which].kept_count += 1
-    if is_clean:
-        c.lists[which].clean_count += 1
-        if clean_tail == other:
-            c.lists[which].clean_tail = row
     return other
 
 
 @kernel
 def _first_not_kept(c, which):
-    """Return a list's oldest row that is neither held nor kept; -1 if the older rows are more than half of the list."""
-    while 2 * c.lists[which].kept_count <= c.lists[which].count:
+    """Return a list's oldest row that is neither held nor kept. -1: the older rows are more than half of the list."""
+    while 2 * c.lists[which].kept_count <= c.lists[which].count and c.lists[which].kept_count < KEPT_MOST:
         kept = c.lists[which].kept
         row = np.int64(c.rows[kept].prev if kept >= 0 else c.lists[which].tail)
         if row < 0 or not (c.rows[row].holds > 0 or _is_kept(c, row)):
@@ -271,6 +260,35 @@ def _first_not_kept(c, which):
     return np.int64(-1)
 
 
+@kernel
+def _passed_over(c, which, last):
+    """An eviction passed over the oldest rows of a list. Make these rows younger, in the same order.
+
+    Without kept rows, n evictions would have taken the n oldest rows. So after n evictions each of the rows gets the
+    age of the n-th younger row, and the youngest of them gets `last`, the age of the evicted row. Then the oldest row
+    is at least as old as without kept rows, and no hint of a tenant costs another tenant a block. n: an eighth of the
+    rows, so that an eviction changes eight ages on average.
+    """
+    c.lists[which].passes += 1
+    count, age = c.lists[which].kept_count, c.rows[c.lists[which].kept].last
+    if 8 * c.lists[which].passes <= count:
+        return
+    passes = min(c.lists[which].passes, count, last - age)
+    c.lists[which].passes = 0
+    row = ahead = np.int64(c.lists[which].tail)
+    for _ in range(passes):
+        ahead = np.int64(c.rows[ahead].prev)
+    for i in range(count):
+        if i < count - passes:
+            c.rows[row].last = c.rows[ahead].last
+            ahead = np.int64(c.rows[ahead].prev)
+        else:
+            age += 1
+            c.rows[row].last = age
+        row = np.int64(c.rows[row].prev)
+    c.rows[c.lists[which].kept].last = last
+
+
 @kernel(C, ROWS, INT, INT)
 def keep(c, firsts, tenant, until):
     """Touch a tenant's keys, last to first, and keep them until second `until`. Returns how many keys are stored.
@@ -278,7 +296,6 @@ def keep(c, firsts, tenant, until):
     Only copies in the memory of nodes are kept: evictions pass over them, see `_instead_of`. firsts: from `find`.
     """
     count = 0
-    c.state[LAST_KEPT] = max(c.state[LAST_KEPT], until)
     for i in range(len(firsts) - 1, -1, -1):
         row, is_there = np.int64(firsts[i]), False
         if row >= 0 and c.state[TENANTS] > 1 and tenant_of(c, row) != tenant:
@@ -287,27 +304,12 @@ def keep(c, firsts, tenant, until):
             if stored(c.rows[row].state):
                 is_there = True
                 if c.size_classes[size_class_of(c, row)].charge > 0:
-                    _keep_until(c, row, until)
+                    keep_until(c, row, until)
                 if c.rows[row].holds == 0:
                     touch(c, row)
             row = np.int64(c.rows[row].same)
         count += is_there
     return count
-
-
-@kernel
-def _keep_until(c, row, until):
-    if c.state[LAST_KEPT] > c.state[SECOND]:  # else nobody reads or resets the column
-        c.kept_until[row] = until
-
-
-@kernel(C, INT, INT)
-def set_second(c, size_classes, second):
-    """Set the time to `second`. size_classes: number of size classes."""
-    if c.state[LAST_KEPT] > c.state[SECOND]:
-        for which in range(size_classes * LISTS_PER_CLASS):
-            pass_over_none(c, which)
-    c.state[SECOND] = second
 
 
 @kernel
@@ -382,8 +384,8 @@ def done(c, firsts, tenant, again):
         if row >= 0 and c.state[TENANTS] > 1 and tenant_of(c, row) != tenant:
             continue
         while row >= 0:
+            keep_until(c, row, 0)
             if stored(c.rows[row].state) and c.rows[row].holds == 0 and _may_rest(c, row):
-                _keep_until(c, row, 0)
                 which = list_of(c, row, c.rows[row].state)
                 oldest_in(c, which)  # removes held rows from the old end, else they would end up in the middle
                 if again:

@@ -100,6 +100,7 @@ def _assign_row(c, row, tenant):
     if is_primary:
         charge(c, row, -1)
     c.tenants[row] = tenant
+    keep_until(c, row, 0)
     if is_primary:
         charge(c, row, 1)
     if moves and c.rows[row].holds == 0:
@@ -150,22 +151,13 @@ def link_between(c, which, younger, row, older):
     else:
         c.lists[which].tail = row
     c.lists[which].count += 1
-    if _up_to_kept(c, which, row):
-        c.lists[which].kept_count += 1
-
-
-@kernel
-def _up_to_kept(c, which, row):
-    """Whether a row is in the old part of a list, up to `kept`."""
-    kept = c.lists[which].kept
-    return kept >= 0 and c.rows[row].last <= c.rows[kept].last
 
 
 @kernel
 def pass_over_none(c, which):
-    """Make the next eviction examine a list from the old end on."""
+    """Have the next eviction look for kept rows from the list's old end on."""
     c.lists[which].kept = -1
-    c.lists[which].kept_count = 0
+    c.lists[which].kept_count = c.lists[which].passes = 0
 
 
 @kernel
@@ -194,9 +186,12 @@ def unlink(c, which, row):
     if clean_tail >= 0 and c.rows[row].last <= c.rows[clean_tail].last:
         c.lists[which].clean_count -= 1
         c.lists[which].clean_tail = after if clean_tail == row else clean_tail
-    if _up_to_kept(c, which, row):
+    kept = c.lists[which].kept
+    if kept >= 0 and IN_USE < c.rows[row].last <= c.rows[kept].last:
         c.lists[which].kept_count -= 1
-        if c.lists[which].kept == row:
+        if c.lists[which].kept_count == 0:
+            pass_over_none(c, which)
+        elif kept == row:
             c.lists[which].kept = after
     if c.lists[which].done == row:
         c.lists[which].done = after
@@ -212,6 +207,14 @@ def unlink(c, which, row):
         c.lists[which].tail = before
     c.lists[which].count -= 1
     c.rows[row].prev = NOWHERE
+
+
+@kernel
+def keep_until(c, row, second):
+    """Keep a row until a second; 0: no longer. While no row is kept, nobody reads the column."""
+    c.state[LAST_KEPT] = max(c.state[LAST_KEPT], second)
+    if c.state[LAST_KEPT] > c.state[SECOND]:
+        c.kept_until[row] = second
 
 
 @kernel
@@ -481,8 +484,7 @@ def fill(c, row, k0, k1, gen, state):
     c.rows[row].gen = gen
     c.rows[row].holds = 0
     c.rows[row].uses = 0
-    if c.state[LAST_KEPT] > c.state[SECOND]:
-        c.kept_until[row] = 0
+    keep_until(c, row, 0)
     c.rows[row].state = state
     insert(c, row)
     if (state == WRITING) | (state == READY):

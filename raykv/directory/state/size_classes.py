@@ -19,7 +19,6 @@ from raykv.directory.kernels.columns import (
     LISTS_PER_CLASS,
     NODE_MASK,
     PAGE_BITS,
-    SECOND,
     TENANTS,
 )
 from raykv.directory.state.arrays import RowArray, zeros
@@ -120,7 +119,7 @@ class SizeClasses:
         size_class = self._class_count
         self._class_count += 1
         lists = _grown(self.c.lists, self._class_count * LISTS_PER_CLASS)
-        lists[size_class * LISTS_PER_CLASS :][:LISTS_PER_CLASS] = (-1, -1, 0, -1, 0, -1, -1, -1, 0)
+        lists[size_class * LISTS_PER_CLASS :][:LISTS_PER_CLASS] = (-1, -1, 0, -1, 0, -1, -1, -1, 0, 0)
         size_classes = _grown(self.c.size_classes, self._class_count)
         size_classes[size_class] = (node, offered, window, 0, 0, 0, charge)
         self.c = self.c._replace(lists=lists, size_classes=size_classes)
@@ -184,11 +183,6 @@ class SizeClasses:
         """Make blocks whose user left at a tick in (after, before] late: see `eviction.end_late`."""
         if eviction.end_late(self.c, self._class_count, after, before):
             self.reset_heaps()
-
-    def set_second(self, second: int) -> None:
-        """Tell kernels the time: blocks that were kept until then are evicted by age again."""
-        if second != self.c.state[SECOND]:
-            eviction.set_second(self.c, self._class_count, second)
 
     def oldest_tick_in_use(self, size_class: int) -> int:
         """Like `oldest_tick`, but only among blocks in use: see `eviction.oldest_in_use`."""

@@ -49,7 +49,7 @@ def _minor(version: str) -> tuple[int, int] | None:
 
 
 def knows_strides(version: str) -> bool:
-    """Whether decode context parallelism works with a connector. In 0.29 it does not: attention takes the interleave from another field."""
+    """Whether decode context parallelism works with a connector. Attention of 0.29 reads another interleave."""
     return (_minor(version) or NEWEST) >= (0, 30)
 
 

@@ -114,7 +114,7 @@ def test_the_order_is_that_of_a_list(seed: int) -> None:
     rng, pool, room = Random(seed), Pool(slots=24), 23
     line: list[bytes] = []  # from the oldest on
     until: dict[bytes, float] = {}
-    passed_over = 0
+    passed, passes = set[bytes](), 0  # keys that evictions pass over, and how often one did
     for _ in range(3000):
         key, what = rng.choice(KEYS[:60]), rng.choices(["use", "touch", "time"], [20, 4, 2])[0]
         if what == "time":
@@ -125,25 +125,46 @@ def test_the_order_is_that_of_a_list(seed: int) -> None:
             there = [key for key in reversed(keys) if key in line]
             assert touch(pool, keys, seconds) == len(there)
             line = [other for other in line if other not in there] + there
+            passed.difference_update(there)
             until |= dict.fromkeys(there, pool.now + seconds)
         else:
             if pool.read("a", [key]) == 0:
                 if len(line) == room:
-                    first = next((i for i, other in enumerate(line) if until.get(other, 0.0) <= pool.now), room)
-                    passed_over += 0 < first <= room / 2
-                    gone = line[first] if first <= room / 2 else line[0]
-                    line[line.index(gone)] = line[0]  # the kept block takes the place
-                    del line[0]
-                    until.pop(gone, None)
+                    gone = 0
+                    if until.get(line[0], 0.0) > pool.now:
+                        behind = [i for i, other in enumerate(line) if other not in passed]
+                        gone = next((i for i in behind if until.get(line[i], 0.0) <= pool.now), room)
+                        passed.update(line[: min(gone, room // 2 + 1)])
+                        passes += gone <= room / 2
+                    key_gone = line.pop(gone if gone <= room / 2 else 0)
+                    until.pop(key_gone, None)
+                    passed.discard(key_gone)
                 pool.store("a", [key])
             line = [other for other in line if other != key] + [key]
+            passed.discard(key)
         assert pool.keys() == set(line)
-    assert passed_over > 100
+    assert passes > 100
+
+
+@pytest.mark.parametrize("blocks", [4, 12, 20])
+@pytest.mark.parametrize("kept_s", [8.0, 1000.0])
+def test_no_block_goes_before_a_later_block_of_its_chain(blocks: int, kept_s: float) -> None:
+    pool, chain = Pool(slots=24), KEYS[:blocks]
+    pool.store("a", chain)
+    touch(pool, chain, kept_s)
+    lengths = []
+    for number in range(80):
+        pool.store("a", [KEYS[100 + number]])
+        there = pool.has(chain)
+        assert there == sorted(there, reverse=True), "a prefix"
+        lengths.append(sum(there))
+        pool.tick(0.25)
+    assert lengths[25] == min(blocks, 11) and lengths[-1] == (0 if kept_s < 20 else min(blocks, 11))
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_a_hint_costs_no_other_tenant_a_block_and_refuses_nothing(seed: int) -> None:
-    """The same calls without `seconds`: all blocks of the other tenant are the same at every step."""
+    """The same calls without `seconds`: at every step, the other tenant has the same blocks, or more."""
     rng, hinted, plain = Random(seed), Pool(slots=40, nodes="ab"), Pool(slots=40, nodes="ab")
     for pool in (hinted, plain):
         for tenant, minimum in (("x", 0.1), ("y", 0.2)):
@@ -164,11 +185,23 @@ def test_a_hint_costs_no_other_tenant_a_block_and_refuses_nothing(seed: int) -> 
                 pool.read(node, [for_each], tenant="y")
             pool.tick(0.2)
         mine += [for_each] if what == "mine" else []
-        assert hinted.has(keys) == plain.has(keys)
-        one, other = (pool.directory.stats(pool.now) for pool in (hinted, plain))
-        assert one["refused"] == other["refused"] and one["tenants"] == other["tenants"]
+        assert all(there >= without for there, without in zip(hinted.has(keys), plain.has(keys), strict=True))
+        assert hinted.directory.stats(pool.now)["refused"] == plain.directory.stats(pool.now)["refused"]
         differences += hinted.keys() != plain.keys()
     assert differences > 50, "hints changed nothing"
+
+
+def test_a_hint_ends_where_another_tenant_pays_for_the_block() -> None:
+    pool = Pool(slots=16)
+    for tenant in "xy":
+        pool.directory.set_quota(tenant, Quota(), pool.now)
+    pool.store("a", KEYS[:4], tenant="x")
+    touch(pool, KEYS[:4], tenant="x")
+    pool.store("a", KEYS[10:20], tenant="y")
+    pool.read("a", KEYS[:4], tenant="y")
+    for number in range(15):
+        pool.store("a", [KEYS[30 + number]], tenant="y")
+    assert left(pool, [*KEYS[:4], *KEYS[10:20]]) == []
 
 
 def test_a_tenant_keeps_only_its_own_blocks() -> None:

@@ -152,10 +152,10 @@ def _check_lists(directory: Directory, live: Any) -> None:
     for size_class, kept in size_classes.items():
         of_list = [columns.FREE, columns.REPLICA, *[kept] * columns.TENANTS_MAX]
         for which, of in enumerate(of_list):
-            head, tail, count, clean_tail, clean_count, *done, kept, kept_count = lists[
+            head, tail, count, clean_tail, clean_count, *done, kept_row, kept_count, _ = lists[
                 size_class * columns.LISTS_PER_CLASS + which
             ]
-            assert which >= columns.READY_LISTS or (clean_tail, clean_count, kept, kept_count) == (-1, 0, -1, 0)
+            assert which >= columns.READY_LISTS or (clean_tail, clean_count, kept_row, kept_count) == (-1, 0, -1, 0)
             before, row, length, last, clean, passed, done_with = -1, head, 0, 1 << 63, 0, 0, [-1, -1]
             while row >= 0:
                 length += 1
@@ -163,7 +163,7 @@ def _check_lists(directory: Directory, live: Any) -> None:
                 seen.add(row)
                 assert rows[row][4] == before and rows[row][8] == of
                 clean += clean > 0 or row == clean_tail
-                passed += passed > 0 or row == kept
+                passed += (passed > 0 or row == kept_row) and rows[row][3] > columns.IN_USE
                 assert class_of.get(row) == size_class
                 if of != columns.FREE:
                     assert rows[row][3] < last, "not in the order of use"
@@ -174,7 +174,7 @@ def _check_lists(directory: Directory, live: Any) -> None:
                 before, row = row, rows[row][5]
             assert (length, before, done_with) == (count, tail, done)
             assert clean == clean_count and (clean_count > 0) == (clean_tail >= 0), "not the clean rows"
-            assert passed == kept_count and (kept_count > 0) == (kept >= 0), "not the rows that are passed over"
+            assert passed == kept_count and (kept_count > 0) == (kept_row >= 0), "not the rows that are passed over"
     in_state = Counter((class_of[row], rows[row][8]) for row in live.tolist())
     for size_class in size_classes:
         of_class = c.size_classes[size_class]

@@ -79,12 +79,14 @@ class Allocator(Tiers):
 
     def evict(self, row: Row) -> Row:
         """Evict a key, given the oldest primary of a line. Copies that somebody holds stay."""
-        row = self.instead_of(row)
+        oldest, row = row, self.instead_of(row)
         for other in [r for r in self.table[row.key] if r.state == "replica" and r.holds == 0]:
             self.drop(other)
         self.take_out(row)
         self.evicted[row.slab.size_class] += 1
         self.evicted_of[row.tenant] += 1
+        if row is not oldest:
+            self.passed_over(row.slab.size_class, row.tenant, row.last)
         return row
 
     def provision(self, writer: Node, size_class: SizeClass, need: int, tenant: str) -> None:

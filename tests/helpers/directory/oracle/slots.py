@@ -38,6 +38,7 @@ class Row:
     aged: bool = False  # a hold on it has ended since it was stored or became the primary: `last` is its age
     clean: bool = False  # found or made clean, and not used since
     kept_until: int = 0  # second
+    passed: bool = False  # evictions pass over it
     given_up: bool = False  # no reader waits until it is pulled
     tenant: str = ""  # the tenant with a quota that is charged for the key; "" if none is
 
@@ -251,13 +252,14 @@ class Slots:
         self.long_bytes, self.waited_at = long_bytes, -math.inf  # waited_at: when a reader last waited for a copy
         self.pins: dict[bytes, tuple[Row, int]] = {}
         self.second = 0
+        self.passes: dict[tuple[SizeClass, str], int] = {}
 
     # ------------------------------------------------------------------ one row
 
     def use(self, row: Row) -> None:
         self.clock += 1
         row.last = self.clock
-        row.aged, row.clean = True, False
+        row.aged, row.clean, row.passed = True, False, False
 
     def keep(self, keys: list[bytes], tenant: str, until: int) -> int:
         """Touch a tenant's own keys, and keep their copies in memory until a second. Returns how many keys."""
@@ -272,16 +274,33 @@ class Slots:
         return count
 
     def instead_of(self, row: Row) -> Row:
-        """The block that goes for the oldest block of a line. If that is kept, it takes the age of the other block."""
+        """The block to evict in the place of the oldest block of a line, which may be kept."""
+        if row.kept_until <= self.second:
+            return row
         line = row.slab.size_class.line_of(row.tenant)
-        passed = list(itertools.takewhile(lambda row: row.holds or row.kept_until > self.second, line))
-        if not passed or len(passed) == len(line) or 2 * len(passed) > len(line):
-            return row
-        other = line[len(passed)]
-        if row.clean and not other.clean:
-            return row
-        row.last = other.last
-        return other
+        passed = sum(each.passed for each in line)
+        if not passed:
+            self.passes[row.slab.size_class, row.tenant] = 0
+        while 2 * passed <= len(line) and passed < len(line):
+            other = line[passed]
+            if not other.holds and other.kept_until <= self.second:
+                return row if row.clean and not other.clean else other
+            other.passed = True
+            passed += 1
+        return row
+
+    def passed_over(self, size_class: SizeClass, tenant: str, last: int) -> None:
+        """Make the passed blocks of a line younger, after every eighth of them that was passed over."""
+        passed = [row for row in size_class.line_of(tenant) if row.passed]
+        self.passes[size_class, tenant] += 1
+        if 8 * self.passes[size_class, tenant] <= len(passed):
+            return
+        n = min(self.passes[size_class, tenant], len(passed), last - passed[-1].last)
+        self.passes[size_class, tenant] = 0
+        ages = [row.last for row in passed]
+        ages = [*ages[n:], *range(ages[-1] + 1, ages[-1] + n), last]
+        for row, age in zip(passed, ages, strict=True):
+            row.last = age
 
     def done_with(self, keys: list[bytes], tenant: str, again: bool) -> int:
         """Have unheld copies of a tenant's own keys evicted before blocks in use. Returns how many copies."""
@@ -289,10 +308,10 @@ class Slots:
         for key in reversed(keys) if again and self.tiered else keys:
             copies = self.table.get(key, [])
             for row in copies if copies and copies[0].tenant == tenant else ():
+                row.kept_until = 0
                 size_class = row.slab.size_class
                 there = is_tier(row.slab.node) or (size_class.offered and not size_class.on_gpu)
                 if row.state in STORED and not row.holds and there:
-                    row.kept_until = 0
                     if row.state == "ready":
                         row.slab.size_class.part_with_held(row.tenant)
                     count += self.done_for_now(row) if again else self.done_for_good(row)

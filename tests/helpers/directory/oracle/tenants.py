@@ -29,6 +29,7 @@ class Tenants(Slots):
                 size_class.part_with_held(tenant)
         for copies in self.table.values():
             for row in copies:
+                row.passed &= row.tenant not in ("", tenant)
                 row.tenant = "" if row.tenant == tenant else row.tenant
         for node in self.nodes.values():
             for size_class in node.size_classes.values():
@@ -52,7 +53,7 @@ class Tenants(Slots):
         for row in self.table[key]:
             if row.tenant == tenant:
                 continue
-            row.tenant = tenant
+            row.tenant, row.kept_until = tenant, 0
             if row.state == "ready" and row.slab.size_class.counts and row.holds:
                 row.aged = False  # until a hold on it ends
             elif row.state == "ready" and row.slab.size_class.counts:
