@@ -16,6 +16,7 @@ NAMESPACE = "raykv"  # Ray's namespace of every actor that raykv starts
 METADATA_DEADLINE_S = 0.25  # default deadline for the directory's answer to a client's question
 HEARTBEAT_S = 1.0  # interval between two heartbeats of a node
 SUSPECT_AFTER_S = 3.0 * HEARTBEAT_S  # time without a heartbeat after which a node is "suspect"
+KEEP_MOST_S = 24 * 3600.0  # maximum time for which a hint keeps a block
 CLIENT_TTL_S = 10.0  # time without a message after which a client counts as gone
 TRANSPORTS = ("auto", "nixl", "tcp", "object_store")
 # Share of a node's slots, by `write`, that the pool keeps free or keeps copied to the external tier. Such a slot can

@@ -17,6 +17,8 @@ from raykv.config import KEYS_PER_CALL
 from raykv.keys import CacheId, Keys
 from raykv.system import sha256
 
+LONG_AGO = 1e9  # of `time.time()`: an earlier time is a mistake
+
 
 class KVCache:
     """Blocks of one model and layout. Get one from `KVPool.cache`; equal arguments give equal caches. Thread-safe.
@@ -193,16 +195,19 @@ class KVCache:
     def touch(self, keys: Keys, *, until: float | None = None) -> int:
         """Mark these blocks as used, as a look-up does. With `until`, also keep them in memory longer than plain LRU.
 
-        until: a time of `time.time()`. Until then, give or take two seconds, the pool evicts the oldest other block of
-        the same node and tenant instead of such a block. This is a hint: of the blocks that would be evicted next, the
-        pool keeps at most half, and no store is refused for them. A restart of the directory forgets the hint. A later
-        `touch` or `done` of a block replaces it. Copies on a GPU are not kept.
+        until: a time of `time.time()`, at most a day away; a time that is over keeps nothing. Until then, give or take
+        two seconds, the pool evicts the oldest other block of the same tenant, block size and node instead of such a
+        block. This is a hint: the pool keeps at most half of these blocks, and refuses no store for them. With an
+        external tier, a kept block is evicted from memory before a block that the tier lacks. The hint ends with a
+        later `touch` or `done`, a restart of the directory, and a use by another tenant. Later copies of the block on
+        other nodes, and copies on a GPU, are not kept.
         Returns the number of keys that are in the pool. Blocks of another tenant do not count, and do not change.
-        Raises ValueError for keys of another cache, and for a time in the past.
+        Raises ValueError for keys of another cache, and for what is no time.
         """
-        seconds = 0.0 if until is None else until - time.time()
-        if until is not None and not 0 < seconds < math.inf:
-            raise ValueError(f"until={until!r}: give a time that is not over, as time.time() + 60")
+        now = time.time()
+        if until is not None and not LONG_AGO < until < math.inf:
+            raise ValueError(f"until={until!r:.80}: give a time like time.time() + 60, not a number of seconds")
+        seconds = 0.0 if until is None else max(0.0, until - now)
         return self.session.directory.touch(key_chain.check(keys, self.id), seconds)
 
     def done(self, keys: Keys, *, again: bool = False) -> int:

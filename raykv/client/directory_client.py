@@ -214,8 +214,7 @@ class DirectoryClient:
 
     def touch(self, keys: Keys, seconds: float) -> int:
         """See KVCache.touch. Returns the number of keys that are in the pool."""
-        tenant = keys.cache.tenant
-        steps = _in_steps(keys.tobytes(), KEYS_PER_JOINT_CALL)
+        tenant, steps = keys.cache.tenant, _in_steps(keys.tobytes(), KEYS_PER_CALL)
         return sum(_count(self._ask(Counted, "touch", some, seconds, tenant)) for some in reversed(steps))
 
     def done(self, keys: Keys, again: bool) -> int:

@@ -43,9 +43,8 @@ CALLS = {
     "commit": Asked(CLIENT, Counted, frequent=True),
     "pin": Asked(CLIENT, Counted, few=True),
     "unpin": Asked(CLIENT, Counted, few=True),
-    # `touch` and `done` are not `few`, as eviction takes blocks of one call in another order than blocks of two calls
-    "touch": Asked(CLIENT, Counted),
-    "done": Asked(CLIENT, Counted),
+    "touch": Asked(CLIENT, Counted, few=True),
+    "done": Asked(CLIENT, Counted),  # not `few`, as blocks of one call are evicted in another order than of two calls
     "forget": Asked(CLIENT, Counted, few=True),
     "preempted": Asked(CLIENT, Counted, few=True),
     "locate_prefix": Asked(CLIENT, Located),

@@ -176,8 +176,12 @@ def test_a_session_that_a_tool_holds_up_outlives_younger_ones(cache: raykv.KVCac
     for seed in range(4 * ROOM):
         store(cache, cache.keys(tokens(1000 + seed, 1)))
     assert read(cache, stays).matched == 100 and read(cache, goes).matched == 0
-    with pytest.raises(ValueError, match=r"until=60: give a time that is not over, as time.time\(\) \+ 60"):
-        cache.touch(stays, until=60)
+    for wrong in (60, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match=r"give a time like time.time\(\) \+ 60, not a number of seconds"):
+            cache.touch(stays, until=wrong)
+    assert cache.touch(stays, until=time.time() - 1) == 100, "too late, so a use like others"
+    fill(cache, 9)
+    assert read(cache, stays).matched == 0
 
 
 def test_many_keys_are_kept_in_steps(cache: raykv.KVCache, pool: raykv.KVPool, monkeypatch: pytest.MonkeyPatch) -> None:

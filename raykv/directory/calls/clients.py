@@ -4,6 +4,7 @@ import math
 
 import numpy as np
 
+from raykv.config import KEEP_MOST_S
 from raykv.directory.calls.upkeep import check, forget_keys, forget_swapped
 from raykv.directory.kernels import eviction, leases, slabs
 from raykv.directory.state.arrays import split_keys
@@ -13,7 +14,6 @@ from raykv.protocol.clients import Call, Counted
 from raykv.protocol.location import LOCATION, Locations
 
 PINNED_SHARE = 0.5  # maximum share of all memory that may be pinned
-LAST_SECOND = 2**32 - 1  # maximum value in `Columns.kept_until`
 NO_LOCATIONS = np.zeros(0, LOCATION)
 
 
@@ -76,9 +76,9 @@ def touch(state: State, call: Call, keys: bytes, seconds: float, tenant: str, no
     With 0 seconds, the blocks are evicted by age again. Ignores keys of other tenants. ValueError for a bad argument.
     """
     on_call(state, call, now)
-    if not 0 <= seconds < math.inf or not isinstance(tenant, str):
-        raise ValueError(f"seconds={seconds!r}, tenant={tenant!r}: give a number from 0 on, and a name")
-    until = min(math.ceil(now + seconds), LAST_SECOND) if seconds else 0
+    if not seconds >= 0 or not isinstance(tenant, str):
+        raise ValueError(f"seconds={seconds!r:.80}, tenant={tenant!r:.80}: give a number from 0 on, and a name")
+    until = math.ceil(now + min(seconds, KEEP_MOST_S)) if seconds else 0
     count = int(eviction.keep(state.c, state.find(keys), state.quotas.number(tenant), until))
     state.counters["kept"] += count if seconds else 0
     return Counted(state.epoch, count)

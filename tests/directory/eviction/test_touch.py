@@ -229,7 +229,20 @@ def test_no_block_that_a_tier_lacks_goes_for_one_that_the_tier_has() -> None:
     assert left(pool, KEYS[10:16]) == KEYS[10:16]
 
 
-@pytest.mark.parametrize("terms", [(-1.0, ""), (float("nan"), ""), (float("inf"), ""), ("1", ""), (1.0, 3)])
+def test_a_block_is_kept_for_a_day_at_most() -> None:
+    pool = Pool()
+    pool.store("a", KEYS[:7])
+    touch(pool, KEYS[:1], 1e300)
+    store_each(pool, KEYS[10:20])
+    pool.tick(24 * 3600 - 1)
+    store_each(pool, KEYS[20:30])
+    assert left(pool, KEYS[:1]) == KEYS[:1]
+    pool.tick(3.0)
+    store_each(pool, KEYS[30:40])
+    assert left(pool, KEYS[:1]) == []
+
+
+@pytest.mark.parametrize("terms", [(-1.0, ""), (float("nan"), ""), ("1", ""), (1.0, 3)])
 def test_what_is_no_hint_is_refused(terms: tuple[object, object]) -> None:
     pool = Pool()
     pool.store("a", KEYS[:7])

@@ -23,6 +23,7 @@ from vllm import SamplingParams
 
 from raykv.integrations.vllm import compat
 from raykv.integrations.vllm.chunks.hints import AGAIN, DONE, ENVELOPE, KEEP, SESSION, SESSIONS, Hint, Sessions, hint_of
+from raykv.integrations.vllm.scheduler.outbox import Outbox
 
 pytestmark = pytest.mark.timeout(600)
 CHUNK = 128  # tokens
@@ -129,6 +130,21 @@ def test_chunks_that_a_request_keeps_stay_while_younger_ones_go(world: World) ->
     assert world.afresh(kept) == SHARED + own
 
 
+def test_hints_of_a_session_that_goes_on_are_not_sent(start: Callable[..., raykv.KVPool]) -> None:
+    pool = start(cpu_memory=64 * MIB)
+    cache = pool.cache(model="m", dtype="uint8", layout="rows", block_tokens=16, block_bytes=4096)
+    keys = cache.keys(np.arange(160))
+    cache.store(keys, np.zeros((10, 4096), np.uint8), wait=True)
+    outbox = Outbox(pool.session.directory)
+    outbox.put(keys, Hint("a", True))
+    outbox.put(keys, Hint("a", True), "salt")
+    outbox.go_on(Hint("a"), None)
+    outbox.put(keys[:2], Hint("b", keep_s=60))  # sent after all others
+    eventually(lambda: pool.stats()["kept"] == 2)
+    assert pool.stats()["done"] == 10, "of the session with a salt"
+    outbox.close()
+
+
 def test_a_bad_hint_fails_no_request(world: World) -> None:
     assert world.ask(session(1), **{SESSION: 3, DONE: "never"}) == 0
     assert world.afresh(prompt(9, 200), **{DONE: AGAIN}) == 0
@@ -157,6 +173,7 @@ def test_a_bad_hint_fails_no_request(world: World) -> None:
         ({KEEP: None}, Hint()),
         ({KEEP: float("nan")}, Hint()),
         ({KEEP: float("inf")}, Hint()),
+        ({KEEP: 10**400}, Hint()),
     ],
 )
 def test_what_params_say(params: dict[str, Any] | None, hint: Hint) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Mapping
-from math import inf
 from typing import Any, NamedTuple
 
+from raykv.config import KEEP_MOST_S
 from raykv.integrations.vllm.chunks.tail import LOAD_LIMIT
 
 log = logging.getLogger("raykv")
@@ -46,7 +46,7 @@ def hint_of(params: Mapping[str, Any] | None, session: Any = None, envelope: Any
     params = params or {}
     name, done, keep_s = params.get(SESSION), params.get(DONE, False), params.get(KEEP, 0)
     named = name is None or (isinstance(name, str) and len(name) <= NAME_CHARS)
-    timed = isinstance(keep_s, int | float) and not isinstance(keep_s, bool) and 0 <= keep_s < inf
+    timed = isinstance(keep_s, int | float) and not isinstance(keep_s, bool) and 0 <= keep_s <= KEEP_MOST_S
     if not named or not timed or not (isinstance(done, bool) or (isinstance(done, str) and done == AGAIN)):
         _warn(*(f"{given!r:.80}" for given in (name, done, keep_s)))
         return NO_HINT
@@ -82,8 +82,8 @@ def _part(of: Any, name: str) -> Any:
 @functools.lru_cache(SESSIONS)  # warns only once of each invalid hint
 def _warn(session: str, done: str, keep_s: str) -> None:
     log.warning(
-        "%s=%s, %s=%s, %s=%s: give a string of at most %d characters; true, false or %r; a number of seconds from 0 on",
-        *(SESSION, session, DONE, done, KEEP, keep_s, NAME_CHARS, AGAIN),
+        "%s=%s, %s=%s, %s=%s: give a string of at most %d characters; true, false or %r; seconds from 0 to %d",
+        *(SESSION, session, DONE, done, KEEP, keep_s, NAME_CHARS, AGAIN, KEEP_MOST_S),
     )
 
 

@@ -9,7 +9,7 @@ from queue import SimpleQueue
 from typing import NamedTuple
 
 from raykv.client.directory_client import DirectoryClient
-from raykv.integrations.vllm.chunks.hints import Hint
+from raykv.integrations.vllm.chunks.hints import SESSIONS, Hint
 from raykv.keys import Keys
 
 log = logging.getLogger("raykv")
@@ -19,10 +19,14 @@ CALLS = 5  # maximum number of calls for the same keys; a call is repeated if it
 
 
 class _Waiting(NamedTuple):
+    """number: how many hints came before."""
+
     due: float
     calls: int
+    number: int
     keys: Keys
     hint: Hint
+    salt: str | None
 
 
 class Outbox:
@@ -32,13 +36,24 @@ class Outbox:
         self._directory = directory
         self._queue: SimpleQueue[_Waiting | None] = SimpleQueue()  # by `due`
         self._thread: threading.Thread | None = None
+        self._count = 0  # of all hints
+        self._gone_on: dict[tuple[str, str | None], int] = {}  # by session and salt: number of hints until it went on
 
-    def put(self, keys: Keys, hint: Hint) -> None:
+    def put(self, keys: Keys, hint: Hint, salt: str | None = None) -> None:
         """Send a hint for the keys after PAUSE_S. hint: determines which call is made."""
-        self._queue.put(_Waiting(time.monotonic() + PAUSE_S, CALLS, keys, hint))
+        self._count += 1
+        self._queue.put(_Waiting(time.monotonic() + PAUSE_S, CALLS, self._count, keys, hint, salt))
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="raykv-hints", daemon=True)
             self._thread.start()
+
+    def go_on(self, hint: Hint, salt: str | None) -> None:
+        """A session has a new request, which uses its chunks again. Do not send the session's earlier hints."""
+        if hint.session is not None and self._count:
+            self._gone_on.pop((hint.session, salt), None)
+            self._gone_on[hint.session, salt] = self._count
+            if len(self._gone_on) > SESSIONS:
+                del self._gone_on[next(iter(self._gone_on))]
 
     def close(self) -> None:
         """Stop sending after the hints that already wait."""
@@ -47,6 +62,8 @@ class Outbox:
     def _run(self) -> None:
         while waiting := self._queue.get():
             time.sleep(max(0.0, waiting.due - time.monotonic()))
+            if waiting.number <= self._gone_on.get((waiting.hint.session or "", waiting.salt), 0):
+                continue
             try:
                 count = self._send(waiting.keys, waiting.hint)
             except Exception:
