@@ -49,14 +49,15 @@ ROW = np.dtype(
 # Evicting a clean row loses nothing: its block is in the external tier, is being demoted, or is not wanted there.
 # done: the youngest of the rows that `eviction.done` put at the old end, or -1. late: the youngest of these rows that
 # nobody will ask for again or whose user is late, or -1. kept: the youngest of the rows at the old end that evictions
-# pass over because they are kept (`eviction.keep`), or -1. kept_count: number of rows from the old end up to `kept`.
+# pass over because they are kept (`eviction.keep`), or -1. kept_count: number of these rows.
+# passes: evictions that passed over them since these rows last got younger ages.
 LIST = np.dtype(
     [
         *(("head", "<i4"), ("tail", "<i4"), ("count", "<i8")),  # written by lists
         *(("clean_tail", "<i8"), ("clean_count", "<i8")),  # written by lists, eviction, demotion
         ("done", "<i8"),  # written by lists, eviction
         ("late", "<i8"),  # written by lists, eviction
-        *(("kept", "<i8"), ("kept_count", "<i8"), ("passes", "<i8")),  # written by lists, eviction
+        *(("kept", "<i4"), ("kept_count", "<i4"), ("passes", "<i8")),  # written by lists, eviction
     ]
 )
 SIZE_CLASS = np.dtype(  # the slots of one size on one node
