@@ -30,7 +30,7 @@ from raykv.tiers.guarded import GuardedTier
 
 POLL_S = 0.1  # time between two looks at the tier in `flush`; the first pause without blocks is a quarter of this
 IDLE_POLL_S = 1.0  # longest pause between two questions to the directory
-SERVED_HEARTBEAT_S = 5.0  # time between a tier's heartbeats while answers to `demote` show that the directory knows it
+SERVED_HEARTBEAT_S = 5.0  # time between a tier's heartbeats while answers to `demote` show that the directory serves it
 TIER_RETURNS_S = 5.0  # time for which `flush` waits for a tier that is down
 REFUSED_S = 1.0  # pause after the tier refused blocks of a batch
 EXISTING_PER_CALL = 4096  # maximum number of blocks in a call of `report_existing`
@@ -40,8 +40,8 @@ NOTHING_DONE = DemotionReport(locations=b"", keys=b"", stored=b"", seen=0, whole
 def open_external(pool: str, fingerprint: bytes, url: str, maker: bytes | None) -> tuple[GuardedTier, int]:
     """Return the tier of an `external=` URL, not yet opened, and its capacity in bytes.
 
-    maker: the pickled function given to `register_tier`; None if the pool has no tier class of the user's own.
-    Raises ValueError if the URL names no tier.
+    maker: the function that `register_tier` or an entry point registered for the URL's scheme, pickled; None if there
+    is none. Raises ValueError if the URL names no tier.
     """
     if maker is not None:  # before `parse`, as the registered scheme decides which parameters the URL may have
         register_tier(urlsplit(url).scheme, ray.cloudpickle.loads(maker))

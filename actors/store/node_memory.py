@@ -83,7 +83,7 @@ class NodeMemory:
         arena = self.arena
         described = ArenaDescription(arena.nonce, arena.slab_bytes, self._report().limit, arena.epoch)
         joined = Joined(*directory.call("join", self.name, tuple(described), seconds=JOIN_DEADLINE_S))
-        if not arena.raise_epoch(joined.epoch):  # first, so that grants of an older directory become void
+        if not arena.raise_epoch(joined.epoch):  # before the inventory: grants of an older directory are void now
             raise ValueError(f"a directory of epoch {joined.epoch} answered, {arena.epoch} is known")
         found = inventory_of(arena, joined.node)
         for piece in pieces_of(found):

@@ -92,7 +92,7 @@ class Resizer:
 
     @property
     def at_limit(self) -> bool:
-        """Whether the directory knows of all slabs up to the limit, or the node can't have more slabs."""
+        """Whether the directory knows of exactly as many slabs as the limit says, or the node can't have more slabs."""
         return self._known_slabs == self._arena.available == self.limit or bool(self._full)
 
     @property
@@ -177,7 +177,7 @@ class Resizer:
         """Offer one more slab. Returns whether a slab was offered."""
         try:
             return self._arena.available < self.limit and not self._full and self._arena.offer_next()
-        except (CapacityError, OSError) as error:  # others took the memory meanwhile
+        except (CapacityError, OSError) as error:  # others took the memory meanwhile; offered slabs stay
             log.warning("%s: %s", self._arena.path, error)
             self._full = str(error)
             return False

@@ -111,7 +111,7 @@ class IdleNodes:
 
 
 def used_nodes() -> set[str]:
-    """Return the Ray ids of nodes that not only pools use: another actor runs there, or resources are taken.
+    """Return the Ray ids of nodes that others than pools use: another actor runs there, or resources are taken.
 
     The result includes the head node, which Ray never removes.
     """

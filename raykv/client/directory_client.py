@@ -90,7 +90,7 @@ class DirectoryClient:
         why_strange: Callable[[], str] = lambda: "",
         look_on: Callable[[], object] = lambda: None,
     ) -> None:
-        """newest_epoch: returns the newest directory epoch known on this node. Answers of older ones are ignored.
+        """newest_epoch: returns the newest directory epoch known on this node. Ignores answers of older directories.
 
         deadline: seconds that a call may take. why_strange: returns how the found directory's pool differs from the
         pool that this process attached to; "" if it is the same pool. The client never calls a directory of another

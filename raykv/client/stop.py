@@ -24,7 +24,8 @@ LOOK_S = 0.05  # interval between two checks whether an actor has ended
 def stop_pool(name: str) -> bool:
     """End the pool of that name on every node and free its memory. Returns whether there was anything to end.
 
-    Blocks that the external tier lacks are demoted first. RayKVError in a process that has left its Ray cluster.
+    Blocks that the external tier lacks are demoted first, as far as `write` and `min_hits` allow. RayKVError in a
+    process that has left its Ray cluster.
     """
     ray_calls.check_connected(name)
     with internal_kv.exclusive(name, START_DEADLINE_S):

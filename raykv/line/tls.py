@@ -29,7 +29,7 @@ def used() -> bool:
 
 @functools.cache
 def context(purpose: ssl.Purpose) -> ssl.SSLContext:
-    """Return TLS for connections to listeners (SERVER_AUTH) or from clients (CLIENT_AUTH). OSError for bad files."""
+    """Return a context for connections to listeners (SERVER_AUTH) or clients (CLIENT_AUTH). OSError for bad files."""
     missing = [name for name in FILES if not os.environ.get(name)]
     if missing:
         raise FileNotFoundError(f"RAY_USE_TLS is set, and {' and '.join(missing)} not: set them as for Ray")

@@ -18,7 +18,7 @@ ADMINISTRATOR = b"administrator"  # through Ray only
 class Asked(NamedTuple):
     """A call of the directory. Usually it is a method of `raykv.directory.directory.Directory`."""
 
-    by: bytes  # who may make it: CLIENT or STORE, over the socket or through Ray; ADMINISTRATOR, through Ray
+    by: bytes  # who may make it: CLIENT or STORE, over the socket or through Ray; ADMINISTRATOR, only through Ray
     answer: type[tuple[Any, ...]] | None = None  # class of the answer, if the answer is a message
     frequent: bool = False  # whether engines make it with every request; only a few of these calls are timed
     few: bool = False  # whether it may have at most KEYS_PER_CALL keys, as all other callers wait meanwhile
@@ -44,7 +44,7 @@ CALLS = {
     "pin": Asked(CLIENT, Counted, few=True),
     "unpin": Asked(CLIENT, Counted, few=True),
     "touch": Asked(CLIENT, Counted, few=True),
-    "done": Asked(CLIENT, Counted),  # not `few`, as blocks of one call are evicted in another order than of two calls
+    "done": Asked(CLIENT, Counted),  # not `few`: one call's blocks are evicted in another order than those of two calls
     "forget": Asked(CLIENT, Counted, few=True),
     "preempted": Asked(CLIENT, Counted, few=True),
     "locate_prefix": Asked(CLIENT, Located),

@@ -10,7 +10,7 @@ class Call(NamedTuple):
 
     client: int  # the client's id, a random number
     seq: int  # rises with every call
-    held: bytes = b""  # ids of the client's leases, reservations and intents; the directory ends all others
+    held: bytes = b""  # ids of the client's leases, reservations and intents; earlier ids that are not listed end
     pulled: bytes = b""  # locations of staging slots that now hold their blocks
     corrupt: bytes = b""  # locations where a reader did not find the block, or where the checksum did not match
 
@@ -38,7 +38,7 @@ class MatchRequest(NamedTuple):
     window: int = 0  # for `match_parts`: number of the last blocks that the reader needs; 0: all
     tokens: int = 1  # for `match_parts`: number of tokens in a block of this part; parts may differ
     tenant: str = ""  # the tenant to charge for the found blocks
-    counted: bool = True  # whether hit rates count the call; False if a client only moves blocks for no engine
+    counted: bool = True  # whether hit rates count the call; False if raykv itself only moves blocks
     ahead: int = 0  # for `match_parts`: number of blocks after the prefix that must be ready too, but are not leased
 
 

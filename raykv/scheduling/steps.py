@@ -100,7 +100,7 @@ class _Step:
         self._blocks = max(0, self._blocks - blocks)
 
     def start(self, request: Request) -> bool:
-        """Run a waiting request, or let it wait for another request's block. Returns False if no blocks are free."""
+        """Run a waiting request, or let it wait for another request's block. False: too few blocks are free."""
         first = request.num_computed_tokens // self._block_tokens
         if first < len(request.keys) and request.keys[first].tobytes() in self._computing:
             return True

@@ -117,7 +117,7 @@ class JointMatch:
             yield [part.keys[first : first + blocks] for part in self._parts]
 
     def _leading(self, most: int) -> list[Keys]:
-        """Return about `most` leading keys of all parts together at most, cut where blocks of all parts end."""
+        """Return at most about `most` leading keys of all parts together, cut where blocks of all parts end."""
         keys, tokens = [part.keys for part in self._parts], [part.keys.cache.block_tokens for part in self._parts]
         if (count := sum(map(len, keys))) <= most:
             return keys

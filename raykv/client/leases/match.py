@@ -111,7 +111,7 @@ class Match:
         return self._session.node_names(self._indices())
 
     def _indices(self) -> list[int]:
-        """Indices of the nodes, each once, in the blocks' order."""
+        """Return the indices of the nodes, each once, in the blocks' order."""
         return list(dict.fromkeys(index for lease in self._leases for index in lease.blocks.source["node"].tolist()))
 
     def read(self, out: Any, *, verify: bool = False) -> int:

@@ -30,7 +30,7 @@ from raykv.protocol.location import KEY_BYTES, LOCATION, is_block_size, is_count
 HELD_UP_S = 0.5  # seconds that a reader without a staging slot waits for slots that other readers hold
 TURN = 4  # while other readers wait, a reader in a chain gets slots for a quarter of the blocks that it asks for
 AWAITED_S = 0.1  # seconds after a reader was told to wait, during which readers in chains count as waiting
-WAIT_S = 0.5  # seconds that a reader in a chain waits for copies already on their way; twice as long for later copies
+WAIT_S = 0.5  # seconds that a reader in a chain waits for copies on their way at first; twice as long in all
 
 
 @dataclass(slots=True)

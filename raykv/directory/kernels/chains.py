@@ -1,4 +1,4 @@
-"""Chains of readers: readers that need the same long prefix pull it one after another, each from the newest copy.
+"""Chains of readers: readers that need the same long prefix pull each block in turn, each from the newest copy.
 
 Without a chain, all readers would read the same copy, on one node. A reader waits while another reader pulls a copy of
 its next block. When that copy has arrived, the reader pulls the block from it, and the next reader in turn

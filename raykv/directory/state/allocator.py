@@ -191,7 +191,7 @@ class Allocator:
         return {entry[-1] for entry in sorted(order)[:count]}
 
     def size_class(self, node: Node, stride: int) -> int:
-        """The node's size class for slots of `stride` bytes; -1 if a slab would have no such slot, or too many."""
+        """Return a node's size class for slots of `stride` bytes; -1 if a slab would have no such slot, or too many."""
         if not 0 < stride <= node.slab_bytes <= stride * SLOTS_MAX:
             return -1
         if stride not in node.size_classes:

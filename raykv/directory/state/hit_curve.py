@@ -90,7 +90,7 @@ class HitCurve:
             hit_curve.halve(self._arguments)
             self._halved += 1
         if uses > USES_MOST or now - self._checked >= LOOK_S:
-            if uses << self._halved > USES_MOST // 2:  # the whole sample would have too many uses
+            if uses << self._halved > USES_MOST // 2:  # too many uses, if the sample had not been halved
                 self._calm = now
             self._checked, self._uses = now, int(self._sample.state[USES])
         if self._halved and now - self._calm > CALM_S:

@@ -57,7 +57,7 @@ class State:
         if it was idle `locality` times as long as the oldest block of the writer's node. client_ttl: seconds without a
         call after which a client is gone. share: share of a node's slots that demotion keeps free or clean. min_hits:
         number of matches after which a block is copied to the external tier. long_bytes: bytes of a lease from which on
-        its readers form a chain. late: seconds after which an absent user may not ask for its blocks again.
+        its readers form a chain. late: seconds after which an absent user may never ask for its blocks again.
         """
         compile_all("raykv.directory")  # so that no caller waits for a kernel
         self.locality, self.long_bytes, self.late = float(locality), long_bytes, late
@@ -94,7 +94,7 @@ class State:
 
     @property
     def tick(self) -> int:
-        """The number of uses of blocks so far: the clock that blocks age by."""
+        """The present tick. Blocks age by this clock, which advances with each use of a block."""
         return int(self.c.state[CLOCK])
 
     @property

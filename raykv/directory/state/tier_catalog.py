@@ -39,7 +39,7 @@ class ExternalTier:
     to_delete: dict[bytes, None] = field(default_factory=dict)  # keys to delete there, in order
     unreached: set[str] = field(default_factory=set)  # nodes that do not reach the tier; if any, it is not offered
     demoting: dict[str, tuple[RowArray, RowArray]] = field(default_factory=dict)  # by node: rows of its last answer
-    lister: str | None = None  # the node that lists the blocks which the tier had before the pool started
+    lister: str | None = None  # the node that lists the blocks which the tier had before this directory knew it
     listed: bool = False  # whether the lister has listed all these blocks
     cleared: bool = False  # whether the tier was cleared before that: blocks that are listed later are deleted too
     # By node: number of the last answer to the node, and the keys to delete that this answer named
