@@ -7,7 +7,7 @@ A Ray cluster of one node is watched twice. At first, it has an empty detached a
 cluster, and an engine without the connector. Then it also has a pool, clients of the pool, and an engine with the
 connector. 1.0 is one busy core. `in all` is the time that the node would not spend without the pool. `over Ray`
 excludes the time that Ray takes in the same minute for an idle actor or process, since a busy machine increases both
-times. Of these actors, a node that is not the head has only the store, and possibly the standby directory.
+times. A node that is not the head has only the pool's store, and possibly the standby directory.
 """
 
 import json

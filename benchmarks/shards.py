@@ -54,7 +54,7 @@ class Slots:
         self.free += [slab] * size
 
     def remove(self, slab: int) -> int:
-        """Remove a slab. Copies its blocks to other slabs, which must have enough free slots. Returns how many."""
+        """Remove a slab. Copies its blocks to other slabs, which need free slots for them. Returns how many blocks."""
         self.free = [other for other in self.free if other != slab]
         del self.sizes[slab]
         blocks = [block for block, at in self.of.items() if at == slab]
@@ -99,7 +99,7 @@ class Shard:
 
 
 class ByAge:
-    """Shards that give slabs to the shard that evicts the most recently used blocks."""
+    """Shards that give slabs to the shard whose evicted blocks were used most recently."""
 
     def __init__(self, capacity: int, nodes: int, shards: int, moving: bool) -> None:
         self.shards, self.moving = [Shard() for _ in range(shards)], moving
@@ -128,7 +128,10 @@ class ByAge:
 
 
 def chooser(shards: int, depth: int, seed: int) -> Choose:
-    """Choose a prompt's shard by the key of block number `depth`, or of the last block of a shorter prompt."""
+    """Return a function that chooses a prompt's shard.
+
+    It chooses by the key of block number `depth`, or of the last block of a shorter prompt.
+    """
 
     def choose(request: Request) -> int:
         block = request.ids[min(depth, len(request.ids)) - 1]

@@ -48,7 +48,8 @@ def main() -> None:
 def lost(loss: Callable[[Any], list[int]], nodes: int = 2) -> float:
     """Seconds without a full hit, for a client on the first node. loss: returns ids of processes that it stopped."""
     with local_cluster(nodes) as names:
-        # Directory and supervisor start on the head, which is this process's node. Let another node pass for it.
+        # Directory and supervisor start on the head, which is this process's node and must not be lost. So let another
+        # node pass for the head.
         here = ray.get_runtime_context().get_node_id()
         there = next(name for name in names if name != here)
         sys.modules["raykv.start"]._head = lambda: there  # type: ignore[attr-defined]

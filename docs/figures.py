@@ -47,7 +47,7 @@ BENCHES = {
 
 
 def measured(name: str, traces: dict[str, Path]) -> dict[str, Any]:
-    """Return the figures that a bench prints. traces: files by name in BENCHES."""
+    """Return a bench's figures. traces: files by name in BENCHES. Raises CalledProcessError if the bench fails."""
     words = [str(traces[word].resolve()) if word in traces else word for word in BENCHES[name].split()]
     command = [sys.executable, "-m", "raykv.cli", "bench", *words, "--json"]
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)

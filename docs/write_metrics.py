@@ -17,7 +17,7 @@ continues the old directory's counters: the hit rate goes on, and `max by (pool)
 started. A counter appears when its event first happens.
 
 Is the pool large enough? `ray_{PREFIX}coldest_block_age_seconds` is the time since the last use of the block that a
-node evicts next. Prompts that come back later than that are misses. If users return after ten minutes and this age is
+node evicts next. Prompts that return later than that are misses. If users return after ten minutes and this age is
 shorter, the pool needs more memory (`raykv resize`, a larger `cpu_memory`) or an external tier. An age of hours means
 too much memory.
 
@@ -32,9 +32,9 @@ vLLM's `llm_request`, as vLLM makes it when the request is done.
 
 `raykv dashboard` writes a Grafana dashboard (`raykv_grafana_dashboard.json`) to the folder from which Ray provisions
 Grafana, and alert rules (`raykv_alerts.yml`) for Prometheus: no directory answers, a node has no store, an external
-tier is down, many faults, the pool is too small. If Ray's dashboard runs, the store on Ray's head writes both files at
-its own start, and when they are missing: Ray empties this folder at its start. For another Grafana give `--out FOLDER`,
-and import the dashboard by hand.
+tier is down, many faults, the pool is too small. Ray empties this folder at its start. With Ray's dashboard, the
+store on Ray's head writes both files at its start and if one is missing. For another Grafana give `--out FOLDER`, and
+import the dashboard by hand.
 """
 
 

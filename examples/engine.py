@@ -137,7 +137,7 @@ class Engine:
         self.computed_tokens = 0
 
     def add(self, prompt: Sequence[int], max_tokens: int) -> Future[list[int]]:
-        """Return a future of the tokens that follow a prompt. Thread-safe. Raises ValueError for an invalid prompt."""
+        """Return a future of the tokens after a prompt. Thread-safe. Raises ValueError for a bad or too long prompt."""
         if len(prompt) + max_tokens > self.blocks * self.cache.block_tokens:
             raise ValueError(f"{len(prompt)} + {max_tokens} tokens do not fit into {self.blocks} blocks")
         if not prompt or not 0 <= min(prompt) <= max(prompt) < self.model.config.vocab_size:

@@ -32,7 +32,7 @@ from raykv.config import MIB
 
 POOL, ARENA_BYTES = "bench-scheduler", 512 * MIB
 REQUESTS, TOKENS = 24, 30
-TRIES, TRY_S = 60, 5.0  # tries until two directories answer; seconds to wait in each try
+TRIES, TRY_S = 60, 5.0  # tries until two directories answer; seconds for their answers
 STEP = ("schedule", "update_from_output")  # the scheduler's methods that a step calls
 CONNECTOR = (
     *("on_new_request", "get_num_new_matched_tokens", "update_state_after_alloc", "build_connector_meta"),
@@ -48,7 +48,7 @@ def main() -> None:
     os.environ.update(ttft.ENVIRONMENT | one_process.ENVIRONMENT)
     one_process.prepare()
     with tempfile.TemporaryDirectory() as folder, local_cluster(1) as _, local_pool(POOL, ARENA_BYTES) as pool:
-        os.environ["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address  # else vLLM's worker may join another
+        os.environ["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address  # else vLLM may join another cluster
         model = ttft.save_model(folder)
         found = {"without": measured(engine(model, None), arguments.rounds, 0)}
         pooled = engine(model, POOL)

@@ -1,4 +1,4 @@
-"""Prints `raykv bench gpu` as a table. Returns 1 if a copy is slower than 0.75 times the same copy by hand.
+"""Prints `raykv bench gpu` as a table. Returns 1 if a copy has under 0.75 times the speed of a copy by hand.
 
     python benchmarks/gpu/copies.py
 

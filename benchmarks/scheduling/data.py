@@ -92,7 +92,7 @@ def batch(questions: range) -> list[dict[str, str]]:
 
 
 def measured(rows: Dataset, model: str, pool: str | None) -> Figures:
-    """rows_per_s; seconds; computed: number of computed prompt tokens; most: share of the busiest engine's rows."""
+    """rows_per_s; seconds; computed: number of computed prompt tokens; most: the busiest engine's share of rows."""
     engine = {
         "kv_transfer_config": kv_transfer_config(pool) if pool else None,
         "max_model_len": 2048,

@@ -36,7 +36,8 @@ WORTH = 4
 class Setup(NamedTuple):
     """Numbers of engines, of blocks in each engine's cache, of blocks in the pool's memory, and of routers.
 
-    load, pull: time to read a token from the engine's node or from another node, as a share of the time to compute it.
+    Routers get requests in turn. load, pull: time to read a token from the engine's node or from another node, as a
+    share of the time to compute it.
     """
 
     engines: int

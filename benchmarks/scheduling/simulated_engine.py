@@ -71,7 +71,7 @@ class BlockPool:
             self._resting.popitem(last=False)
 
     def name(self, names: list[bytes]) -> None:
-        """Name allocated blocks, and hold them. If another block already has a name, that block is held instead."""
+        """Name allocated blocks, and hold them. If another block already has the name, that block is held instead."""
         self.give_back(len(names))
         self.hold(names)
 

@@ -114,7 +114,7 @@ class Arena(Mapping):
 
         locations: (n,) LOCATION. keys: (n, 16) uint8. rows: n destinations, or an (n, bytes) uint8 array of them.
         verify: a row that does not match the block's checksum is a miss, and is counted in `corrupt`.
-        used: stamp the blocks as read. A restarted directory orders the blocks by these stamps.
+        used: stamp the blocks as read. A directory that adopts the blocks orders them by these stamps.
         Returns (n,) bool: which rows hold their block now. The content of all other rows is undefined.
         Raises DeviceError if a GPU fails. This error says nothing about the blocks.
         """

@@ -86,7 +86,7 @@ def has_name(path: str, fd: int) -> bool:
 
 
 def attach(path: str, nonce: bytes) -> ArenaFile:
-    """Open the arena's file that this node's store serves. path: see `Mapping.door`.
+    """Open the file of the arena that this node's store serves. path: see `Mapping.door`.
 
     Raises ArenaMismatch if the file has another nonce, or can't be opened.
     """

@@ -261,7 +261,7 @@ class Mapping:
         captured, the next call tries again.
         """
         with self._slab_lock:
-            (words, data), locks = self._memory, self._page_locks  # `close` may replace them meanwhile
+            (words, data), locks = self._memory, self._page_locks  # `close` may replace `_memory` meanwhile
             slabs = self._slabs_at(addresses, words, data)
             missing = locks.begin(slabs or set())
         try:

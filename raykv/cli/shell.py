@@ -19,7 +19,7 @@ def join(name: str) -> None:
 
 
 def confirm(question: str, yes: bool) -> None:
-    """Raise click.Abort unless the user says yes. Asks nothing if `yes` is set, or if stdin is not a terminal."""
+    """Ask the user, and raise click.Abort unless the answer is yes. Does nothing if `yes`, or without a terminal."""
     if not yes and sys.stdin.isatty():
         click.confirm(question, abort=True, err=True)
 

@@ -14,9 +14,9 @@ from raykv.config import NAMESPACE
 
 
 def attach(pool: str, gpu: str | None = None) -> pools.KVPool:
-    """Attach this process, which a Ray actor has started, to the pool on the actor's node.
+    """Attach this process, which runs under a Ray actor, to the pool on the actor's node.
 
-    Ray treats the process as a separate driver. Otherwise it might connect to another raylet of the machine, which has
+    Ray treats the process as a separate driver, which by itself might connect to another raylet of the machine, with
     another arena. gpu: argument `device` of `raykv.attach`.
     """
     with _own_random():

@@ -132,7 +132,7 @@ class SlotLocks:
     def share(self) -> Callable[[], None]:
         """Make `shared_elsewhere` true for other openers of the file, until the returned function is called.
 
-        Raises OSError.
+        Raises OSError if the file can't be opened again or locked.
         """
         with self._mutex:
             if self.fd < 0:

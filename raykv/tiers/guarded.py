@@ -77,7 +77,7 @@ class GuardedTier:
         self._refusals, self._write_at = 0, 0.0
         self._lock = threading.Lock()  # guards `up`, failures and times in `_fail`; taken after other locks
         self._buffers = ReadBuffers(READERS)
-        self._began: WeakKeyDictionary[Future[Any], list[float]] = WeakKeyDictionary()  # by call: [start time] or []
+        self._began: WeakKeyDictionary[Future[Any], list[float]] = WeakKeyDictionary()  # by call: [start]; []: it waits
         self._stores: set[Future[Sequence[bool]]] = set()  # running calls
         self._reads = ThreadPoolExecutor(READERS, thread_name_prefix="raykv-tier-read")
         self._writes = ThreadPoolExecutor(1, thread_name_prefix="raykv-tier-write")

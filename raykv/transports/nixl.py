@@ -31,7 +31,7 @@ from raykv.transports.block_server import CLAIM
 RDMA = "/sys/class/infiniband"  # this folder has a folder for each card, also for RoCE cards
 POLL_S = 1e-4  # time between two checks whether a transfer is done
 PROGRESS_US = 100_000  # time between two looks of NIXL's progress thread, which UCX wakes earlier if there is work
-LATE_S = 1.0  # wait for requests of a failed transfer that are still running, since they can't be stopped
+LATE_S = 1.0  # time for running requests of a failed transfer to end, since they can't be stopped
 BLOCK_INFO = np.dtype([*CLAIM.descr, ("address", "<i8")])  # a peer's answer about a block, and its slot's address
 Addresses = NDArray[np.int64]
 

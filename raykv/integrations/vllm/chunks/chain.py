@@ -20,9 +20,9 @@ class Chain:
     resets: number of resets when the request began. Chunks computed before a later reset have old weights.
     tail: the tail of the prompt, if tails are stored or read.
     limited: whether vLLM offers only some of the chunks to store. hint: the request's hint about its session.
-    most: maximum number of tokens to load, see `loadable`. start: the first token for which the pool had no chunk.
-    adapter: vLLM's id of the request's LoRA adapter. question: number of the question that asks the workers for their
-    adapters. loads: by rank, the number of the adapter load with which the request is computed.
+    most: maximum number of tokens to load, see `loadable`. start: the first token that neither the engine's own cache
+    nor the pool had. adapter: vLLM's id of the request's LoRA adapter. question: number of the question that asks the
+    workers for their adapters. loads: by rank, the number of the adapter load with which the request is computed.
     trusted: whether the keys name what the request computes.
     """
 

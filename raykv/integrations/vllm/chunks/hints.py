@@ -94,7 +94,10 @@ class Sessions:
         self._starts: dict[tuple[str, str | None], int] = {}
 
     def begin(self, hint: Hint, salt: str | None, found: int) -> None:
-        """Note that a request found `found` tokens in the pool. Only the first request of a session counts."""
+        """Note that a request has asked the pool. Only the first request of a session counts.
+
+        found: number of leading tokens that the engine's own cache or the pool had.
+        """
         if hint.session is not None:
             start = self._starts.pop((hint.session, salt), found)
             if len(self._starts) >= SESSIONS:

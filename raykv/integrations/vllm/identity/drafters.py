@@ -45,7 +45,10 @@ def target_layers(vllm_config: Any, groups: Sequence[Any]) -> list[tuple[Any, li
 
 
 def _is_draft(layer: str, model: str, layers: int) -> bool:
-    """layer: its name in vLLM. model: beginning of the target's layer names. layers: number of the target's layers."""
+    """Whether a layer is a drafter's.
+
+    layer: its name in vLLM. model: beginning of the target's layer names. layers: number of the target's layers.
+    """
     begin, number = _split(layer)
     return begin != model or number >= layers or _is_marked(layer)
 

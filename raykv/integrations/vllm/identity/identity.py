@@ -25,7 +25,7 @@ OPTIONS = {
     "load_config": ("model_loader_extra_config",),  # some loaders find the weights or an adapter by this option
 }
 OF_IMAGES = ("mm_encoder_attn_dtype", "mm_encoder_fp8_scale_path", "video_pruning_rate", "video_pruning_method")
-VIDEO_LOADER = "VLLM_VIDEO_LOADER_BACKEND"  # vLLM's environment variable: loaders choose different frames
+VIDEO_LOADER = "VLLM_VIDEO_LOADER_BACKEND"  # vLLM's variable that names a loader; each chooses other frames
 
 
 def identity(vllm_config: Any, kv_cache_config: Any, parallel: str) -> dict[str, str]:

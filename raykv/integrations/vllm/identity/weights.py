@@ -27,7 +27,7 @@ class Weights:
         self._take(self._read())
 
     def renew(self) -> bool:
-        """Read the file again. Returns whether the weights have another name now, which is False without a file."""
+        """Read the file again. Returns whether the weights have another name now; always False without a file."""
         found = self._read()
         if self._file is None or found == self._found:
             return False
