@@ -197,10 +197,10 @@ class KVCache:
 
         until: a time of `time.time()`, at most a day away; a time that is over keeps nothing. Until then, give or take
         two seconds, the pool evicts the oldest other block of the same tenant, block size and node instead of such a
-        block. This is a hint: the pool keeps at most half of these blocks, and refuses no store for them. With an
-        external tier, a kept block is evicted from memory before a block that the tier lacks. The hint ends with a
-        later `touch` or `done`, a restart of the directory, and a use by another tenant. Later copies of the block on
-        other nodes, and copies on a GPU, are not kept.
+        block. All tenants without a quota count as one tenant. This is a hint: the pool keeps at most half of these
+        blocks, and refuses no store for them. With an external tier, a kept block is evicted from memory before a block
+        that the tier lacks. The hint ends with a later `touch` or `done`, a restart of the directory, and a use by
+        another tenant. Later copies of the block on other nodes, and copies on a GPU, are not kept.
         Returns the number of keys that are in the pool. Blocks of another tenant do not count, and do not change.
         Raises ValueError for keys of another cache, and for what is no time.
         """

@@ -278,7 +278,10 @@ def _passed_over(c, which, last):
     row = ahead = np.int64(c.lists[which].tail)
     for _ in range(passes):
         ahead = np.int64(c.rows[ahead].prev)
+    over, before = np.int64(-1), 0  # the oldest row that is kept no longer, and the number of older rows
     for i in range(count):
+        if over < 0 and c.rows[row].holds == 0 and not _is_kept(c, row):
+            over, before = row, i
         if i < count - passes:
             c.rows[row].last = c.rows[ahead].last
             ahead = np.int64(c.rows[ahead].prev)
@@ -287,6 +290,9 @@ def _passed_over(c, which, last):
             c.rows[row].last = age
         row = np.int64(c.rows[row].prev)
     c.rows[c.lists[which].kept].last = last
+    if over >= 0:  # the next eviction looks there again
+        c.lists[which].kept = c.rows[over].next
+        c.lists[which].kept_count = before
 
 
 @kernel(C, ROWS, INT, INT)

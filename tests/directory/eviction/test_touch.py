@@ -114,7 +114,11 @@ def test_the_order_is_that_of_a_list(seed: int) -> None:
     rng, pool, room = Random(seed), Pool(slots=24), 23
     line: list[bytes] = []  # from the oldest on
     until: dict[bytes, float] = {}
-    passed, passes = set[bytes](), 0  # keys that evictions pass over, and how often one did
+    passed, passes, waited = (
+        set[bytes](),
+        0,
+        0,
+    )  # keys that evictions pass over; how often one did, also since ages moved
     for _ in range(3000):
         key, what = rng.choice(KEYS[:60]), rng.choices(["use", "touch", "time"], [20, 4, 2])[0]
         if what == "time":
@@ -136,7 +140,12 @@ def test_the_order_is_that_of_a_list(seed: int) -> None:
                         gone = next((i for i in behind if until.get(line[i], 0.0) <= pool.now), room)
                         passed.update(line[: min(gone, room // 2 + 1)])
                         passes += gone <= room / 2
+                        waited += gone <= room / 2
                     key_gone = line.pop(gone if gone <= room / 2 else 0)
+                    if waited * 8 > len(passed):
+                        waited = 0
+                        end = next((i for i, other in enumerate(line) if until.get(other, 0.0) <= pool.now), room)
+                        passed.intersection_update(line[:end])
                     until.pop(key_gone, None)
                     passed.discard(key_gone)
                 pool.store("a", [key])
@@ -144,6 +153,34 @@ def test_the_order_is_that_of_a_list(seed: int) -> None:
             passed.discard(key)
         assert pool.keys() == set(line)
     assert passes > 100
+
+
+def test_blocks_whose_time_is_over_go_before_one_that_is_kept_longer() -> None:
+    pool = Pool(slots=24)
+    pool.store("a", KEYS[:7])
+    touch(pool, KEYS[:1], 3600.0)
+    touch(pool, KEYS[1:7], 10.0)
+    pool.store("a", KEYS[10:17])
+    pool.read("a", KEYS[1:7])
+    store_each(pool, KEYS[20:50])
+    assert left(pool, KEYS[:7]) == KEYS[:7]
+    pool.tick(40.0)
+    store_each(pool, KEYS[100:130])
+    assert left(pool, KEYS[:7]) == KEYS[:1]
+
+
+def test_a_list_keeps_its_order_when_a_tenant_joins_it() -> None:
+    pool = Pool(slots=40)
+    pool.directory.set_quota("x", Quota(), pool.now)
+    for number in range(8):
+        pool.store("a", [KEYS[number]], tenant="x")
+    touch(pool, KEYS[:8], tenant="x")
+    for number in range(35):
+        pool.store("a", [KEYS[100 + number]], tenant="" if number % 3 == 0 else "x")
+    pool.directory.remove_quota("x", pool.now)
+    for number in range(40):
+        pool.store("a", [KEYS[200 + number]])
+        check_invariants(pool.directory)
 
 
 @pytest.mark.parametrize("blocks", [4, 12, 20])

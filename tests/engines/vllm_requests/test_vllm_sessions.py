@@ -136,12 +136,34 @@ def test_hints_of_a_session_that_goes_on_are_not_sent(start: Callable[..., raykv
     keys = cache.keys(np.arange(160))
     cache.store(keys, np.zeros((10, 4096), np.uint8), wait=True)
     outbox = Outbox(pool.session.directory)
-    outbox.put(keys, Hint("a", True))
-    outbox.put(keys, Hint("a", True), "salt")
-    outbox.go_on(Hint("a"), None)
-    outbox.put(keys[:2], Hint("b", keep_s=60))  # sent after all others
-    eventually(lambda: pool.stats()["kept"] == 2)
-    assert pool.stats()["done"] == 10, "of the session with a salt"
+    outbox.put([keys], Hint("a", True))
+    outbox.put([keys], Hint("a", True), "salt")
+    outbox.put([keys[:3]], Hint("a", keep_s=60))
+    outbox.put([keys[:4]], Hint("", True))
+    outbox.asked(Hint("a"), None)
+    outbox.put([keys[:1], keys[:2]], Hint("b", keep_s=60))  # sent after all others
+    eventually(lambda: pool.stats()["kept"] == 6)
+    assert pool.stats()["done"] == 14, "of the sessions with a salt, and with an empty name"
+    outbox.close()
+
+
+@pytest.mark.parametrize("session", [None, "a"])
+def test_a_hint_is_repeated_until_the_session_says_something_else(
+    start: Callable[..., raykv.KVPool], session: str | None
+) -> None:
+    pool = start(cpu_memory=64 * MIB)
+    cache = pool.cache(model="m", dtype="uint8", layout="rows", block_tokens=16, block_bytes=4096)
+    keys = cache.keys(np.arange(160))
+    cache.store(keys[:9], np.zeros((9, 4096), np.uint8), wait=True)  # one is never stored
+    outbox = Outbox(pool.session.directory)
+    outbox.put([keys], Hint(session, keep_s=60))
+    eventually(lambda: pool.stats()["kept"] >= 18)
+    outbox.put([keys[:9]], Hint(session, True))
+    eventually(lambda: pool.stats()["done"] == 9)
+    kept = pool.stats()["kept"]
+    outbox.put([keys[:1]], Hint("last", True))
+    eventually(lambda: pool.stats()["done"] == 10)
+    assert pool.stats()["kept"] == kept, "a repeat would undo what was said later"
     outbox.close()
 
 

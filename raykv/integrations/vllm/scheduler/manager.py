@@ -43,6 +43,7 @@ from raykv.integrations.vllm.scheduler.queue import Queue, ahead_bytes
 from raykv.integrations.vllm.scheduler.threshold import Threshold
 from raykv.integrations.vllm.scheduler.waiting import PATIENCE, UNMEASURED, Wait
 from raykv.integrations.vllm.worker.ranks import Rank
+from raykv.keys import Keys
 from raykv.metrics.span import under
 
 log = logging.getLogger("raykv")
@@ -134,7 +135,7 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
         if not found.failed and not chain.hint.limited:
             chain.start = (ask.first[group] + hits) * self._groups[0].tokens
             self._sessions.begin(chain.hint, chain.origin.salt, chain.start)
-            self._outbox.go_on(chain.hint, chain.origin.salt)
+            self._outbox.asked(chain.hint, chain.origin.salt)
         self._counts[HITS] += hits
         self._computing[request] = Computing(time.monotonic(), ask, set(ask.keys[group][hits:]))
 
@@ -243,7 +244,6 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
 
     def _send_hint(self, chain: Chain) -> None:
         """Make the pool keep a request's chunks, or tell the pool that the session is done with its own chunks."""
-        self._outbox.go_on(chain.hint, chain.origin.salt)
         start: int | None = 0
         if chain.hint.done:
             start = self._sessions.start(chain.hint, chain.origin.salt)
@@ -252,10 +252,11 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
                 self._sessions.end(chain.hint, chain.origin.salt)
         if start is None or not (chain.hint.done or chain.hint.keep_s):
             return
+        parts = list[Keys]()
         for group in self._groups:
             if own := chain.behind(start, group.group_idx, group.tokens):
-                for rows in pool_keys(self.caches[group.place], own, chain.origin).values():
-                    self._outbox.put(rows, chain.hint, chain.origin.salt)
+                parts += pool_keys(self.caches[group.place], own, chain.origin).values()
+        self._outbox.put(parts, chain.hint, chain.origin.salt)
 
     def _end_if_done(self, request: str) -> None:
         """End a request's intent, so that nobody waits, once it has stored its chunks or will store no more chunks."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Iterable
 from queue import SimpleQueue
 from typing import NamedTuple
 
@@ -15,18 +16,26 @@ from raykv.keys import Keys
 log = logging.getLogger("raykv")
 
 PAUSE_S = 0.5  # seconds before each call, as workers may still be storing, and holding, a finished request's chunks
-CALLS = 5  # maximum number of calls for the same keys; a call is repeated if it reached fewer blocks than keys
+# maximum number of calls for the same keys: a call is repeated if it reached fewer blocks than keys
+CALLS, CALLS_NAMELESS = 5, 2
 
 
 class _Waiting(NamedTuple):
-    """number: how many hints came before."""
+    """number: of the request's hint. calls: number of calls so far."""
 
     due: float
-    calls: int
     number: int
     keys: Keys
     hint: Hint
     salt: str | None
+    calls: int = 0
+
+
+class _Session(NamedTuple):
+    """said: number of the session's last hint. asked: number of the last hint before the session's last look-up."""
+
+    said: int = 0
+    asked: int = 0
 
 
 class Outbox:
@@ -36,41 +45,56 @@ class Outbox:
         self._directory = directory
         self._queue: SimpleQueue[_Waiting | None] = SimpleQueue()  # by `due`
         self._thread: threading.Thread | None = None
-        self._count = 0  # of all hints
-        self._gone_on: dict[tuple[str, str | None], int] = {}  # by session and salt: number of hints until it went on
+        self._number = 0  # of the last hint
+        self._sessions: dict[tuple[str | None, str | None], _Session] = {}  # by session and salt
 
-    def put(self, keys: Keys, hint: Hint, salt: str | None = None) -> None:
-        """Send a hint for the keys after PAUSE_S. hint: determines which call is made."""
-        self._count += 1
-        self._queue.put(_Waiting(time.monotonic() + PAUSE_S, CALLS, self._count, keys, hint, salt))
+    def put(self, parts: Iterable[Keys], hint: Hint, salt: str | None = None) -> None:
+        """Send a request's hint after PAUSE_S. hint: determines which call is made."""
+        self._number += 1
+        self._set(hint, salt, said=self._number)
+        for keys in parts:
+            self._queue.put(_Waiting(time.monotonic() + PAUSE_S, self._number, keys, hint, salt))
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="raykv-hints", daemon=True)
             self._thread.start()
 
-    def go_on(self, hint: Hint, salt: str | None) -> None:
-        """A session has a new request, which uses its chunks again. Do not send the session's earlier hints."""
-        if hint.session is not None and self._count:
-            self._gone_on.pop((hint.session, salt), None)
-            self._gone_on[hint.session, salt] = self._count
-            if len(self._gone_on) > SESSIONS:
-                del self._gone_on[next(iter(self._gone_on))]
+    def asked(self, hint: Hint, salt: str | None) -> None:
+        """A session looks chunks up again. Earlier hints that the session is done with chunks are not sent any more."""
+        if self._number:
+            self._set(hint, salt, asked=self._number)
 
     def close(self) -> None:
         """Stop sending after the hints that already wait."""
         self._queue.put(None)
 
+    def _set(self, hint: Hint, salt: str | None, **numbers: int) -> None:
+        if hint.session is not None:
+            session = self._sessions.pop((hint.session, salt), _Session())
+            self._sessions[hint.session, salt] = session._replace(**numbers)
+            if len(self._sessions) > SESSIONS:
+                del self._sessions[next(iter(self._sessions))]
+
     def _run(self) -> None:
         while waiting := self._queue.get():
             time.sleep(max(0.0, waiting.due - time.monotonic()))
-            if waiting.number <= self._gone_on.get((waiting.hint.session or "", waiting.salt), 0):
+            if self._is_void(waiting):
                 continue
             try:
                 count = self._send(waiting.keys, waiting.hint)
             except Exception:
                 log.exception("a request's hint could not be sent to the pool")
                 continue
-            if count < len(waiting.keys) and waiting.calls > 1:
-                self._queue.put(waiting._replace(due=time.monotonic() + PAUSE_S, calls=waiting.calls - 1))
+            calls = waiting.calls + 1
+            if count < len(waiting.keys) and calls < (CALLS_NAMELESS if waiting.hint.session is None else CALLS):
+                self._queue.put(waiting._replace(due=time.monotonic() + PAUSE_S, calls=calls))
+
+    def _is_void(self, waiting: _Waiting) -> bool:
+        """Whether the session has said or done something else since. Then only a keep's first call is still sent."""
+        session = self._sessions.get((waiting.hint.session, waiting.salt), _Session())
+        is_repeat = waiting.calls > 0
+        return (is_repeat and waiting.number < session.said) or (
+            (is_repeat or waiting.hint.done) and waiting.number <= session.asked
+        )
 
     def _send(self, keys: Keys, hint: Hint) -> int:
         if hint.done:

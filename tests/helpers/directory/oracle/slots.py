@@ -301,6 +301,8 @@ class Slots:
         ages = [*ages[n:], *range(ages[-1] + 1, ages[-1] + n), last]
         for row, age in zip(passed, ages, strict=True):
             row.last = age
+        for row in itertools.dropwhile(lambda row: row.holds or row.kept_until > self.second, passed):
+            row.passed = False
 
     def done_with(self, keys: list[bytes], tenant: str, again: bool) -> int:
         """Have unheld copies of a tenant's own keys evicted before blocks in use. Returns how many copies."""

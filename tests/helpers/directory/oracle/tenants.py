@@ -1,5 +1,6 @@
 """The oracle's tenants: how much each uses, and whose blocks may be evicted for whom."""
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -27,6 +28,12 @@ class Tenants(Slots):
             for size_class in node.size_classes.values():
                 size_class.part_with_held("")
                 size_class.part_with_held(tenant)
+        for node in self.nodes.values():
+            for size_class in node.size_classes.values() if not node.on_gpu else ():
+                rows = [*size_class.of_tenant(""), *size_class.of_tenant(tenant)]
+                rows.sort(key=lambda row: (-row.last, row.tenant == tenant))
+                for younger, row in itertools.pairwise(rows):
+                    row.last = min(row.last, younger.last - 1)
         for copies in self.table.values():
             for row in copies:
                 row.passed &= row.tenant not in ("", tenant)
