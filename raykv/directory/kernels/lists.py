@@ -128,9 +128,10 @@ def give_up_list(c, size_class, tenant):
         link_between(c, target, younger, row, older)
         row = after
     row = np.int64(c.lists[target].head)
-    while c.rows[row].next >= 0:  # ages that kept rows got may be those of rows of another list
+    while row >= 0:  # ages that kept rows got may be those of rows of another list
         older = np.int64(c.rows[row].next)
-        c.rows[older].last = min(c.rows[older].last, c.rows[row].last - 1)
+        if older >= 0:
+            c.rows[older].last = min(c.rows[older].last, c.rows[row].last - 1)
         row = older
     c.lists[source].head = c.lists[source].tail = c.lists[source].done = c.lists[source].late = -1
     c.lists[source].count = 0
