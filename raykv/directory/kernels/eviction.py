@@ -212,15 +212,15 @@ def evict(c, row):
     key's replicas that nobody holds. They are as old as the primary, since `release` touches the primary after a
     read of a replica. A replica that became the primary would take a slot of its node's staging window.
     """
-    which, oldest_row = list_of(c, row, READY), row
+    oldest_row = row
     if c.state[LAST_KEPT] > c.state[SECOND]:
-        row = _instead_of(c, which, row)
+        row = _instead_of(c, row)
     position = probe(c, c.rows[row].k0, c.rows[row].k1)
     if not alone(c, position, row):
         drop_replicas(c, row_at(c, position))
     forget_at(c, row, position)  # the eviction
     if row != oldest_row:
-        _passed_over(c, which, c.rows[row].last)
+        _passed_over(c, list_of(c, row, READY), c.rows[row].last)
     c.size_classes[size_class_of(c, row)].evicted += 1
     c.quotas[tenant_of(c, row)].evicted += 1
     return row
@@ -232,7 +232,7 @@ def _is_kept(c, row):
 
 
 @kernel
-def _instead_of(c, which, row):
+def _instead_of(c, row):
     """Return the row to evict instead of the oldest row of a list, which may be kept: the oldest row that is not kept.
 
     The kept row itself is evicted if there are too many kept rows before the row that is not kept, or if an unclean row
@@ -240,6 +240,7 @@ def _instead_of(c, which, row):
     """
     if not _is_kept(c, row):
         return row
+    which = list_of(c, row, READY)
     other = _first_not_kept(c, which)
     clean_tail = c.lists[which].clean_tail
     if other < 0 or (clean_tail >= 0 and c.rows[other].last > c.rows[clean_tail].last):

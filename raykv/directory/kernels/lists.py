@@ -218,7 +218,8 @@ def unlink(c, which, row):
 @kernel
 def keep_until(c, row, second):
     """Keep a row until a second; 0: no longer. While no row is kept, nobody reads the column."""
-    c.state[LAST_KEPT] = max(c.state[LAST_KEPT], second)
+    if second > c.state[LAST_KEPT]:
+        c.state[LAST_KEPT] = second
     if c.state[LAST_KEPT] > c.state[SECOND]:
         c.kept_until[row] = second
 

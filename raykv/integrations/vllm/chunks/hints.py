@@ -108,6 +108,18 @@ class Sessions:
         """Return the session's first own token, or None if no request of the session has asked the pool."""
         return self._starts.get((hint.session, salt)) if hint.session is not None else None
 
+    def hinted(self, hint: Hint, salt: str | None, found: int | None) -> int | None:
+        """Return the first token that a finished request's hint is about; None if the request has no hint.
+
+        found: number of tokens that the request found; None if it looked up nothing. Ends a session that is over.
+        """
+        if not hint.done:
+            return 0 if hint.keep_s else None
+        start = self.start(hint, salt)
+        if not hint.again:
+            self.end(hint, salt)
+        return found if start is None else start
+
     def end(self, hint: Hint, salt: str | None) -> None:
         """Forget a session, which is over."""
         if hint.session is not None:

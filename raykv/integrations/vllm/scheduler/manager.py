@@ -244,13 +244,8 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
 
     def _send_hint(self, chain: Chain) -> None:
         """Make the pool keep a request's chunks, or tell the pool that the session is done with its own chunks."""
-        start: int | None = 0
-        if chain.hint.done:
-            start = self._sessions.start(chain.hint, chain.origin.salt)
-            start = chain.start if start is None else start
-            if not chain.hint.again:
-                self._sessions.end(chain.hint, chain.origin.salt)
-        if start is None or not (chain.hint.done or chain.hint.keep_s):
+        start = self._sessions.hinted(chain.hint, chain.origin.salt, chain.start)
+        if start is None:
             return
         parts = list[Keys]()
         for group in self._groups:
