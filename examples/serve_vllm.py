@@ -62,7 +62,7 @@ def build(arguments: dict[str, str]) -> serve.Application:
             "enable_prompt_tokens_details": True,
         },
         deployment_config={"num_replicas": 2, "request_router_config": router},
-        # A replica and its engine need two CPUs, a whole node. With GPUs, omit the next two arguments.
+        # A replica and its engine need two CPUs, which is a whole node. With GPUs, omit the next two arguments.
         placement_group_config={"bundles": [{"CPU": 1}]},
         accelerator_config={"kind": "cpu"},
         runtime_env={"env_vars": ENVIRONMENT},

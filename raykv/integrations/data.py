@@ -36,20 +36,19 @@ RANK = "__raykv_rank"
 
 
 def prefix_ordered(dataset: ray.data.Dataset, tokenizer: Any, engines: int, column: str = "prompt") -> ray.data.Dataset:
-    """Return the materialized rows of a dataset, ordered so that engines compute few prefixes twice.
+    """Return the materialized rows of a dataset, ordered so that few prefixes are computed twice.
 
-    tokenizer: the tokenizer of the engines' model, or a function from a value of `column`, such as messages, to token
-    ids. It runs in Ray tasks. engines: number of actors that will process blocks. Each actor gets about the same number
-    of prompt tokens to compute; generated tokens are not counted.
+    tokenizer: the tokenizer of the engines' model, or a function that turns a value of `column`, such as messages, into
+    token ids. It runs in Ray tasks. engines: number of actors that will process blocks. Each actor gets about the same
+    number of prompt tokens to compute; generated tokens are not counted.
 
-    The rows of a block share prefixes: all rows are in depth-first order of the tree of prefixes. If batches are no
+    All rows are in depth-first order of the tree of prefixes, so the rows of a block share prefixes. If batches are no
     larger than blocks, an actor gets a whole block, with its rows in order. Ray Data chooses which actor gets which
     block. `preserve_order` is set for the result, so that later stages keep the order of blocks.
 
-    Ray's object store then holds all rows. While the rows are being ordered, the store holds them twice. This process
+    Ray's object store holds all returned rows. While the rows are being ordered, it holds them twice. This process
     holds 8 bytes for every 64 tokens of every prompt, and about 550 bytes for each prompt. Raises KeyError for an
-    unknown column, and ValueError for less than one engine, or for prompts that the tokenizer does not convert to lists
-    of token ids.
+    unknown column, and ValueError if `engines` is below 1 or the tokenizer does not return lists of token ids.
     """
     encode = getattr(tokenizer, "encode", tokenizer)
     tables, put = dataset.to_arrow_refs(), ray.put(encode)
@@ -69,7 +68,7 @@ def prefix_ordered(dataset: ray.data.Dataset, tokenizer: Any, engines: int, colu
 
 
 def dealt(prompts: Prompts, engines: int) -> list[list[int]]:
-    """Return the indices of each block's prompts. Blocks are in the order in which engines take turns."""
+    """Divide prompts into blocks. Returns the prompts' indices, by block: one block for each engine in turn."""
     stretches = split(prompts, engines)
     blocks = max(BLOCKS, -(-len(prompts) // (engines * ROWS)))
     cut = [[[part[i] for i in run] for run in split([prompts[i] for i in part], blocks)] for part in stretches]

@@ -16,8 +16,8 @@ from raykv.config import NAMESPACE
 def attach(pool: str, gpu: str | None = None) -> pools.KVPool:
     """Attach this process, which runs under a Ray actor, to the pool on the actor's node.
 
-    Ray treats the process as a separate driver, which by itself might connect to another raylet of the machine, with
-    another arena. gpu: argument `device` of `raykv.attach`.
+    Ray treats the process as a separate driver. On its own it might connect to another raylet of the machine, which has
+    another arena. gpu: see `device` in `raykv.attach`.
     """
     with _own_random():
         raylet = _raylet()
@@ -31,7 +31,7 @@ def attach(pool: str, gpu: str | None = None) -> pools.KVPool:
 
 @contextmanager
 def _own_random() -> Iterator[None]:
-    """Context manager inside which random numbers differ in every process, although engines seed all ranks alike.
+    """Make random numbers differ between processes inside this context. Engines seed all ranks alike.
 
     Ray names its subscriptions by random numbers. Two drivers with the same name would take over each other's long
     polls, a thousand times a second.

@@ -18,14 +18,14 @@ from raykv.system import sha256
 
 log = logging.getLogger("raykv")
 
-SHARE = 0.2  # maximum delay of a request by a router, as a fraction of the pool's deadline
+SHARE = 0.2  # maximum time that a router delays a request, as a fraction of the pool's deadline
 
 
 class PrefixLookup:
-    """Asks a pool's directory from an event loop. Keeps the announcements of how models' prompts become keys.
+    """Asks a pool's directory from an event loop. Keeps the announcements, which say how prompts become keys.
 
-    After the directory has answered late, callers get None at once, and a background task asks the directory once a
-    second until it answers in time. Not thread-safe.
+    After a late answer, callers get None at once. Meanwhile a background task asks the directory once a second, until
+    an answer arrives in time. Not thread-safe.
     """
 
     def __init__(self, pool: str, model: str) -> None:
@@ -35,12 +35,12 @@ class PrefixLookup:
         self._others: dict[str, dict[str, Any]] = {}  # announcements by name
         self._wanted: set[str] = set()  # names requested since the last search
         self._line = DirectoryLine(pool)
-        self._deadline = 0.0  # maximum seconds for a question; set from the pool's settings before the first one
+        self._deadline = 0.0  # maximum seconds for a question, from the pool's settings
         self._answers = False  # whether the directory answered the last question in time
         self._search: asyncio.Task[None] | None = None
 
     def announced_of(self, other: str) -> dict[str, Any] | None:
-        """Return the announcement of another name, such as a LoRA adapter's, or None until a search has found it."""
+        """Return the announcement for another name, such as a LoRA adapter's. None until a search finds it."""
         found = self._others.get(other)
         if found is None:
             self._wanted.add(other)
@@ -48,7 +48,7 @@ class PrefixLookup:
         return found
 
     def look(self) -> None:
-        """Search for the directory and the announcements again, in the background. Meanwhile, the old ones are used."""
+        """Search for the directory and the announcements again, in the background."""
         if self._search is None or self._search.done():
             self._search = asyncio.get_running_loop().create_task(self._look())
 
@@ -79,7 +79,7 @@ class PrefixLookup:
                 return
 
     def _find(self, others: set[str]) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
-        """Find the directory. Returns the announcement of the model, and the known announcements of `others`.
+        """Find the directory. Returns the model's announcement, and the announcements found for `others`.
 
         Raises ValueError if the pool, its directory or the model's announcement is missing.
         """

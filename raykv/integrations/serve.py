@@ -45,7 +45,7 @@ from raykv.scheduling.routes import Found, Prompt, Replica, Routes
 
 log = logging.getLogger("raykv")
 
-ASKED = 64  # maximum number of a prompt's blocks to ask the directory for, evenly spaced
+ASKED = 64  # maximum number of blocks in a question to the directory; of a longer prompt, every n-th block is asked for
 NAME_CHARS = 256  # maximum characters of a session's name; the rest is ignored
 NO_KEYS = np.zeros((0, 16), np.uint8)
 
@@ -95,9 +95,9 @@ class PrefixRouter(PowerOfTwoChoicesRequestRouter):  # type: ignore[misc]
         return self.lookup.announced
 
     async def keys(self, request: PendingRequest, announced: dict[str, Any]) -> NDArray[np.uint8]:
-        """Compute the keys of a request's prompt, (n, 16) uint8. n is 0 if the pool can't help.
+        """Compute the keys of a request's prompt, (n, 16) uint8. n is 0 if the prompt fills no block.
 
-        announced: the fields that a replica announced. If this raises ValueError, Serve chooses the replica.
+        announced: the fields that a replica announced. If this raises ValueError, the session alone decides.
         """
         token_ids = request.kwargs.get("token_ids")
         if token_ids is None or len(token_ids) < announced["block_tokens"]:
@@ -107,7 +107,7 @@ class PrefixRouter(PowerOfTwoChoicesRequestRouter):  # type: ignore[misc]
         return await asyncio.to_thread(keys.chain, root, token_ids, size, **fields)
 
     def session(self, request: PendingRequest) -> str:
-        """Return the name of a request's session, or "" if it has none."""
+        """Return the name of a request's session, or "" if the request has no session."""
         return str(request.metadata.session_id or request.kwargs.get("session") or "")
 
     async def choose_replicas(
@@ -123,10 +123,10 @@ class PrefixRouter(PowerOfTwoChoicesRequestRouter):  # type: ignore[misc]
             return by_chance
 
     async def _ranked(self, candidates: list[RunningReplica], request: PendingRequest) -> list[list[RunningReplica]]:
-        """Rank the candidates for a request. Returns [] if the router knows nothing about the request."""
+        """Rank the candidates for a request. Returns [] if they can't be compared."""
         adapter = request.metadata.multiplexed_model_id  # loading the adapter would take longer than computing a prefix
         able = [replica for replica in candidates if not adapter or adapter in replica.multiplexed_model_ids]
-        if not hasattr(request, "raykv_asked"):  # a request comes again after finding no room; look it up once
+        if not hasattr(request, "raykv_asked"):  # Serve asks again if no replica had room
             request.raykv_asked = await self._ask(request, able)
         prompt, found = request.raykv_asked
         if len(able) < 2 or not (prompt.keys or prompt.session):
@@ -170,7 +170,7 @@ class PrefixRouter(PowerOfTwoChoicesRequestRouter):  # type: ignore[misc]
         if not len(keys):
             return None
         every = -(-len(keys) // ASKED)
-        asked = np.ascontiguousarray(keys[every - 1 :: every])  # skipped blocks outlive the next asked block
+        asked = np.ascontiguousarray(keys[every - 1 :: every])  # skipped blocks are evicted later than the asked block
         located = await self.lookup.locate_prefix(asked)
         if located is None:
             return None

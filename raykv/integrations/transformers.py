@@ -11,8 +11,8 @@ or, for a decoding loop of your own:
 Don't pass start.past_key_values to `model.generate` with the same prompt: the cache already holds the whole prompt, and
 transformers would feed the prompt a second time. `generate` above avoids that.
 
-A block is a contiguous array of the model's dtype: (layers, 2, kv_heads, block_tokens, head_dim). The 2 stands for keys
-and values.
+A block is a contiguous array of the model's dtype: (layers, 2, kv_heads, block_tokens, head_dim). The second axis has
+the keys, then the values.
 """
 
 import math
@@ -90,8 +90,8 @@ def model_cache(
 
     pool: from raykv.start or raykv.attach. block_tokens: number of tokens per block, equal in all engines that share.
     model: a causal language model of transformers, on one device, with full attention in every layer.
-    name, revision: must distinguish this model's weights and settings from those of any other model. By default: the
-    place from which the model was loaded, and its commit on the hub.
+    name, revision: must distinguish this model's weights and settings from those of any other model. By default, name
+    is the place from which the model was loaded, and revision is its commit on the hub.
     tenant: the tenant that is charged for the blocks (see KVPool.cache).
     The other arguments of the cache come from the model.
     Raises ValueError for a model without a name, or with a layer that is not full attention.
@@ -112,7 +112,7 @@ def model_cache(
 
 
 def block_shape(config: Any, block_tokens: int) -> Shape:
-    """Return a block's (layers, 2, kv_heads, block_tokens, head_dim). Raises ValueError for other kinds of layers."""
+    """Return the shape of a block. Raises ValueError if a layer is not full attention."""
     text = config.get_text_config(decoder=True)
     kinds = {type(layer) for layer in DynamicCache(config=config).layers}
     if kinds != {DynamicLayer}:
@@ -137,8 +137,8 @@ def prefill(
     input_ids: 1-D, at least one token. The last token is always computed, for its logits.
     lora: the active adapter, if any. salt: separates this request's tenant from other tenants (see KVCache.keys).
     Returns a Prefill. If the pool is down or empty, this is an ordinary prefill.
-    Raises ValueError for input that is not 1-D, or if the cache's blocks have another size than the model's. To
-    generate with `model.generate`, use `generate` of this module instead.
+    Raises ValueError for input that is not 1-D, or if the cache's blocks have another size than the model's.
+    To generate with `model.generate`, use `generate` of this module instead.
     """
     ids = torch.as_tensor(input_ids)
     if ids.ndim != 1 or not len(ids):
@@ -171,12 +171,11 @@ def generate(
     salt: str | None = None,
     **generate_kwargs: Any,
 ) -> Any:
-    """Like `model.generate(input_ids, **generate_kwargs)`, after a prefill that reads the prompt's blocks from the
-    pool.
+    """Like `model.generate(input_ids, **generate_kwargs)`, but reads the prompt's blocks from the pool.
 
     input_ids: 1-D, at least one token. lora, salt: see `prefill`. generate_kwargs: arguments of `model.generate`.
     Returns the result of `model.generate`: by default the tokens of prompt and answer, (1, tokens) int64.
-    Raises ValueError like `prefill`, and for arguments that need several sequences (num_beams, num_return_sequences).
+    Raises the errors of `prefill`, and ValueError if num_beams or num_return_sequences is above 1.
     """
     config = generate_kwargs.get("generation_config") or model.generation_config
     for name in ("num_beams", "num_return_sequences"):
@@ -190,7 +189,7 @@ def generate(
 
 
 def restore(blocks: torch.Tensor, shape: Shape, model: Any) -> PromptCache:
-    """Return a cache that holds blocks.
+    """Return a cache that holds the given blocks.
 
     blocks: (n, block_bytes) uint8 on the model's device; n may be 0. shape: from `block_shape`.
     """

@@ -1,8 +1,8 @@
 """The messages between clients, node stores and the directory.
 
 A message is a NamedTuple, and its class documents the fields. Arrays travel as bytes, since bytes are copied fastest. A
-message travels as a plain tuple (`tuple(message)`), and the receiver makes the class again: through Ray, pickling the
-class would cost more than all other arguments. The directory's socket carries the tuple as msgpack (`packing`).
+message travels as a plain tuple (`tuple(message)`), and the receiver makes the class again. Pickling the class for Ray
+would cost more than pickling all other arguments. The directory's socket carries the tuple as msgpack (`packing`).
 
 A field of type `bytes` holds, little-endian and contiguous:
 

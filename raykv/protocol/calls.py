@@ -21,10 +21,10 @@ class Asked(NamedTuple):
     by: bytes  # who may make it: CLIENT or STORE, over the socket or through Ray; ADMINISTRATOR, only through Ray
     answer: type[tuple[Any, ...]] | None = None  # class of the answer, if the answer is a message
     frequent: bool = False  # whether engines make it with every request; only a few of these calls are timed
-    few: bool = False  # whether it may have at most KEYS_PER_CALL keys, as all other callers wait meanwhile
+    few: bool = False  # whether it takes at most KEYS_PER_CALL keys, as other callers wait while it runs
 
     def meant(self, answer: Any) -> Any:
-        """Return the message that a plain tuple stands for. None and other answers are returned unchanged."""
+        """Turn a plain tuple back into its message. Returns None and other answers unchanged."""
         if answer is None or self.answer is None:
             return answer
         if self.answer is MatchedParts:
@@ -44,7 +44,7 @@ CALLS = {
     "pin": Asked(CLIENT, Counted, few=True),
     "unpin": Asked(CLIENT, Counted, few=True),
     "touch": Asked(CLIENT, Counted, few=True),
-    "done": Asked(CLIENT, Counted),  # not `few`: one call's blocks are evicted in another order than those of two calls
+    "done": Asked(CLIENT, Counted),  # not `few`: two calls would evict the blocks in another order than one call
     "forget": Asked(CLIENT, Counted, few=True),
     "preempted": Asked(CLIENT, Counted, few=True),
     "locate_prefix": Asked(CLIENT, Located),

@@ -10,7 +10,7 @@ class Call(NamedTuple):
 
     client: int  # the client's id, a random number
     seq: int  # rises with every call
-    held: bytes = b""  # ids of the client's leases, reservations and intents; earlier ids that are not listed end
+    held: bytes = b""  # ids of the client's leases, reservations and intents; the directory ends older unlisted ids
     pulled: bytes = b""  # locations of staging slots that now hold their blocks
     corrupt: bytes = b""  # locations where a reader did not find the block, or where the checksum did not match
 
@@ -158,7 +158,7 @@ class Located(NamedTuple):
     """
 
     blocks: int  # length of the longest ready prefix, including blocks in external tiers
-    nodes: dict[str, int]  # number of these blocks on each node, by name, without nodes that have none
+    nodes: dict[str, int]  # number of these blocks on each node, by name; only nodes with such blocks
 
 
 class Stored(NamedTuple):

@@ -18,7 +18,7 @@ LOCATION = np.dtype(
 )
 Locations = NDArray[np.void]  # array of LOCATION
 KEY_BYTES = 16
-ALIGN = 4096  # bytes: alignment of the payload, and so the smallest slot
+ALIGN = 4096  # alignment of a slot's payload in bytes, and so the size of the smallest slot
 CONTENT_BYTES = 8  # bytes of the name of a tier's content. A cleared tier gets a new name, so nobody reads old blocks
 COUNTER_BITS = 40  # a generation is epoch << COUNTER_BITS | counter
 EPOCHS = 1 << 21  # every epoch is below this: a header keeps a generation and two more bits in 8 bytes

@@ -18,7 +18,7 @@ class Joined(NamedTuple):
     """Answer to `join`."""
 
     node: int  # index of the arena in locations
-    epoch: int  # the directory's, which the store writes into its arena
+    epoch: int  # the directory's epoch, which the store writes into its arena
 
 
 class SlabReport(NamedTuple):

@@ -9,7 +9,7 @@ class TierReport(NamedTuple):
     capacity: int  # bytes
     shared: bool  # whether all nodes see the same blocks there
     reached: bool  # whether the node reaches the tier now
-    lost: bytes  # if the content was lost, the new content's name, which is the same for all stores of a shared tier
+    lost: bytes  # after a loss of the content, the name of the new content; stores of a shared tier send the same name
 
 
 class TierReply(NamedTuple):
@@ -40,7 +40,7 @@ class DemotionReport(NamedTuple):
 class Demotions(NamedTuple):
     """Blocks of a node's memory to copy to its external tier. `source`, `keys` and `target` have equal lengths."""
 
-    source: bytes  # locations in memory; their field `bytes` is the slot's size, and the slot's header has the block's
+    source: bytes  # locations in memory; their field `bytes` is the slot's size. The slot's header has block_bytes
     keys: bytes
     target: bytes  # locations in the tier; their field `bytes` is 0
     to_delete: bytes  # keys to delete in the tier
@@ -57,6 +57,6 @@ class GpuDemotionReport(NamedTuple):
 class GpuDemotions(NamedTuple):
     """Blocks of a GPU to copy to its node's memory. All arrays have equal lengths."""
 
-    source: bytes  # locations on the GPU; their field `bytes` is the slot's size, and the slot's header has the block's
+    source: bytes  # locations on the GPU; their field `bytes` is the slot's size. The slot's header has block_bytes
     keys: bytes
     target: bytes  # locations in the node's memory; their field `bytes` is 0

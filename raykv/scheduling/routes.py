@@ -11,17 +11,17 @@ from typing import NamedTuple
 LOAD = 0.25
 # The fixed cost of an answer, and its cost for each token of the prompt, as every step reads the prompt's KV
 ANSWER, OF_PROMPT = 64, 1 / 16
-REMEMBERED = 50_000  # maximum number of sessions and ends of prompts together
+REMEMBERED = 50_000  # maximum number of remembered names: sessions, and last keys of prompts
 REMEMBERED_S = 900.0  # time after a session's last prompt until its KV counts as evicted from its replica's own cache
 WAITING_S = 600.0  # time after which a sent prompt counts as computed, even if nobody reported its end
-RECENT = 100  # number of prompts of known length; their median cost is assumed for requests of other routers
+RECENT = 100  # number of recent prompts of known length; their median cost is assumed for other requests
 
 
 class Prompt(NamedTuple):
     """A request's prompt.
 
-    tokens: number of tokens; None if unknown. keys: keys of the full blocks; each key stands for all blocks up to its
-    own. session: name of the prompt's session; "" if unknown.
+    tokens: number of tokens; None if unknown. keys: keys of the full blocks; each key also identifies all earlier
+    blocks. session: name of the prompt's session; "" if unknown.
     """
 
     tokens: int | None
@@ -77,7 +77,7 @@ class Routes:
     def costs(self, prompt: Prompt, found: Found | None, replicas: Sequence[Replica], now: float) -> list[float]:
         """Return, for each replica, the tokens to compute until the prompt's first token.
 
-        They include the replica's other work. found: None if the pool does not answer. now: seconds.
+        The replica's other work is included. found: None if the pool does not answer. now: seconds.
         """
         tokens = self._tokens(prompt)
         own = self._own(prompt, found, now)
@@ -86,7 +86,7 @@ class Routes:
         return [tokens - _saved(found, each, own) + self._waiting(each, now) for each in replicas]
 
     def send(self, request: Hashable, prompt: Prompt, found: Found | None, replica: Hashable, now: float) -> None:
-        """Note that a request was sent to a replica. Tokens that the replica need not compute make nobody wait."""
+        """Note that a request was sent to a replica. Cached tokens add little to the replica's work."""
         tokens = self._tokens(prompt)
         cost = tokens
         if prompt.tokens is not None:
@@ -109,7 +109,7 @@ class Routes:
             sent.remove(one)
 
     def keep(self, replicas: Container[Hashable]) -> None:
-        """Forget the prompts at all other replicas: those replicas are gone."""
+        """Forget the prompts at all other replicas, which are gone."""
         self._sent = {replica: sent for replica, sent in self._sent.items() if replica in replicas}
 
     def _tokens(self, prompt: Prompt) -> float:
@@ -122,7 +122,7 @@ class Routes:
         sent = self._sent.get(replica.name, [])
         while sent and now - sent[0].at > WAITING_S:
             del sent[0]
-        others = max(0, replica.requests - len(sent))  # which other routers sent
+        others = max(0, replica.requests - len(sent))  # requests from other routers
         return sum(each.cost for each in sent) + others * self._usual()
 
     def _own(self, prompt: Prompt, found: Found | None, now: float) -> dict[Hashable, float]:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 class Request:
     """A prompt, and the tokens that were generated after it.
 
-    keys: (n, k) uint8, keys of the prompt's full blocks. Each key stands for all blocks up to its own, as in
+    keys: (n, k) uint8, keys of the prompt's full blocks. Each key also identifies all earlier blocks, as in
     `KVCache.keys`.
     num_tokens: number of prompt tokens and generated tokens. arrival: time in seconds. num_computed_tokens: for a
     running request, the number of tokens with KV in the engine. For a waiting request, the number of tokens with cached
@@ -56,12 +56,12 @@ class Scheduled(NamedTuple):
 def plan(
     waiting: Sequence[Request], running: Sequence[Request], budget: Budget, now: float, patience: float
 ) -> list[Scheduled]:
-    """Choose the requests for the next step: running requests, then waiting ones; of each, the least to compute first.
+    """Choose the requests for the next step: running before waiting requests, and the least to compute first.
 
     A waiting request starts if there are blocks for everything that it must compute, including later steps. It waits
     while another request computes its next block. Requests that have waited `patience` seconds come before other
     waiting requests, in order of arrival. Other requests overtake such a request only while it waits for another
-    request's block. A running request is left out if there is no free block for it: preempt a request to free some.
+    request's block. A running request is left out if it finds no free block: preempt a request to free blocks.
     Refuse requests that need more blocks than the engine has: they would block all others. now: seconds, on the clock
     of arrivals.
     """
@@ -100,7 +100,7 @@ class _Step:
         self._blocks = max(0, self._blocks - blocks)
 
     def start(self, request: Request) -> bool:
-        """Run a waiting request, or let it wait for another request's block. False: too few blocks are free."""
+        """Run a request, or let it wait for another request's block. Returns False if too few blocks are free."""
         first = request.num_computed_tokens // self._block_tokens
         if first < len(request.keys) and request.keys[first].tobytes() in self._computing:
             return True

@@ -29,7 +29,7 @@ class HostPages(Pages):
     def __init__(self, pool: KVPool, host: Any, name: str, caches: dict[str, Any]) -> None:
         """host: a HostKVCache of SGLang. name: the host pool's name. caches: the other arguments of `KVPool.cache`.
 
-        If `host` can't address pages of its layout, its error is propagated.
+        Propagates the error of a `host` that can't give the addresses of pages in its layout.
         """
         self._host, self._page_size = host, host.page_size or 1
         addresses, sizes = host.get_page_buffer_meta(torch.arange(self._page_size))
@@ -59,7 +59,7 @@ class HostPages(Pages):
 
 
 class FlatPages(Pages):
-    """Pages as tensors, which SGLang itself copies out of and into its host pool (without `interface_v1`)."""
+    """Pages as tensors, for use without `interface_v1`. SGLang itself copies them from and to its host pool."""
 
     def __init__(self, pool: KVPool, host: Any, caches: dict[str, Any]) -> None:
         """Like HostPages. A block's bytes are ordered differently than in HostPages, so the caches are separate."""
@@ -71,7 +71,7 @@ class FlatPages(Pages):
         )
 
     def rows(self, tensors: Sequence[torch.Tensor]) -> Rows:
-        """Return the addresses of pages. Raises ValueError unless all are contiguous host memory of a block's size."""
+        """Return the addresses of pages. Raises ValueError unless each is contiguous host memory of a block's size."""
         for tensor in tensors:
             if tensor.nbytes != self.cache.block_bytes or not tensor.is_contiguous() or tensor.device.type != "cpu":
                 raise ValueError(

@@ -33,7 +33,7 @@ KV = "kv"  # SGLang's name for its main host pool
 
 
 class RayKVStorage(HiCacheStorage):  # type: ignore[misc]
-    """Pages of SGLang's host memory in a pool: a cache for each rank's part of each host pool.
+    """Stores pages of SGLang's host memory in a pool. Each rank's part of each host pool has its own cache.
 
     A failure of the pool is a miss. Failures are counted, logged once a minute, and never raised.
     """
@@ -68,7 +68,7 @@ class RayKVStorage(HiCacheStorage):  # type: ignore[misc]
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: str) -> None:
         """Register another host pool.
 
-        If it can't address pages of its layout (such as states with layer_first), its error is propagated.
+        Propagates the error of a host pool that can't give the addresses of pages, such as states with layer_first.
         """
         super().register_mem_host_pool_v2(host_pool, host_pool_name)
         if host_pool_name != KV:
@@ -79,7 +79,7 @@ class RayKVStorage(HiCacheStorage):  # type: ignore[misc]
         return HostPages(self._pool, host, plain, self._caches(plain))
 
     def _caches(self, name: str) -> dict[str, Any]:
-        """Return the arguments of a host pool's cache. In every host pool, one page hash stands for one block."""
+        """Return the arguments of a host pool's cache. In every host pool, one page hash names one block."""
         page_tokens = self.mem_pool_host.page_size
         return {**identity(self._config, name), "block_tokens": page_tokens, "tenant": self._tenant}
 
@@ -100,7 +100,7 @@ class RayKVStorage(HiCacheStorage):  # type: ignore[misc]
     # ------------------------------------------------------------------ several host pools
 
     def batch_exists_v2(self, keys: list[str], pool_transfers: Any = None, extra_info: Any = None) -> Any:
-        """Find the longest prefix for which every host pool has the pages that it needs: all pages, or the last pages.
+        """Find the longest prefix that can be restored. A host pool needs all pages of the prefix, or the last pages.
 
         The prefix's length is reported for every host pool, as a lower bound. Transfers of block groups never shorten
         the prefix, so they are ignored.
@@ -108,14 +108,14 @@ class RayKVStorage(HiCacheStorage):  # type: ignore[misc]
         return self._or(PoolTransferResult.empty(), self._find_all, keys, pool_transfers or [])
 
     def batch_get_v2(self, transfers: list[Any], extra_info: Any = None) -> dict[str, list[bool]]:
-        """Like `batch_get_v1`, for each transfer's pool."""
+        """Like `batch_get_v1`, for each transfer's host pool."""
         return {
             one.name: self._or([False] * len(one.keys or []), self._get, one.name, one.keys, one.host_indices)
             for one in transfers
         }
 
     def batch_set_v2(self, transfers: list[Any], extra_info: Any = None) -> dict[str, list[bool]]:
-        """Like `batch_set_v1`, for each transfer's pool."""
+        """Like `batch_set_v1`, for each transfer's host pool."""
         return {
             one.name: self._or(
                 [False] * len(one.keys or []), self._set, one.name, one.keys, one.host_indices, extra_info
@@ -141,7 +141,7 @@ class RayKVStorage(HiCacheStorage):  # type: ignore[misc]
         return [*target_locations[:count], *[None] * (len(keys) - count)] if count else [None] * len(keys)
 
     def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
-        """Store a page, which is a tensor. Returns whether the pool has it, or another engine is writing it."""
+        """Store the page `value`. Returns whether the pool has the page, or another engine is writing it."""
         return self.batch_set([key], [value])
 
     def batch_set(
@@ -200,7 +200,7 @@ class RayKVStorage(HiCacheStorage):  # type: ignore[misc]
         return self._pages[name]
 
     def _read(self, cache: KVCache, keys: Keys, rows: Rows) -> int:
-        """Read leading pages. Returns how many were read. `batch_exists` has already counted this look-up."""
+        """Read leading pages. Returns how many were read. This look-up is not counted, as `batch_exists` was."""
         with Match(self._session, keys, cache.recompute_tokens_per_s).ask() as match:
             return match.read_rows(rows)
 
@@ -241,9 +241,9 @@ class RayKVStorage(HiCacheStorage):  # type: ignore[misc]
         return PoolTransferResult(count, dict.fromkeys(windows, count) if count else {}, ends)
 
     def _restorable(self, keys: Keys, window: int, ends: list[int]) -> list[int]:
-        """Return the `ends` from which this rank can continue: those after a whole window of pages in the pool.
+        """Return the `ends` from which this rank can continue: the pool has a whole window of pages before each end.
 
-        SGLang continues from an end that all ranks have.
+        SGLang continues from an end that all ranks return.
         """
         answer = self._session.directory.stored(keys.tobytes())
         if answer is None or not answer.found:

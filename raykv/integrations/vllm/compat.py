@@ -2,7 +2,7 @@
 
 | vLLM | difference |
 | --- | --- |
-| before 0.30 | workers report missing blocks, of one KV cache group only; vLLM stores a last token without KV |
+| before 0.30 | workers report failed loads by block, for one KV cache group; vLLM stores a last token without KV |
 | before 0.31 | a KV cache has no `kv_tp_replicas`; extra keys of a block's hash are published unchanged |
 | before 0.31 | a request can't limit how many tokens are loaded, and has no `kv_hints` |
 | before 0.32 | a continued session keeps hashes of dropped tokens, so raykv stores no further chunks of the session |
@@ -49,7 +49,7 @@ def _minor(version: str) -> tuple[int, int] | None:
 
 
 def knows_strides(version: str) -> bool:
-    """Whether decode context parallelism works with a connector. Attention of 0.29 reads another interleave."""
+    """Whether decode context parallelism works with a connector. vLLM 0.29's attention reads another interleave."""
     return (_minor(version) or NEWEST) >= (0, 30)
 
 
@@ -103,7 +103,7 @@ class ByBlock(OffloadingConnector):  # type: ignore[misc]
         super().__init__(vllm_config, role, kv_cache_config)
         if self.connector_scheduler is not None:
             _leave_out_last_sampled(self.connector_scheduler)
-        self._loads: dict[str, set[int]] = {}  # the blocks of each loading request
+        self._loads: dict[str, set[int]] = {}  # blocks of each request that loads
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         return {block for blocks in self.connector_worker.worker.take_failed().values() for block in blocks}
@@ -123,7 +123,7 @@ class ByBlock(OffloadingConnector):  # type: ignore[misc]
 
 
 def _leave_out_last_sampled(scheduler: Any) -> None:
-    """Make `scheduler` skip a block that ends with a request's last token, which was sampled, but not computed."""
+    """Make `scheduler` skip a block that ends with a request's last token. This token was sampled, but not computed."""
     count = scheduler._calc_num_offloadable_tokens
 
     def computed(status: Any, tokens: int) -> int:

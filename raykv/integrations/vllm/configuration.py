@@ -14,14 +14,14 @@ from raykv.integrations.vllm.scheduler.waiting import patience_of
 from raykv.integrations.vllm.spec import RayKVOffloadingSpec
 from raykv.integrations.vllm.worker.ranks import Cut, cut
 
-CHUNK_BYTES = 1 * MIB  # default size of a pool block, rounded up; any size needs the same metadata
+CHUNK_BYTES = 1 * MIB  # default size of a pool block, rounded up to whole engine blocks
 
 
 def configure(vllm_config: Any) -> None:
     """Set options of vLLM's offloading that the user need not know."""
     extra = vllm_config.kv_transfer_config.kv_connector_extra_config
     extra["spec_name"], extra["spec_module_path"] = RayKVOffloadingSpec.__name__, RayKVOffloadingSpec.__module__
-    extra.setdefault("offload_prompt_only", False)  # otherwise a chat's next turn would never hit generated tokens
+    extra.setdefault("offload_prompt_only", False)  # False: a chat's next turn also hits generated tokens
     if extra.get("answers", "all") not in ("all", "auto"):
         raise ValueError(f'answers={extra["answers"]!r} in kv_connector_extra_config: give "all" or "auto"')
     extra.setdefault("kv_events", extra.get("self_describing_kv_events", True))
@@ -33,7 +33,7 @@ def configure(vllm_config: Any) -> None:
     for name in ("offload_prompt_only", "verify_tokens"):
         if not isinstance(extra[name], bool):
             raise ValueError(f"{name}={extra[name]!r} in kv_connector_extra_config: set it to true or false")
-    extra["sync_load_budget_bytes"] = 0  # vLLM can't compute the missing part of a load within a step
+    extra["sync_load_budget_bytes"] = 0  # no loads within a step: vLLM could not compute missing blocks there
 
 
 def identify(vllm_config: Any, kv_cache_config: Any) -> None:
@@ -53,7 +53,7 @@ def identify(vllm_config: Any, kv_cache_config: Any) -> None:
     if has_drafter(vllm_config):
         revision = f"{extra['cache']['revision']}/{drafter_name(vllm_config)}"
         extra["drafter"] = extra["cache"] | {"revision": revision}
-        if not any(map(any, extra["drafts"])):  # the layers' names do not tell the drafter's layers from the target's
+        if not any(map(any, extra["drafts"])):  # the names of layers do not show which model they belong to
             extra["cache"] = extra["drafter"]
 
 

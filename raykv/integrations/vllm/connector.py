@@ -8,12 +8,12 @@ Loaded by configuration alone:
 scheduler's process, asks the pool's directory. The spec's worker copies between vLLM's KV tensors and this node's
 arena.
 
-A pool block is a chunk of `blocks_per_chunk` engine blocks. For each of these blocks in order, the chunk has the
-block's page of every KV tensor. By default a chunk has enough blocks to make 1 MiB, or fewer if a sliding window is
-shorter. `blocks_per_chunk` in the configuration sets another number, which must be equal in engines that share. With
-tensor or pipeline parallelism, each rank has a part of every chunk, in the memory of its node. A chunk is a hit if the
-pool has all of its parts (see `ranks`). Layers with different kinds of KV have separate chunks (see `groups`). A
-`kv_producer` stores its prompts up to the last token (see `tail`).
+A pool block is a chunk of `blocks_per_chunk` engine blocks. A chunk contains one engine block after the other, and
+each engine block contains its page of every KV tensor. By default a chunk has enough blocks to make 1 MiB, or fewer if
+a sliding window is shorter. `blocks_per_chunk` in the configuration sets another number, which must be equal in engines
+that share. With tensor or pipeline parallelism, each rank has a part of every chunk, in the memory of its node. A chunk
+is a hit if the pool has all of its parts (see `ranks`). Layers with different kinds of KV have separate chunks (see
+`groups`). A `kv_producer` stores its prompts up to the last token (see `tail`).
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class RayKVConnector(Connector):  # type: ignore[misc]
         rank = vllm_config.parallel_config.rank
         self._loaded = LoadedAdapters(lora, rank) if lora and self.connector_worker is not None else None
         self._hash = get_hash_fn_by_name(vllm_config.cache_config.prefix_caching_hash_algo)
-        # vLLM reads this later. With its default, a request ends if its load fails
+        # vLLM reads this option later. By default, a request ends if its load fails
         vllm_config.kv_transfer_config.kv_load_failure_policy = "recompute"
         if self.connector_scheduler is not None:
             manager = self.connector_scheduler.manager
@@ -120,7 +120,7 @@ class RayKVConnector(Connector):  # type: ignore[misc]
         """Ignore the metadata, which belong to another connector inside MultiConnector."""
 
     def _place_ranks(self) -> None:
-        """Read where the workers run, as all have their memory by now. Raises RuntimeError if a report is missing."""
+        """Read the workers' reports about the memory that they use. Raises RuntimeError if a report is missing."""
         scheduler, extra = self.connector_scheduler, self._kv_transfer_config.kv_connector_extra_config
         count = self._vllm_config.parallel_config.world_size
         ranks = told(extra.get("pool", "default"), engine_name(self._vllm_config), count)
@@ -233,7 +233,7 @@ class RayKVConnector(Connector):  # type: ignore[misc]
         return Contents(tokens, config.blocks_per_chunk, lambda request: statuses[request].req)
 
     def _go_on(self, status: Any, computed: int) -> None:
-        """Handle a session's grown prompt. vLLM lists all of the request's blocks again, and keeps the computed chunks.
+        """Continue a session with a longer prompt. vLLM lists all blocks again, and keeps the computed chunks.
 
         computed: number of tokens that vLLM keeps. vLLM drops the last token of the last answer, which may already be
         part of a hashed block.
@@ -262,7 +262,7 @@ class RayKVConnector(Connector):  # type: ignore[misc]
             self._name_adapters()
 
     def _forget_weights(self, name: str) -> None:
-        """Handle new weights of an adapter: stop the sharing of requests with old weights, and empty vLLM's cache."""
+        """Handle new weights of an adapter: stop sharing KV of requests with old weights, and empty vLLM's cache."""
         statuses = self.connector_scheduler._req_status.values()
         begun = [it for it in statuses if it.req.lora_request and it.req.lora_request.lora_name == name]
         for status in begun:
@@ -291,7 +291,7 @@ class RayKVConnector(Connector):  # type: ignore[misc]
             return False
         chain.origin = chain.origin._replace(adapter=adapter)
         for group, state in zip(self.connector_scheduler.config.kv_group_configs, status.group_states, strict=True):
-            if group.sliding_window_size_in_chunks is None:  # a window may have freed blocks meanwhile
+            if group.sliding_window_size_in_chunks is None:  # not for windows, which may have freed blocks
                 state.next_stored_chunk_idx = 0
         return True
 
@@ -326,7 +326,7 @@ class RayKVConnector(Connector):  # type: ignore[misc]
         return tail_of(request, group.tokens, config.tokens_per_hash, self._hash)
 
     def _store_tail(self, request_id: str, tokens: int) -> dict[int, Any]:
-        """Return the job that stores the tail, by job id, if the prompt ends within this step's `tokens`, else {}."""
+        """Return the job that stores the tail, by job id. {} if the prompt does not end within this step's `tokens`."""
         scheduler = self.connector_scheduler
         if (status := scheduler._req_status.get(request_id)) is None:
             return {}
@@ -358,7 +358,7 @@ class RayKVConnector(Connector):  # type: ignore[misc]
 
     def get_finished(self, finished_req_ids: set[str]) -> Any:
         worker = self.connector_worker.worker
-        # only the metadata say whether a step computes, as vLLM's second model runner has left its forward context
+        # vLLM's second model runner has left its forward context here, so the metadata say whether the step computes
         worker.computes() if self._connector_metadata.computes else worker.pause()
         return super().get_finished(finished_req_ids)
 
@@ -374,7 +374,7 @@ class WorkerNews(OffloadingWorkerMetadata):  # type: ignore[misc]
 
 
 def most_loaded(scheduler: Any, status: Any, computed: int) -> int:
-    """Return how many leading tokens of a request vLLM may load. status: vLLM's state of the request."""
+    """Return the maximum number of leading tokens that vLLM may load. status: vLLM's state of the request."""
     allowed = load_limit(status)
     most = None if allowed is None else computed + allowed
     aligned = scheduler._mamba_align_size or 0

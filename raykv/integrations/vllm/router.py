@@ -69,7 +69,7 @@ class VLLMPrefixRouter(PrefixRouter):
 
 
 def prompt_keys(body: Any, announced: dict[str, Any]) -> NDArray[np.uint8]:
-    """Compute the keys of an OpenAI request's prompt, (chunks, 16) uint8, equal to those of the engine's connector.
+    """Compute the keys of an OpenAI request's prompt, (chunks, 16) uint8, equal to the engine's keys.
 
     body: the request. announced: the engine's announcement. Raises ValueError unless the body has exactly one prompt.
     """
@@ -115,7 +115,7 @@ def _token_ids(body: Any, announced: dict[str, Any]) -> list[int]:
 
 
 def _text(content: Any) -> Any:
-    """Return the text of a message, given whole or in parts. Raises ValueError for parts other than text."""
+    """Return the text of a message. content: a string, or a list of parts. Raises ValueError if a part is not text."""
     if not isinstance(content, list):
         return content
     if any(part.get("type") != "text" for part in content):

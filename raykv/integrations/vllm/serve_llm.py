@@ -9,7 +9,7 @@ BACKEND = "ray.llm._internal.serve.engines.vllm.kv_transfer.base:DefaultConnecto
 
 
 def register(connector: str) -> None:
-    """Register a connector with ray.serve.llm, for all processes of this cluster, or of the next cluster to be joined.
+    """Register a connector with ray.serve.llm, for all processes of this cluster, or of the cluster joined next.
 
     connector: its name in `kv_transfer_config`. Does nothing in a process that has not imported ray.serve.llm.
     """
@@ -18,7 +18,7 @@ def register(connector: str) -> None:
     from ray.llm._internal.serve.engines.vllm.kv_transfer.factory import KVConnectorBackendFactory
     from ray.llm._internal.serve.utils.registry import ComponentRegistry
 
-    if ComponentRegistry(CATEGORY).contains(connector):  # an old object remembers an earlier cluster
+    if ComponentRegistry(CATEGORY).contains(connector):  # a new object, as an old one remembers an earlier cluster
         return
     with contextlib.suppress(ValueError):  # another process was faster
         KVConnectorBackendFactory.unregister_backend(connector)

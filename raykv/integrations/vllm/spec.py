@@ -29,7 +29,7 @@ class RayKVOffloadingSpec(OffloadingSpec):  # type: ignore[misc]
 
     @classmethod
     def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, Any]:
-        """Counters of the manager, by name."""
+        """Return the manager's counters, by name."""
         return COUNTERS
 
     def get_manager(self) -> RayKVManager:
@@ -45,7 +45,7 @@ class RayKVOffloadingSpec(OffloadingSpec):  # type: ignore[misc]
     def get_worker(self, kv_caches: Any) -> RayKVWorker:
         """Return the worker's side on this rank, which is made at the first call.
 
-        It uses memory of its node, or of its GPU if the GPU has a tier. kv_caches: vLLM's KV tensors.
+        The worker uses memory of its node, or of its GPU if the GPU has a tier. kv_caches: vLLM's KV tensors.
         """
         if self._worker is None:
             device, rank = kv_caches.tensors[0].tensor.device, self.config.parallel.rank

@@ -60,7 +60,7 @@ def check(version: str, vllm_config: Any, kv_cache_config: Any) -> None:
 def check_hashes(vllm_config: Any) -> None:
     """Raise ValueError if vLLM numbers images instead of hashing them.
 
-    The same number stands for different images in different engines.
+    Different engines give the same number to different images.
     """
     images = vllm_config.model_config.multimodal_config
     if images is None or getattr(images, "language_model_only", False):
@@ -73,7 +73,7 @@ def check_hashes(vllm_config: Any) -> None:
 
 
 def _check_drafter(vllm_config: Any) -> None:
-    """Raise ValueError if some rank lacks the drafter's layers, or if these layers can't be cut like the target's."""
+    """Raise ValueError if some rank lacks the drafter's layers, or if chunks are cut by the target's heads."""
     asked = f"speculative_config with method={vllm_config.speculative_config.method!r}"
     if (stages := vllm_config.parallel_config.pipeline_parallel_size) > 1:
         raise ValueError(
@@ -103,7 +103,7 @@ def check_policy(vllm_config: Any) -> None:
 
 
 def why_computed(vllm_config: Any) -> str:
-    """Return why vLLM can't continue from a prefix, so that this engine must compute every prefix, or "" if it can.
+    """Return why vLLM can't continue from a cached prefix, or "" if it can.
 
     A user may turn vLLM's own prefix cache off and still use the pool.
     """

@@ -22,8 +22,8 @@ class Chain:
     limited: whether vLLM offers only some of the chunks to store. hint: the request's hint about its session.
     most: maximum number of tokens to load, see `loadable`. start: the first token that neither the engine's own cache
     nor the pool had. adapter: vLLM's id of the request's LoRA adapter. question: number of the question that asks the
-    workers for their adapters. loads: by rank, the number of the adapter load with which the request is computed.
-    trusted: whether the keys name what the request computes.
+    workers for their adapters. loads: by rank, the number of the adapter load that the request uses. trusted:
+    whether the keys name the KV that the request computes.
     """
 
     keys: dict[int, list[bytes]]
@@ -43,7 +43,7 @@ class Chain:
 
     @property
     def is_named(self) -> bool:
-        """Whether the keys fit the request's computation, including the weights of its adapter."""
+        """Whether the keys name the KV that the request computes, including its adapter's weights."""
         return self.trusted and (self.adapter is None or self.origin.adapter is not None)
 
     def number(self, key: bytes) -> int | None:
@@ -73,13 +73,13 @@ class Chain:
 
     @property
     def tail_now(self) -> Tail | None:
-        """The tail, if it follows the present chunks. None once the request is longer than its prompt."""
+        """The tail, or None if the prompt has no tail, or once generated tokens have filled the tail's chunk."""
         if self.tail is None or self.tail.number != len(self.keys[get_offload_group_idx(self.tail.key)]):
             return None
         return self.tail
 
     def since(self, group: int, first: int, tokens: int, ahead: int) -> list[bytes]:
-        """Return a group's chunks from number `first` up to `most` tokens, and then the tail if it follows.
+        """Return a group's chunks from number `first` up to `most` tokens, and then the tail if `tail_now` has it.
 
         tokens: number of tokens per chunk. ahead: number of chunks to include beyond `most` tokens.
         """

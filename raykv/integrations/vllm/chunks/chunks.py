@@ -1,4 +1,4 @@
-"""Messages from vLLM's scheduler to its workers about a request's chunks: where to load them from, which to store."""
+"""Messages from vLLM's scheduler to its workers: where to load a request's chunks from, and which chunks to store."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Origin(NamedTuple):
 
     @property
     def weights(self) -> bytes:
-        """Digest of the adapter's weights, which makes its keys distinct; b"" without an adapter."""
+        """Digest of the adapter's weights, which becomes part of keys; b"" without an adapter."""
         return self.adapter.weights if self.adapter else b""
 
 

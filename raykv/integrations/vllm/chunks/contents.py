@@ -1,4 +1,4 @@
-"""For `verify_tokens`: digests of the actual content of an engine's blocks, and of the content that keys stand for.
+"""Digests for `verify_tokens`. They cover the actual content of an engine's blocks, and the content that keys name.
 
 A key says which tokens a chunk should hold. This module follows each step of vLLM's scheduler, and records which tokens
 were computed into which block. Each stored chunk gets a digest of these tokens. A reader compares this digest with the
@@ -44,7 +44,7 @@ class Contents:
         self._tokens, self._per_chunk, self._request_of = tokens, per_chunk, request_of
         self._held: dict[int, bytes] = {}  # digests by block
         self._tables: dict[str, Table] = {}
-        self._left: dict[str, dict[int, bytes]] = {}  # digests by block, for each finished request until its last jobs
+        self._left: dict[str, dict[int, bytes]] = {}  # digests by block, for each request that has just finished
         self._asked: dict[str, int] = {}  # number of tokens in vLLM's own cache, by waiting request
         self._loaded: set[str] = set()  # requests whose prefix this connector loaded, not another connector
 
@@ -170,7 +170,7 @@ class Contents:
             found = [held.get(block, b"") for block in blocks]
             if offered.tail:
                 found[-1] = self._end_of_prompt(job.req_id, group, found)
-            before = -first % self._per_chunk  # number of leading blocks to skip, as their chunk began before the job
+            before = -first % self._per_chunk  # number of leading blocks to skip; their chunk began before the job
             if found[before:] and all(found[before:]):
                 left_out = bytes(DIGEST_BYTES) if before else b""
                 chunks.digests[place] = left_out + _of_chunks(found[before:], self._per_chunk)
@@ -186,7 +186,7 @@ class Contents:
         return before and _next(before, request, number * tokens, stop)
 
     def _note_loaded(self, job: Any) -> None:
-        """Add the digests that the request expects. After the job, its blocks have this content, or are computed."""
+        """Add the digests that the request expects. After the job, its blocks have this content, or are recomputed."""
         chunks, request = job.src_spec, self._request_of(job.req_id)
         self._loaded.add(job.req_id)
         for place, (group, first, blocks) in enumerate(self._runs(job.dst_spec)):

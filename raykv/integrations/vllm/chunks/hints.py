@@ -1,4 +1,4 @@
-"""Hints of requests about their sessions: whether the chunks will be requested again, and when."""
+"""Hints of requests about their chunks: whether they will be needed again, and how long to keep them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ log = logging.getLogger("raykv")
 SESSION, DONE, KEEP = "raykv_session", "raykv_done", "raykv_keep_s"  # keys in a request's kv_transfer_params
 ENVELOPE = "kv_hint"  # key in kv_transfer_params for an envelope, which Dynamo's router writes for vLLM before 0.31
 AGAIN = "again"
-ACTIONS: dict[str, bool | str] = {"kv.deref@1.0": True, "kv.demote@1.0": AGAIN}  # as values of `DONE`
+ACTIONS: dict[str, bool | str] = {"kv.deref@1.0": True, "kv.demote@1.0": AGAIN}  # and their values of `DONE`
 SESSIONS = 10_000  # maximum number of sessions that are remembered
 NAME_CHARS = 256
 
@@ -23,7 +23,7 @@ NAME_CHARS = 256
 class Hint(NamedTuple):
     """A request's hint. session: the session's name. done: no request will need the chunks soon after this request.
 
-    again: in spite of `done`, a later request will need them. keep_s: seconds for which the chunks are kept after the
+    again: with `done`, a later request will need the chunks. keep_s: seconds for which the chunks are kept after the
     request; 0: as long as other chunks. limited: whether the request limits how many tokens it loads.
     """
 
@@ -88,7 +88,7 @@ def _warn(session: str, done: str, keep_s: str) -> None:
 
 
 class Sessions:
-    """The first own token of each session: the first token that the session's first request here did not find."""
+    """The first own token of each session, which is the first token that the session's first request did not find."""
 
     def __init__(self) -> None:
         self._starts: dict[tuple[str, str | None], int] = {}
@@ -109,9 +109,9 @@ class Sessions:
         return self._starts.get((hint.session, salt)) if hint.session is not None else None
 
     def hinted(self, hint: Hint, salt: str | None, found: int | None) -> int | None:
-        """Return the first token that a finished request's hint is about; None if the request has no hint.
+        """Return the first token that a finished request's hint is about, or None without a hint.
 
-        found: number of tokens that the request found; None if it looked up nothing. Ends a session that is over.
+        found: number of tokens that the request found; None if it looked up nothing. Forgets a session that is over.
         """
         if not hint.done:
             return 0 if hint.keep_s else None
@@ -121,6 +121,6 @@ class Sessions:
         return found if start is None else start
 
     def end(self, hint: Hint, salt: str | None) -> None:
-        """Forget a session, which is over."""
+        """Forget a session that is over."""
         if hint.session is not None:
             self._starts.pop((hint.session, salt), None)

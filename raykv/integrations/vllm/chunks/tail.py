@@ -33,8 +33,8 @@ class Tail(NamedTuple):
     def is_next(self, computed: int, found: int, block_tokens: int) -> bool:
         """Whether to ask for the tail.
 
-        computed: number of tokens that the engine has. found: number of further tokens in the pool. The engine does not
-        load only a tail that is shorter than an engine block, as computing such a tail is equally fast.
+        computed: number of tokens that the engine has. found: number of further tokens in the pool. If only the tail is
+        missing and is shorter than an engine block, computing it is as fast as loading it.
         """
         if not self.start <= computed + found < self.stop - 1:
             return False
@@ -62,7 +62,7 @@ def tail_of(request: Any, chunk_tokens: int, block_tokens: int, function: Hash) 
 
 @contextmanager
 def as_chunk(tail: Tail, status: Any) -> Iterator[None]:
-    """Context manager inside which vLLM's scheduler treats the tail as the last chunk. status: the request's state."""
+    """Make vLLM's scheduler treat the tail as the last chunk inside this context. status: the request's state."""
     (state,) = status.group_states
     state.offload_keys.append(tail.key)
     try:
@@ -73,7 +73,7 @@ def as_chunk(tail: Tail, status: Any) -> Iterator[None]:
 
 
 def store_job(tail: Tail, status: Any, scheduler: Any) -> dict[int, TransferJob]:
-    """Register a job with vLLM's scheduler that stores the tail of a request, which this step computes.
+    """Register a job with vLLM's scheduler. The job stores the tail of a request, which this step computes.
 
     status: the scheduler's state of the request. Returns the workers' job by id, or {} if nothing is stored.
     """

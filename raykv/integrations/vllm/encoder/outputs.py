@@ -59,7 +59,7 @@ class Outputs:
     def store(self, name: str, output: torch.Tensor, wait: bool = False) -> None:
         """Store an output in the pool. output: (tokens, values) of any dtype, in host memory.
 
-        wait: return only after all processes can find the output.
+        wait: whether to return only after all processes can find the output.
         """
         file = safetensors.torch.save({"output": output.contiguous()})
         content = HEADER.pack(len(file), zlib.crc32(file)) + file

@@ -48,7 +48,7 @@ class Fetch(NamedTuple):
 
 
 class EncoderScheduler:
-    """The outputs that this engine's requests need from the pool. Only one thread uses it.
+    """Fetches the outputs that this engine's requests need. Not thread-safe.
 
     features: vLLM's `mm_features` of a request. Outputs are named by vLLM's identifiers.
     """
@@ -56,17 +56,17 @@ class EncoderScheduler:
     def __init__(self, read: Callable[[str, int], Future[bytes | None]], weights: Weights) -> None:
         """read: starts to read an output, given the output's name and its number of tokens.
 
-        weights: their name begins the names of outputs.
+        weights: the name of the weights is the beginning of every output's name.
         """
         self._read, self._weights = read, weights
         self._weights_are_known = False  # whether the weights' name was read in this step
-        self._present = set[str]()  # outputs in the engine's own cache, or put there by this step
+        self._present = set[str]()  # outputs that the engine's own cache has, or gets in this step
         self._fetches: dict[str, Fetch] = {}
         self._to_load: dict[str, bytes] = {}
         self._to_store: set[str] = set()
 
     def is_settled(self, features: Any, computed: int) -> bool:
-        """Whether it is known which outputs of a request the pool has. The first call starts to fetch them.
+        """Whether all fetches of a request's outputs have ended or timed out. The first call starts the fetches.
 
         computed: number of leading tokens of the request that need no output.
         """
@@ -129,7 +129,7 @@ class EncoderScheduler:
     def step(self, scheduled: Any) -> Step:
         """Return the message to the workers for a step. scheduled: vLLM's SchedulerOutput."""
         self._present.difference_update(scheduled.free_encoder_mm_hashes)
-        self._present |= self._to_load.keys() | self._to_store  # freed, but needed again
+        self._present |= self._to_load.keys() | self._to_store  # outputs that were freed, but are needed again
         if self._to_store:
             self._name_weights()
         self._weights_are_known = False

@@ -60,7 +60,7 @@ class Storing:
 
 
 def _on_host(output: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event | None]:
-    """Return an output in host memory, and the CUDA event at the end of its copy. Outputs do not change meanwhile."""
+    """Return an output in host memory, and the CUDA event after its copy. Nobody changes an output meanwhile."""
     if not output.is_cuda:
         return output.detach().cpu(), None
     host = torch.empty(output.shape, dtype=output.dtype, pin_memory=True)

@@ -1,6 +1,6 @@
 """vLLM's KV events for chunks in the pool. They tell routers which prefixes an engine need not compute.
 
-An engine publishes a chunk that it stored or read as soon as the directory says that the pool has the chunk. It
+An engine publishes each chunk that it stored or read, once the directory says that the pool has the chunk. It
 publishes a removal when the directory says that the chunk is gone. A thread asks the directory, and the scheduler's
 loop only takes finished events. vLLM's own tracker of such events stays off: it keeps every chunk's tokens as Python
 objects, and never repeats an event.
@@ -30,9 +30,9 @@ from raykv.protocol.clients import Stored
 
 log = logging.getLogger("raykv")
 
-BLOCKS_PER_S = 10_000  # maximum engine blocks, stored or removed, in the events of one second; later events wait
+BLOCKS_PER_S = 10_000  # maximum engine blocks, stored or removed, in the events of one second; further events wait
 BURST_BLOCKS = 1000  # approximate maximum number of blocks in the events of one step
-READY_BLOCKS = 4 * BURST_BLOCKS  # approximate maximum of blocks in waiting events; others wait in Published
+READY_BLOCKS = 4 * BURST_BLOCKS  # approximate maximum number of blocks in events that wait for the scheduler
 CHANGES = 256  # maximum number of changes that become events at a time
 REMOVED_AT_ONCE = 512  # approximate maximum number of blocks in one removal event
 KEYS_ASKED = 4096  # maximum keys in one question to the directory, over all parts; an answer takes about 0.1 ms
@@ -43,7 +43,7 @@ REFRESH_S = 600.0  # seconds after which a chunk is published again
 
 
 class Prompt(NamedTuple):
-    """A request. Its tokens and hashes, which go into its chunks' events, do not change once computed."""
+    """A request. Its chunks' events contain its tokens and hashes, which do not change once they are computed."""
 
     request: Any
 
@@ -66,7 +66,7 @@ class Offer(NamedTuple):
 
 
 class Ready(NamedTuple):
-    """Events of one step, the number of their blocks, and whether they are news, unlike repeated announcements."""
+    """Events for one step. blocks: number of their blocks. news: whether they are more than repeated announcements."""
 
     events: tuple[Any, ...]
     blocks: int
@@ -85,8 +85,8 @@ class KVEvents:
         self._offers: SimpleQueue[Offer | None] = SimpleQueue()  # None: a reset
         self._published = Published(REFRESH_S, refresh_steps)  # used by the thread only
         self._ready: deque[Ready] = deque()
-        self._made = self._made_news = 0  # numbers of blocks, and of Ready with news, made by the thread
-        self._taken = self._taken_news = 0  # the same two numbers, taken by the scheduler's loop
+        self._made = self._made_news = 0  # numbers of blocks, and of Ready with news, that the thread has made
+        self._taken = self._taken_news = 0  # the same two numbers that the scheduler's loop has taken
         self._works = self._full = False
         self._answers = True
         self._steps, self._allowed = 0, 0.0
@@ -98,7 +98,7 @@ class KVEvents:
     # ------------------------------------------------------------------ for the scheduler
 
     def offer(self, keys: list[bytes], numbers: list[int | None], prompt: Prompt) -> None:
-        """Publish these chunks once the pool has them. numbers: None for a key that is not the request's."""
+        """Publish chunks once the pool has them. numbers: the chunks' numbers; None for other requests' chunks."""
         self._awake_until = time.monotonic() + KEEP_AWAKE_S
         self._offers.put(Offer(keys, numbers, prompt))
         self._bell.ring()
@@ -234,12 +234,12 @@ def stored_event(request: Any, number: int, sizes: Sizes, group: int) -> BlockSt
 
 
 def events_of(changes: Sequence[Change]) -> Iterator[tuple[Any, ...]]:
-    """Yield vLLM's events for changes, in order; a tuple's events go into one step. Merges adjacent removals."""
+    """Yield vLLM's events for changes, in order. One step gets all events of a tuple. Merges adjacent removals."""
     removed: dict[int | None, list[Any]] = {}
     for change in changes:
         stored = msgpack.decode(change.event, type=BlockStored)
         blocks = stored.block_hashes * change.removed
-        if change.stored:  # both events in one step: between them, a router that does not count lacks the block
+        if change.stored:  # both events in one step: some routers lack the block in between
             yield from _removals(removed)
             yield (*(_removal(blocks, stored.group_idx) for _ in blocks[:1]), stored)
         else:

@@ -17,7 +17,7 @@ OFFERED_S = 5.0  # maximum seconds for an offered chunk to appear in the pool
 AGAIN_S = 0.05  # seconds between two questions about offered chunks
 ABSENT_S = 2.0  # seconds after which an absent chunk counts as gone; a restarted node store may bring it back earlier
 SETTLE_S = 15.0  # seconds for a new directory to learn which blocks the nodes have
-REPEATS = 8  # number of announcements after which a chunk is removed and announced again
+REPEATS = 8  # maximum number of announcements of a chunk; the next announcement first withdraws all but one
 
 
 class Told(NamedTuple):
@@ -78,7 +78,7 @@ class Published:
     def to_ask(self, limit: int, in_turn: bool, now: float) -> list[bytes]:
         """Return at most `limit` chunks to ask the directory for. in_turn: whether to check announced chunks too.
 
-        Returns no chunks until all withdrawals are published, as the withdrawn chunks may be the same chunks.
+        Returns no chunks until all withdrawals are published, as withdrawn chunks may have been offered again.
         """
         if self._withdrawn:
             return []
@@ -96,7 +96,7 @@ class Published:
         return asked
 
     def answered(self, chunks: Sequence[bytes], found: bytes, epoch: int, step: int, now: float) -> list[Change]:
-        """Return the changes after an answer of the directory. found: 1 or 0 for each chunk. epoch: the directory's."""
+        """Return the changes after an answer of the directory. found: 1 or 0 for each chunk."""
         if epoch != self._epoch:
             self._epoch, self._settled = epoch, now + SETTLE_S
             self._absent.clear()

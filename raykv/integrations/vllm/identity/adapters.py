@@ -70,7 +70,7 @@ class ToldAdapters:
         return changed
 
     def numbers(self, adapter: int) -> dict[int, int] | None:
-        """Return the number of the current load by rank, or None unless all ranks have a load. adapter: vLLM's id."""
+        """Return the number of the current load by rank, or None if a rank has no load. adapter: vLLM's id."""
         found = {rank: told.loads[adapter].number for rank, told in self._told.items() if adapter in told.loads}
         return found if len(found) == self._ranks else None
 
@@ -94,7 +94,7 @@ class OwnCache:
         self._outdated: dict[str, list[Any]] = {}  # unfinished requests that began with the old weights, by name
 
     def let_go(self, name: str, requests: list[Any]) -> None:
-        """Evict all blocks, as an adapter has other weights now. requests: vLLM's requests that began before."""
+        """Evict all blocks, as an adapter has other weights now. requests: vLLM's requests with old weights."""
         self._outdated[name] = [*self._outdated.get(name, []), *requests]
         self._evict()
 

@@ -1,8 +1,8 @@
 """The layers of a drafter: the model or the heads that guess tokens in speculative decoding, and keep KV of their own.
 
-The target, the model that is served, verifies each guess. So a drafter's KV never changes an answer, but with wrong KV
-fewer guesses are right. The pool keeps the KV of the target's layers and of the drafter's layers apart. Engines with
-other drafters, or without any, share the KV of the target's layers.
+The target, the model that is served, verifies each guess. So a drafter's KV never changes an answer, but fewer
+guesses are right with wrong KV. The pool keeps the KV of the target's layers and of the drafter's layers apart. Engines
+with other drafters, or without a drafter, share the KV of the target's layers.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from raykv.integrations.digests import config_digest, digest
 
 WITHOUT_KV = ("ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator")  # methods that keep no KV of a prompt
-# mark layer names of drafters that number their layers from 0; others continue the numbers of the target's layers
+# parts of layer names that mark a drafter's layers; without them, a drafter continues the target's layer numbers
 PREFIXES = ("draft_model", "mtp")
 
 

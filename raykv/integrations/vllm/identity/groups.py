@@ -1,8 +1,8 @@
 """The KV cache groups of a model: layers whose chunks are looked up, stored and evicted together.
 
 A full-attention layer reads every chunk of a prefix. A sliding-window layer reads the last chunks. A layer with a state
-(Mamba, gated delta nets, short convolutions) reads only the last chunk. So each group is its own cache in the pool.
-vLLM asks for a chunk of a group by its hash and the index of the group.
+(Mamba, gated delta nets, short convolutions) reads only the last chunk. So each group has its own cache in the pool.
+vLLM asks for a chunk by the chunk's hash and the index of its group.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SUPPORTED = (  # by name, as a subclass may behave differently
 
 
 class Layers(NamedTuple):
-    """Layers whose pages form separate chunks: in a vLLM group, the target's layers or the drafter's layers.
+    """Layers that share chunks: the target's layers or the drafter's layers of one vLLM group.
 
     group: index among vLLM's offloaded groups.
     """
@@ -37,7 +37,7 @@ class Layers(NamedTuple):
 
 
 class Group(NamedTuple):
-    """group_idx: vLLM's index in keys. place: index among the engine's Layers.
+    """A group of layers. group_idx: vLLM's index in keys. place: index among the engine's Layers.
 
     tokens: number of tokens per chunk. window: number of last chunks of a prefix that are read; 0: all chunks. ahead:
     number of chunks after the prefix that vLLM asks for and then drops, as a drafter's KV of a chunk depends on the
@@ -53,7 +53,7 @@ class Group(NamedTuple):
 
 
 def first_parts(drafters: Iterable[bool], ranks: Iterable[Sequence[int]]) -> list[int]:
-    """Return, for each place, the argument `part` of `KVPool.cache` for part 0 of its chunks. For part n, add n.
+    """Return, by place, the argument `part` of `KVPool.cache` for part 0 of a chunk. For part n, add n.
 
     drafters: whether each place is a drafter's. ranks: each rank's parts of a chunk. The target's places and the
     drafter's places are counted separately, as vLLM may put a drafter's group between the target's groups. So the
@@ -126,8 +126,8 @@ def _layers(spec: Any) -> Iterable[Any]:
 def blocks_within(spec: Any) -> int:
     """Return the maximum number of blocks per chunk, or 0 for no maximum.
 
-    A longer chunk would exceed a window, or span states. It would be incomplete, as vLLM frees the blocks before the
-    window while the chunk is being filled.
+    A longer chunk would exceed a window, or span states. It would never be complete, as vLLM frees the blocks before
+    the window while the chunk is being filled.
     """
     if isinstance(spec, MambaSpec):
         return 1
@@ -144,7 +144,7 @@ def _window(spec: Any) -> int:
 
 
 def names(groups: Sequence[tuple[Any, Sequence[str]]]) -> str:
-    """Return a text that differs if an engine's options divide the layers of one model into other groups.
+    """Return a text that identifies how an engine divides the layers of its model into groups.
 
     groups: for each group, vLLM's spec and the names of the layers.
     """

@@ -18,14 +18,14 @@ from raykv.integrations.digests import config_digest, digest
 from raykv.integrations.vllm.identity.drafters import target_layers
 from raykv.integrations.vllm.identity.groups import names
 
-# options of vLLM that change KV or its layout, and that hf_config does not have
+# options of vLLM that change KV or its layout, and are not in hf_config
 OPTIONS = {
     "model_config": ("quantization_config", "code_revision", "model_impl", "model_class_overrides"),
     "cache_config": ("kv_cache_dtype_skip_layers", "mamba_cache_dtype", "mamba_ssm_cache_dtype"),
     "load_config": ("model_loader_extra_config",),  # some loaders find the weights or an adapter by this option
 }
 OF_IMAGES = ("mm_encoder_attn_dtype", "mm_encoder_fp8_scale_path", "video_pruning_rate", "video_pruning_method")
-VIDEO_LOADER = "VLLM_VIDEO_LOADER_BACKEND"  # vLLM's variable that names a loader; each chooses other frames
+VIDEO_LOADER = "VLLM_VIDEO_LOADER_BACKEND"  # vLLM's variable that names a video loader; loaders choose different frames
 
 
 def identity(vllm_config: Any, kv_cache_config: Any, parallel: str) -> dict[str, str]:
@@ -91,7 +91,7 @@ def _options_digest(vllm_config: Any) -> str:
 def _sorted(options: dict[str, Any], but: tuple[str, ...]) -> list[tuple[str, Any]]:
     """Return an engine's options for images and videos in a fixed order. vLLM's hashes cover only requests' options.
 
-    but: names of options to leave out, which vLLM sets according to the device, and which change no image.
+    but: names of options to leave out. vLLM sets these options for the device, and they change no image.
     """
     return sorted(
         (name, _sorted(value, but) if isinstance(value, dict) else value)

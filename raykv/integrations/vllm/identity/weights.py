@@ -1,4 +1,4 @@
-"""The name of an engine's weights, as these may change while the engine runs (sleep, RLHF)."""
+"""The name of an engine's weights, which may change while the engine runs (sleep, RLHF)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Weights:
             raise ValueError(f"weights={file!r}: write what the engine's weights are called into this file")
 
     def reset(self) -> None:
-        """Handle a possible change of the weights: adopt the file's name, or else a name that no other engine has."""
+        """Handle a possible change of the weights: adopt the name in the file, or else a name of this engine only."""
         self._take(self._read())
 
     def renew(self) -> bool:

@@ -3,7 +3,7 @@
 from collections import OrderedDict, deque
 from itertools import pairwise
 
-SAMPLE = 64  # after this many prompts in a row without the earlier answer, answers are no longer stored
+SAMPLE = 64  # number of prompts in a row without the earlier answer; then answers are no longer stored
 MOST = 4096  # maximum number of remembered answers
 
 

@@ -21,7 +21,7 @@ class Found(NamedTuple):
     """A request's chunks that the pool has in memory.
 
     chunks: by group, the numbers of the leased chunks. ready: by group, the numbers of the leased chunks and of the
-    `ahead` chunks after them, which are ready but not leased. failed: the look-up failed, so the pool may have more.
+    `ahead` chunks after them, which are ready but not leased. failed: whether the look-up failed.
     """
 
     match: JointMatch

@@ -55,7 +55,7 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
     """Asks the directory once per request, in threads beside the scheduler's loop. vLLM calls its methods.
 
     caches: caches by place and part; none before `set_ranks`. events: KV events for routers, or None. weights: the name
-    of the weights. resets: how often the weights may have changed. queue: requests that wait in the engine's queue.
+    of the weights. resets: number of possible changes of the weights. queue: requests that wait in the engine's queue.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
         self.events: KVEvents | None = None
         self.weights, self.resets = Weights(None), 0
         self._asks: dict[str, Ask] = {}
-        self._failed: set[str] = set()  # requests whose load failed, which are computed and not looked up again
+        self._failed: set[str] = set()  # requests whose load failed; they are not looked up again
         self._counts: Counter[str] = Counter()
         self._computing: dict[str, Computing] = {}
         self._sessions, self._outbox = Sessions(), Outbox(pool.session.directory)
@@ -140,7 +140,7 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
         self._computing[request] = Computing(time.monotonic(), ask, set(ask.keys[group][hits:]))
 
     def prepare_load(self, keys: Collection[bytes], req_context: Any) -> ChunksToLoad:
-        """Return where workers read the chunks that `lookup` found: a run per group, leased until `complete_load`."""
+        """Return where workers read the chunks that `lookup` found. The chunks stay leased until `complete_load`."""
         ask, chain = self._asks[req_context.req_id], req_context.get_state(Chain)
         ask.loading = True
         groups = by_group(keys)
@@ -254,7 +254,7 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
         self._outbox.put(parts, chain.hint, chain.origin.salt)
 
     def _end_if_done(self, request: str) -> None:
-        """End a request's intent, so that nobody waits, once it has stored its chunks or will store no more chunks."""
+        """End a request's intent if the request has no more chunks to store, so that nobody waits for it."""
         computing = self._computing[request]
         if not computing.missed and not computing.offered:
             self._computing.pop(request).ask.end_intent()
@@ -265,7 +265,7 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
         ask = self._asks.get(request)
         if ask is None or ask.loading:
             return
-        if not ask.counted:  # another request of the engine computes the chunks that this intent promises
+        if not ask.counted:  # another request of this engine computes the chunks of the intent
             missed = set(ask.keys[self._groups[0].group_idx])
             self._computing[request] = Computing(time.monotonic(), ask, missed, measured=True)
         self._forget(request)
@@ -310,7 +310,7 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
             self.queue.step(partial(self._fetch_ahead, own))
 
     def _fetch_ahead(self, own: Any, chain: Chain) -> None:
-        """Start to fetch, except for layers with windows. These read only the last chunks, which are not yet known."""
+        """Start to fetch chunks. Windows are left out, as their chunks depend on the length of the found prefix."""
         session = self._pool.session
         here = {part for rank in self._ranks if rank.memory == session.memory_name for part in rank.parts}
         wanted, chunk_bytes = [], 0
@@ -396,7 +396,7 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
         return {**arguments, "revision": arguments.get("revision", "") + self.weights.name}
 
     def _ask(self, group: int, number: int, chain: Chain, request: str) -> Ask:
-        """Ask for a group's chunks from `number` on, and for chunks of the same tokens in other groups.
+        """Ask for a group's chunks from `number` on, and for the other groups' chunks of the same tokens.
 
         If all groups have windows, ask for all chunks, as vLLM looks up the last chunk first, then earlier chunks.
         """
@@ -408,7 +408,7 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
         begin = {index: start // step * step // of_chunk for index, of_chunk in tokens.items()}
         keys = {index: chain.since(index, begin[index], of_chunk, ahead) for index, of_chunk in tokens.items()}
         self._counts[ASKED] += len(keys[self._groups[0].group_idx])
-        if computing := self._computing.pop(request, None):  # preempted; a request that waits must have no intent
+        if computing := self._computing.pop(request, None):  # the request was preempted, and may wait for others
             computing.ask.end_intent()
         computes = self._stores and self._threshold is None and chain.resets == self.resets and not chain.limited
         ask = Ask(keys, begin, chain.origin, computes)
@@ -444,7 +444,7 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
         return Found(match, chunks, ready)
 
     def _rank_parts(self) -> list[RankPart]:
-        """Return every rank's parts, in the order in which a match has them.
+        """Return every rank's parts, in the order of a match's parts.
 
         The drafter's parts are first, so that no request waits for an engine without this drafter.
         """

@@ -16,12 +16,12 @@ from raykv.keys import Keys
 log = logging.getLogger("raykv")
 
 PAUSE_S = 0.5  # seconds before each call, as workers may still be storing, and holding, a finished request's chunks
-# maximum number of calls for the same keys: a call is repeated if it reached fewer blocks than keys
+# maximum number of calls for the same keys, with and without a session; calls that missed blocks are repeated
 CALLS, CALLS_NAMELESS = 5, 2
 
 
 class _Waiting(NamedTuple):
-    """number: of the request's hint. calls: number of calls so far."""
+    """Keys of a hint that waits to be sent. number: number of the hint. calls: number of calls so far."""
 
     due: float
     number: int
@@ -32,7 +32,7 @@ class _Waiting(NamedTuple):
 
 
 class _Session(NamedTuple):
-    """said: number of the session's last hint. asked: number of the last hint before the session's last look-up."""
+    """Numbers of hints. said: the session's last hint. asked: the last hint before the session's last look-up."""
 
     said: int = 0
     asked: int = 0
@@ -43,9 +43,9 @@ class Outbox:
 
     def __init__(self, directory: DirectoryClient) -> None:
         self._directory = directory
-        self._queue: SimpleQueue[_Waiting | None] = SimpleQueue()  # by `due`
+        self._queue: SimpleQueue[_Waiting | None] = SimpleQueue()  # ordered by `due`
         self._thread: threading.Thread | None = None
-        self._number = 0  # of the last hint
+        self._number = 0  # number of the last hint
         self._sessions: dict[tuple[str | None, str | None], _Session] = {}  # by session and salt
 
     def put(self, parts: Iterable[Keys], hint: Hint, salt: str | None = None) -> None:
@@ -59,7 +59,7 @@ class Outbox:
             self._thread.start()
 
     def asked(self, hint: Hint, salt: str | None) -> None:
-        """A session looks chunks up again. Earlier hints that the session is done with chunks are not sent any more."""
+        """Note that a session looks up chunks again. Its earlier hints with `done` are not sent any more."""
         if self._number:
             self._set(hint, salt, asked=self._number)
 
@@ -89,7 +89,7 @@ class Outbox:
                 self._queue.put(waiting._replace(due=time.monotonic() + PAUSE_S, calls=calls))
 
     def _is_void(self, waiting: _Waiting) -> bool:
-        """Whether the session has said or done something else since. Then only a keep's first call is still sent."""
+        """Whether to drop a call. A newer hint of the session voids repeats; a newer look-up also voids `done`."""
         session = self._sessions.get((waiting.hint.session, waiting.salt), _Session())
         is_repeat = waiting.calls > 0
         return (is_repeat and waiting.number < session.said) or (

@@ -24,7 +24,7 @@ class Queue:
     """Requests that vLLM has not scheduled yet, in the order of their arrival. Only one thread uses it."""
 
     def __init__(self) -> None:
-        self._waiting: dict[str, tuple[Chain, int]] = {}  # and the number of the step in which the request arrived
+        self._waiting: dict[str, tuple[Chain, int]] = {}  # each request's chain, and the step in which it arrived
         self._ahead: set[str] = set()  # requests of `_waiting` whose chunks are fetched
         self._step = 0
 

@@ -7,14 +7,14 @@ from typing import Any
 
 from raykv.integrations.vllm.scheduler.pool_keys import by_group
 
-TRACKED = 64_000  # chunks whose offers are counted, as in vLLM's CPUOffloadingManager
+TRACKED = 64_000  # default number of chunks whose offers are counted, as in vLLM's CPUOffloadingManager
 
 
 class Threshold:
     """Counts how often vLLM offered each chunk. The chunks whose last offer is oldest are forgotten first."""
 
     def __init__(self, offers: int, tracked: int = TRACKED) -> None:
-        """offers: number of the offer at which a chunk is stored.
+        """offers: number of offers that a chunk needs to be stored.
 
         tracked: maximum number of chunks whose offers are counted.
         """

@@ -7,10 +7,10 @@ from typing import Any
 
 PATIENCE = 1.5  # default wait, as a multiple of this engine's computing time; the other engine began earlier
 MOST = 1e6  # maximum `patience`; a dead engine is noticed long before
-UNMEASURED = 1000.0  # tokens per second, until measured; waiting too long is better than computing twice
+UNMEASURED = 1000.0  # assumed tokens per second before a measurement; low, as waiting is better than computing twice
 ASKS = 64  # approximate number of questions in this engine's computing time; each costs the directory about 0.1 ms
 PAUSES_S = (0.005, 0.1)  # first and longest pause between two questions for chunks that other engines compute
-GROWTH = 1.25  # factor between pauses, which are short at first, for chunks that are already being written
+GROWTH = 1.25  # factor between two pauses; the first pauses are short, as the chunks may be almost there
 
 
 class Wait:

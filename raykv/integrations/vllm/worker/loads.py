@@ -124,7 +124,7 @@ class LoadedAdapters:
 
 
 def _noting(load: Callable[..., Any]) -> Callable[..., Any]:
-    """Extend vLLM's method that loads an adapter to note the load. Errors of the method are propagated."""
+    """Wrap vLLM's method that loads an adapter, so that each load is noted. Errors of the method are propagated."""
 
     @functools.wraps(load)
     def noted(manager: WorkerLoRAManager, request: Any) -> Any:

@@ -27,8 +27,8 @@ class Rank(NamedTuple):
     """A worker's report to the scheduler's side.
 
     memory: the directory's name of the memory that the worker reads and writes. parts: the worker's parts of a chunk.
-    part_bytes: bytes of one part, by place. layers: the Layers by place; if empty, those of vLLM's groups. cut: name of
-    the worker's Cut; "" for the scheduler's. Cuts may differ, as vLLM changes the interleave of some workers.
+    part_bytes: bytes of one part, by place. layers: the Layers by place; if empty, one for each vLLM group. cut: name
+    of the worker's Cut; "": the scheduler's Cut. Cuts may differ, as vLLM changes the interleave of some workers.
     """
 
     memory: str
@@ -103,7 +103,7 @@ def check_heads(kv_caches: Mapping[str, torch.Tensor], heads: int) -> None:
 
 
 def engine_name(vllm_config: Any) -> str:
-    """Return a name for one start of an engine. Its engine_id is not enough, as several engines may share it."""
+    """Return a name for one start of an engine. It is more than an engine_id, which several engines may share."""
     return f"{vllm_config.kv_transfer_config.engine_id}-{vllm_config.instance_id}"
 
 

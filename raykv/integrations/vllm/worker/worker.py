@@ -45,7 +45,7 @@ log = logging.getLogger("raykv")
 
 STREAMS = 4  # maximum number of concurrent loads from other nodes; loads from this node do not wait for them
 PAUSES_S = (0.0005, 0.005)  # first and longest pause of an engine that has nothing to compute
-GRACE_S = 0.02  # seconds until a store without slots ends after vLLM wants its blocks back; longer for a kv_producer
+GRACE_S = 0.02  # seconds that a store waits for slots after vLLM wants its blocks back; longer for a kv_producer
 
 
 @dataclass
@@ -66,7 +66,7 @@ class Job:
 
 
 class Run(NamedTuple):
-    """A job's engine blocks for one place of Layers. skipped: how many blocks of the first chunk precede the run."""
+    """A job's engine blocks for one place of Layers. skipped: number of blocks of the first chunk before the run."""
 
     place: int
     ids: NDArray[np.int64]
@@ -79,7 +79,7 @@ class Run(NamedTuple):
         return -(-(self.skipped + len(self.ids)) // self.per_chunk)
 
     def whole(self) -> Run:
-        """The run without its first chunk, which begins before the run."""
+        """Return the run without its first chunk, which is incomplete."""
         return self._replace(ids=self.ids[self.per_chunk - self.skipped :], skipped=0)
 
 
@@ -338,7 +338,7 @@ class RayKVWorker(OffloadingWorker):  # type: ignore[misc]
         return rows.bytes * done
 
     def _digests(self, digests: bytes, weights: bytes) -> torch.Tensor | None:
-        """Return the digests of chunks in the memory of the engine's pages, or None if nothing is verified."""
+        """Copy digests of chunks to the device of the engine's pages. Returns None if nothing is verified."""
         if not self._verifies:
             return None
         found = torch.frombuffer(bytearray(mixed(digests, weights)), dtype=torch.uint8).reshape(-1, DIGEST_BYTES)
@@ -350,7 +350,7 @@ class RayKVWorker(OffloadingWorker):  # type: ignore[misc]
         return cuda.on(self._gpu) if self._device else nullcontext()
 
     def _are(self, digests: torch.Tensor, expected: bytes, leases: list[Lease]) -> bool:
-        """Whether the chunks read have the expected content. Counts other chunks, and drops them from the pool."""
+        """Whether all chunks have the expected digests. Counts wrong chunks, and drops them from the pool."""
         with self._beside_captures():
             arrived = digests.cpu()
         other = np.frombuffer(arrived.numpy().tobytes(), "V8") != np.frombuffer(expected, "V8")
@@ -361,7 +361,7 @@ class RayKVWorker(OffloadingWorker):  # type: ignore[misc]
         for lease in leases:
             directory.forget_later(lease.blocks.keys[other[first : first + len(lease)]].tobytes())  # replicas too
             first += len(lease)
-        self._commits.submit(self._count_other_tokens, int(other.sum()))  # Ray may take long
+        self._commits.submit(self._count_other_tokens, int(other.sum()))  # in a thread, as Ray may take long
         return False
 
     def _count_other_tokens(self, chunks: int) -> None:
@@ -387,7 +387,7 @@ class RayKVWorker(OffloadingWorker):  # type: ignore[misc]
         after: tuple[Any, ...],
         digests: torch.Tensor | None,
     ) -> Rows:
-        """Return the engine's blocks as rows of a part of chunks. The CUDA events `after` must precede any access.
+        """Return the engine's blocks as rows of a part of chunks. after: CUDA events that must precede any access.
 
         other: a page that replaces blocks which the engine lacks. A load may need only some blocks of the first and
         last chunk, and a prompt's tail does not fill a chunk. digests: (chunks, 8) uint8, at the chunks' ends, or None.
@@ -410,7 +410,7 @@ class RayKVWorker(OffloadingWorker):  # type: ignore[misc]
         return cuda.events_after(self._gpu, {cuda.stream_of(tensors[0])})
 
     def _begin(self, job: Job) -> bool:
-        """Set a store to "copying", unless vLLM has taken its blocks back. Returns whether the store may copy."""
+        """Set a store to "copying" if vLLM has not taken its blocks back. Returns whether the store may copy."""
         with self._mutex:
             if job.state == "queued":
                 job.state = "copying"
