@@ -1,4 +1,4 @@
-"""The directory as a Ray actor. It also takes calls through Ray, and keeps state for later directories in Ray's KV.
+"""The directory as a Ray actor. It answers calls on a socket or through Ray, and saves state for later directories.
 
 Ray's overhead per call is ten times the cost of computing the answer. So each client and node store keeps a connection
 to a socket of the directory. One thread serves all these connections; a lock makes it take turns with Ray's thread.
@@ -71,7 +71,7 @@ class DirectoryActor(DirectoryServer):
     def _begin(self) -> None:
         """Start answering calls, with an empty directory and a new epoch."""
         settings, epoch = self._settings, internal_kv.take_epoch(self._pool)
-        self._nodes = cluster.living()  # later, Ray is asked only about unknown nodes, as all callers wait for Ray
+        self._nodes = cluster.living()  # later, Ray is asked only about unknown nodes, as all callers wait meanwhile
         directory = Directory(
             epoch, settings["locality"], share=WRITE_SHARES[settings["write"]], min_hits=settings["min_hits"]
         )
@@ -86,9 +86,9 @@ class DirectoryActor(DirectoryServer):
         self.serve(directory)
         self._metrics.attach(directory, self._lock)
         self._metrics.start()
-        with contextlib.suppress(PermissionError):  # Ray runs its workers at nice 15, but all clients wait for this
+        with contextlib.suppress(PermissionError):  # Ray's workers run at nice 15, but all clients need this process
             os.setpriority(os.PRIO_PROCESS, 0, 0)
-        gc.freeze()  # a collection that walks all of numba would delay every caller
+        gc.freeze()  # a garbage collection of all of numba's objects would delay every caller
         self._open_socket(settings["transport"])
         events.tell("serve", epoch=epoch, **internal_kv.shown(settings))
 
@@ -102,7 +102,7 @@ class DirectoryActor(DirectoryServer):
             log.warning("pool %s: no socket for the directory, which is called through Ray: %r", self._pool, error)
 
     def join(self, name: str, arena: Message) -> Message:
-        """See DirectoryServer. ValueError for a node that is not in the Ray cluster, as it would only use memory."""
+        """See DirectoryServer. Raises ValueError for a node outside the Ray cluster, to save memory."""
         if host_of(name) not in self._nodes:
             self._nodes = cluster.living()
         if host_of(name) not in self._nodes:

@@ -29,9 +29,9 @@ class Followers:
         return now < self._until
 
     def report(self, lines: tuple[bytes, ...], left_out: int, now: float) -> None:
-        """Take a client's lines, and the number of further lines that the client left out.
+        """Receive a client's lines, and the number of further lines that the client left out.
 
-        ValueError or TypeError for bad arguments.
+        Raises ValueError or TypeError for bad arguments.
         """
         if not isinstance(left_out, int) or left_out < 0:
             raise ValueError(f"{left_out!r} requests were left out: give a count")

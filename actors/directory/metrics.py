@@ -47,7 +47,7 @@ SLOT_STATES = ("free", "writing", "ready", "replica", "staging", "quarantined", 
 
 
 def timed_every(method: str) -> int:
-    """Return how many calls of a method each timed call stands for."""
+    """Return n if every n-th call of a method is timed."""
     return TIMED_EVERY if CALLS[method].frequent else 1
 
 

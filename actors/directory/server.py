@@ -30,7 +30,7 @@ log = logging.getLogger("raykv")
 
 Message = tuple[Any, ...]  # message of raykv.protocol, as a plain tuple, which Ray pickles fastest
 
-# Maximum bytes of a frame. Clients send long lists of keys in steps; a store's arena may have many half-written slots.
+# Maximum bytes of a frame. Clients split long lists of keys. A store's inventory may list many half-written slots.
 FRAME_BYTES = {CLIENT: 4 << 20, STORE: 64 << 20}
 PARTS = 1024  # maximum number of parts of one match: each rank has a part for each of its KV heads and kinds of layers
 ERROR_CHARS = 1000  # maximum characters of a failed call's error text
@@ -41,9 +41,9 @@ T = TypeVar("T")
 
 
 def one_at_a_time(method: Callable[..., T]) -> Callable[..., T]:
-    """Make a method callable from Ray's thread and the socket's thread, as a Directory is for a single thread.
+    """Run a method in one thread at a time: Ray's thread and the socket's thread share a Directory that has no lock.
 
-    Callers pass plain values, which are converted according to the type hints. ValueError for other values.
+    Callers pass plain values, which are converted according to the type hints. Other values raise ValueError.
     """
     name, clock, take = method.__name__, time.perf_counter, takers(method)
     every, least = timed_every(name), len(take) - len(method.__defaults__ or ())
@@ -69,7 +69,7 @@ def one_at_a_time(method: Callable[..., T]) -> Callable[..., T]:
 
 
 def _bounded(method: Callable[..., T]) -> Callable[..., T]:
-    """Make a method raise ValueError for too many keys, as all other callers wait while it runs."""
+    """Make a method raise ValueError for too many keys, as all other callers wait while the method runs."""
 
     def answer(self: "DirectoryServer", call: Call, request: Any, *rest: Any) -> T:
         size = len(request if isinstance(request, bytes) else request.keys)
@@ -97,7 +97,7 @@ class DirectoryServer:
         self._lock = threading.Lock()  # guards _state, _followers
         self._logged: dict[str, float] = {}  # by method: time when a failure was last logged
         self._followers = Followers()
-        self._planned: dict[str, float] = {}  # by node: time when it last followed a plan
+        self._planned: dict[str, float] = {}  # by node: time when the node last followed a plan
 
     def serve(self, directory: Directory) -> None:
         """Answer with this directory from now on."""
@@ -182,7 +182,7 @@ class DirectoryServer:
     def _why_parts_short(self, parts: tuple[MatchRequest, ...], found: int) -> str:
         """Return why a match of several parts ended: the reason of the first part whose next block is missing.
 
-        For a part whose next block is present, the reason would be NO_MEMORY.
+        If a part's next block is present, `_why_short` returns NO_MEMORY for the part.
         """
         reasons = [self._why_short(part.keys, found + part.ahead) for part in parts]
         return next((why for why in reasons if why != NO_MEMORY), NO_MEMORY)
@@ -193,7 +193,7 @@ class DirectoryServer:
 
     @one_at_a_time
     def report_requests(self, lines: tuple[bytes, ...], left_out: int) -> None:
-        """Take a client's lines about finished requests; see Followers."""
+        """Receive a client's lines about finished requests; see Followers."""
         self._followers.report(lines, left_out, self._clock())
 
     @one_at_a_time
@@ -235,7 +235,7 @@ class DirectoryServer:
 
     @one_at_a_time
     def nodes(self) -> dict[int, str]:
-        """Return nodes' names by index in locations. A node has one index for its memory and one for its own tier."""
+        """Return nodes' names by index in locations. A node's memory and its own tier have different indices."""
         return self._directory.indices()
 
     @one_at_a_time
@@ -246,7 +246,7 @@ class DirectoryServer:
 
     @one_at_a_time
     def set_quota(self, tenant: str, minimum: float, maximum: float) -> None:
-        """See Directory. ValueError for an impossible quota."""
+        """See Directory. Raises ValueError for an impossible quota."""
         self._directory.set_quota(tenant, Quota(minimum, maximum), self._clock())
 
     @one_at_a_time

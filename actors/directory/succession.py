@@ -23,7 +23,7 @@ from raykv.protocol.location import Address
 from raykv.system import events
 
 log = logging.getLogger("raykv")
-SILENT_PINGS = 3  # unanswered pings in a row, of HEARTBEAT_S each, after which a directory counts as lost
+SILENT_PINGS = 3  # a directory is lost after this number of unanswered pings in a row; each ping waits HEARTBEAT_S
 ENDING_LOOKS = 50  # maximum number of checks whether a process has ended
 ENDING_LOOK_S = 0.02  # seconds between two checks whether a process has ended
 SILENT_RAY_PINGS = 10  # like SILENT_PINGS, for pings through Ray, which wait behind all other calls
@@ -83,7 +83,7 @@ class Succession:
         return max(0.0, self._pinged + HEARTBEAT_S - time.monotonic())
 
     def _watched_connection(self) -> Stream | None:
-        """Return the connection to the directory in charge, which closes when its process ends; None while serving."""
+        """Return the connection to the directory in charge, or None while serving. It closes if that process ends."""
         return None if self._serves else self._line.connection
 
     def _on_error(self, error: Exception) -> float:

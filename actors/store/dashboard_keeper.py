@@ -1,4 +1,4 @@
-"""Keeps the Grafana dashboard in the folder from which Ray provisions Grafana. Ray empties it when Ray starts."""
+"""Keeps the Grafana dashboard in the folder from which Ray provisions Grafana. Ray empties this folder at its start."""
 
 import logging
 import time
@@ -17,7 +17,7 @@ class DashboardKeeper:
 
     def __init__(self) -> None:
         self._due = 0.0  # time.monotonic() of the next look
-        self._on_head: bool | None = None  # None until known; a process does not change its node
+        self._on_head: bool | None = None  # None until known; it never changes afterwards
         self._written = False
 
     def look(self) -> None:

@@ -28,9 +28,9 @@ from raykv.tiers import open_tier, parse, register_tier
 from raykv.tiers.copier import TierCopier
 from raykv.tiers.guarded import GuardedTier
 
-POLL_S = 0.1  # time between two looks at the tier in `flush`; the first pause without blocks is a quarter of this
+POLL_S = 0.1  # time between two checks of the tier in `flush`; the first pause without blocks is a quarter of this
 IDLE_POLL_S = 1.0  # longest pause between two questions to the directory
-SERVED_HEARTBEAT_S = 5.0  # time between a tier's heartbeats while answers to `demote` show that the directory serves it
+SERVED_HEARTBEAT_S = 5.0  # time between a tier's heartbeats while `demote` shows that the directory serves the tier
 TIER_RETURNS_S = 5.0  # time for which `flush` waits for a tier that is down
 REFUSED_S = 1.0  # pause after the tier refused blocks of a batch
 EXISTING_PER_CALL = 4096  # maximum number of blocks in a call of `report_existing`
@@ -38,19 +38,19 @@ NOTHING_DONE = DemotionReport(locations=b"", keys=b"", stored=b"", seen=0, whole
 
 
 def open_external(pool: str, fingerprint: bytes, url: str, maker: bytes | None) -> tuple[GuardedTier, int]:
-    """Return the tier of an `external=` URL, not yet opened, and its capacity in bytes.
+    """Return the tier of an `external=` URL, and its capacity in bytes. The tier is not opened yet.
 
-    maker: the function that `register_tier` or an entry point registered for the URL's scheme, pickled; None if there
-    is none. Raises ValueError if the URL names no tier.
+    maker: the pickled function that `register_tier` or an entry point registered for the URL's scheme, or None if
+    nobody registered one. Raises ValueError if the URL names no tier.
     """
-    if maker is not None:  # before `parse`, as the registered scheme decides which parameters the URL may have
+    if maker is not None:  # before `parse`, as the scheme decides which parameters the URL may have
         register_tier(urlsplit(url).scheme, ray.cloudpickle.loads(maker))
     parsed = replace(parse(url), pool=pool)
     return GuardedTier(partial(open_tier, parsed), fingerprint), parsed.capacity
 
 
 def content_seed(pool: str) -> bytes:
-    """Return the seed from which a store names an empty tier's content. All stores of a pool get the same seed."""
+    """Return the seed for the name of an empty tier's content. All stores of a pool get the same seed."""
     internal_kv.put(pool, Kept.SEED, secrets.token_bytes(CONTENT_BYTES), overwrite=False)
     return internal_kv.get(pool, Kept.SEED) or bytes(CONTENT_BYTES)
 
@@ -66,7 +66,7 @@ class Demoter:
         # before it frees memory. A copy past its deadline may still read without this lock: see GuardedTier.storing.
         self.read_guard = threading.Lock()
         self._node_id, self._capacity = node_id, capacity
-        self._report = NOTHING_DONE  # outcome of the last batch, which the directory does not know yet
+        self._report = NOTHING_DONE  # outcome of the last batch, for the next call of `demote`
         self._lost = False  # whether the tier's content is gone and the directory does not know that yet
         self._reported_up, self._reported_at = False, 0.0  # the tier's state in the last report; time of that report
         self._served = False  # whether the directory knows all blocks of the tier, and every node reaches the tier
@@ -185,7 +185,7 @@ class Demoter:
 
 
 def fitting(sizes: list[int], capacity: int) -> list[bool]:
-    """Return for each block of a tier whether it fits into `capacity` bytes, if the newest blocks get slots first.
+    """Return for each block of a tier whether the block fits into `capacity` bytes. The newest blocks get slots first.
 
     sizes: block_bytes of each block, oldest first. Slots are counted as in the directory. If more blocks were listed,
     the directory would refuse the newest blocks, since these are listed last.

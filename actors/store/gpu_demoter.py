@@ -22,7 +22,7 @@ from raykv.protocol.transfers import PULLED
 
 log = logging.getLogger("raykv")
 POLL_S = 0.25  # pause after the first answer without blocks to demote
-IDLE_POLL_S = 1.0  # pause after many answers without blocks to demote
+IDLE_POLL_S = 1.0  # maximum pause, after several answers without blocks to demote
 NOTHING_DONE = GpuDemotionReport(locations=b"", stored=b"")
 
 

@@ -29,9 +29,9 @@ def open_gpus(
 ) -> list[NodeMemory]:
     """Open the memory of each GPU that this process can use.
 
-    gpu_memory, transport: see PoolConfig. cluster: see `raylets.cluster_id`. again: whether an earlier attempt failed.
-    Then no room is left for NCCL, as engines may have taken that room. Raises CapacityError if a GPU has too little
-    memory or the node's GPUs can't be used, and DeviceError if a GPU fails.
+    gpu_memory, transport: see PoolConfig. cluster: see `raylets.cluster_id`. again: whether the store was restarted, or
+    an earlier attempt failed. Then engines may use the room for NCCL, so no room is reserved. Raises CapacityError if a
+    GPU has too little memory or the node's GPUs can't be used, and DeviceError if a GPU fails.
     """
     if not gpu_memory:
         return []
@@ -51,7 +51,7 @@ def open_gpus(
             transports = open_transports(arena, transport, ray.util.get_node_ip_address())
             memories.append(_fixed_size_memory(f"{node_id}/{gpu.uuid}", arena, transports))
     except BaseException:
-        for memory in memories:  # keep all arenas or none, as the next attempt opens all
+        for memory in memories:  # close all arenas, as the next attempt opens all again
             memory.transports.close()
             memory.arena.close(unlink=True)
         raise

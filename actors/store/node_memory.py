@@ -1,7 +1,7 @@
 """One memory of a node: host memory, or a GPU's memory. A node store owns the host memory and each GPU's memory.
 
-The directory treats each memory as a separate node. A memory joins the directory, reports its slabs (the pieces that it
-offers) with every heartbeat, and does what the answers say.
+The directory treats each memory as a separate node. A memory joins the directory, reports its slabs with every
+heartbeat, and carries out the directory's answers.
 """
 
 import logging
@@ -36,7 +36,7 @@ class NodeMemory:
     ) -> None:
         """name: see `protocol.location.host_of`.
 
-        report: makes a report. on_directory_reply: called with a report and the directory's answer.
+        report: returns a new report. on_directory_reply: called with a report and the directory's answer.
         """
         self.name, self.arena, self.transports = name, arena, transports
         self.index = -1  # the memory's index in locations; -1 until it has joined

@@ -92,7 +92,7 @@ class NodeStore:
         report, on_reply = self._resizer.report, self._resizer.on_directory_reply
         self._memory = NodeMemory(node_id, self._arena, transports, report, on_reply)
         self._memories, self._gpu_demoters = [self._memory], list[GpuDemoter]()
-        self._heartbeats = [self._heartbeat_of(self._memory)]  # one thread per memory, so that none waits for another
+        self._heartbeats = [self._heartbeat_of(self._memory)]  # one thread per memory, so that memories don't wait
         memory, transport = settings["gpu_memory"], settings["transport"]
         self._gpu_tier = partial(open_gpus, pool, node_id, pool_fingerprint, memory, transport, self._cluster)
         self._gpus = Periodic("raykv-gpus", self._open_gpus_again, self._without_gpus)
@@ -113,7 +113,7 @@ class NodeStore:
         self._metrics = StoreMetrics(pool, self._memories, self._demoter)
 
     def _open_gpus(self, again: bool) -> None:
-        """Open the GPU tier, which then joins. Raises CapacityError or DeviceError if the tier can't be opened now.
+        """Open the GPU tier, and let its memories join. Raises CapacityError or DeviceError if this is not possible.
 
         again: see `open_gpus`.
         """
@@ -231,7 +231,7 @@ class NodeStore:
         """Return the memory with this index in locations.
 
         An unknown index comes from an earlier directory, and means host memory. But while the GPUs are not open, None
-        is returned for an unknown index, as it may be that of a GPU.
+        is returned for an unknown index, as it may be a GPU's index.
         """
         other = None if self._lacks_gpus else self._memory
         return next((memory for memory in self._memories if memory.index == index), other)
@@ -245,7 +245,7 @@ class NodeStore:
     # ------------------------------------------------------------------ for other nodes
 
     def offers(self, name: str) -> dict[str, Any]:
-        """Return, by transport, what a peer must know to read from the memory with this name."""
+        """Return the offers of the transports of the memory with this name. See Transport.offer."""
         return self._memory_named(name).transports.offers()
 
     @ray.method(concurrency_group="read")

@@ -1,4 +1,4 @@
-"""Changes how many slabs (pieces of its arena) a node store offers to the directory, after `raykv resize` or a restart.
+"""Changes the number of slabs that a node store offers to the directory, after `raykv resize` or a restart.
 
 The Resizer offers slabs one by one until it reaches its limit. To offer fewer slabs, it reports the new limit to the
 directory. The answer names slabs that the directory no longer uses. Once nobody can still be reading these slabs, their
@@ -92,7 +92,7 @@ class Resizer:
 
     @property
     def at_limit(self) -> bool:
-        """Whether the directory knows of exactly as many slabs as the limit says, or the node can't have more slabs."""
+        """Whether the number of slabs that the directory knows equals the limit, or the node can't have more slabs."""
         return self._known_slabs == self._arena.available == self.limit or bool(self._full)
 
     @property
@@ -102,7 +102,7 @@ class Resizer:
 
     def report(self) -> SlabReport:
         """Return the report on this memory's slabs that is sent with every `heartbeat` and `adopt`."""
-        promised = list(self._to_give_back)  # read first: a slab that is given back between these lines is in both
+        promised = list(self._to_give_back)  # read first: a slab that is given back meanwhile is then in both lists
         given_back = {*promised, *self._arena.given_back()}
         return SlabReport(self._arena.offered, self.limit, np.array(sorted(given_back), np.int32).tobytes())
 

@@ -1,8 +1,8 @@
 """Drains a node that is about to leave, so that its sole copies (blocks that no other node has) are not lost.
 
 The supervisor drains nodes that Ray says are leaving, and nodes that an administrator names. The directory stops
-placing blocks on such a node. If another node has a replica of a block, the replica becomes the main copy. Sole copies
-go to the external tier, if all nodes share it. Tasks on other nodes pull the remaining sole copies.
+placing blocks on such a node. If another node has a replica of a block, the replica becomes the primary. Sole copies
+are copied to the external tier if all nodes share this tier. Tasks on other nodes pull the remaining sole copies.
 """
 
 import time
@@ -30,7 +30,7 @@ NO_ROOM_S = 0.2  # pause after a round in which no block was pulled
 
 
 def drain(pool: str, node_id: str, seconds: float) -> int:
-    """Drain a node of the pool, for at most `seconds`. Returns how many blocks only that node still has.
+    """Drain a node of the pool, for at most `seconds`. Returns the number of sole copies that remain on the node.
 
     Raises RayError or ValueError if the directory or the node's store is down.
     """
@@ -82,7 +82,7 @@ def stay(pool: str, node_id: str) -> None:
 
 
 def _left(pool: str, node_id: str, before: int) -> int:
-    """Return how many blocks only that node has, or `before` if the directory can't answer now."""
+    """Return the number of sole copies on a node, or `before` if the directory can't answer now."""
     try:
         answer = ray.get(named_actors.find_directory(pool).sole_copies.remote(node_id), timeout=CALL_S)
     except (RayError, ValueError):  # the directory is restarting

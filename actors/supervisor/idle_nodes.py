@@ -1,4 +1,4 @@
-"""Ends the stores of nodes that nothing but pools uses, so that Ray's autoscaler can remove these nodes.
+"""Ends the stores of nodes that only pools use, so that Ray's autoscaler can remove these nodes.
 
 Ray considers a node busy if any actor runs there, even if the actor uses 0 CPUs. Before a store ends, its blocks are
 moved to other nodes, as in any drain. If something else runs on the node before Ray removes it, the supervisor starts
@@ -64,7 +64,7 @@ class IdleNodes:
         return self.long
 
     def leave(self, node_id: str) -> None:
-        """Start a thread that drains a node, and then ends its store unless something else runs there by then."""
+        """Start a thread that drains a node. The thread then ends the node's store, unless the node is in use again."""
         self.being_left.add(node_id)
         threading.Thread(target=self._leave, args=(node_id,), name="raykv-leave", daemon=True).start()
 
@@ -111,7 +111,7 @@ class IdleNodes:
 
 
 def used_nodes() -> set[str]:
-    """Return the Ray ids of nodes that others than pools use: another actor runs there, or resources are taken.
+    """Return the Ray ids of nodes in use: an actor that belongs to no pool runs there, or resources are taken.
 
     The result includes the head node, which Ray never removes.
     """

@@ -66,7 +66,7 @@ class Supervisor:
         self._successor = Successor(pool)
         idle_node_s = (internal_kv.settings(pool) or {}).get("idle_node_s", 0.0)  # no settings: the pool is stopping
         self._idle = IdleNodes(pool, idle_node_s, self._telling)
-        self._rests_until = 0.0  # until then no close look is due, as the last one found no problem
+        self._rests_until = 0.0  # no close look is due until this time, as the last one found no problem
         self._exporter, self._exported, self._started = Exporter(pool), 0.0, time.time()
         self._loop = Periodic("raykv-supervisor", self._watch, self._on_error)
         self._loop.start()
@@ -78,9 +78,9 @@ class Supervisor:
         return os.getpid()
 
     def drain(self, node_id: str, seconds: float, force: bool) -> int:
-        """Empty a node that is about to leave (see `drain`). Returns how many blocks only that node still has.
+        """Drain a node that is about to leave. Returns the number of sole copies that remain on the node.
 
-        force: drain even the last node that accepts blocks. Otherwise ValueError is raised for that node.
+        force: drain the node even if no other node accepts blocks. Otherwise ValueError is raised in this case.
         """
         if not force and node_id not in self._idle.without_store:
             check_others(self._pool, node_id)
@@ -143,7 +143,7 @@ class Supervisor:
         return max(0.1, self._loop.rest_of(HEARTBEAT_S))
 
     def _look(self) -> None:
-        """Ask Ray one question. Look closely (seven questions) if something changed or REST_S have passed."""
+        """Ask Ray one question. Look closely if something changed, or REST_S after the last close look."""
         self._living, some_leave = _nodes()
         if some_leave or self._living - self._idle.without_store != self._stores.keys() or not self._at_rest():
             self._rests_until = 0.0
@@ -163,7 +163,7 @@ class Supervisor:
             if time.monotonic() - self._failed.get(node_id, (-RETRY_S, ""))[0] >= RETRY_S:
                 events.tell("watch_node", node=node_id[:8])
                 self._stores[node_id] = start_store(self._pool, node_id)
-        directory = self._directory()  # called last: new stores start meanwhile, and wait for the directory
+        directory = self._directory()  # called after `start_store`, so that stores start in parallel with a directory
         ending = living & self._idle.being_left
         for node_id in self._stores.keys() - wanted - ending:  # an actor pinned to a dead node never comes back
             ray.kill(self._stores.pop(node_id))
@@ -315,7 +315,7 @@ class Supervisor:
 
 
 def _other(name: str) -> int:
-    """The number of a pool's other directory."""
+    """Return the number of a pool's other directory."""
     return 2 if name.endswith("-1") else 1
 
 
@@ -328,7 +328,7 @@ def _nodes() -> tuple[set[str], bool]:
 
 
 def _noticed() -> dict[str, float]:
-    """Return the nodes that Ray says are about to leave, each with the seconds that are left for it."""
+    """Return the nodes that are about to leave according to Ray, and the seconds until each node's deadline."""
     client, now = _gcs(ray.get_runtime_context().gcs_address), time.time() * 1000
     return {
         node_id: (deadline - now) / 1000 if deadline > now else NOTICE_S

@@ -1,9 +1,9 @@
 """One node's arena: a file of shared memory with slots for blocks, and with headers that describe the blocks.
 
 The directory grants slots. Clients, stores, transports and tiers of the node write and read the slots here. An arena
-trusts no location: a location is a miss if the arena does not offer the slot, or if the slot now holds another block.
-`raykv.arena.mapping` handles slabs and pages, `raykv.arena.files` the file itself, `raykv.arena.slots` slots that were
-looked up, and `raykv.arena.header` the words of headers.
+checks every location: a location is a miss if the arena does not offer the slot, or if the slot now holds another
+block. See `raykv.arena.mapping` for slabs and pages, `raykv.arena.files` for the file, `raykv.arena.slots` for slots
+after a lookup, and `raykv.arena.header` for the words of headers.
 """
 
 import itertools
@@ -28,7 +28,7 @@ from raykv.protocol.stores import FREED, STILL_WRITTEN
 from raykv.system.file_locks import AGAIN_S
 from raykv.system.jit import compile_all
 
-FORMAT_S = 0.25  # maximum wait for a process that formats the slab: it locks all slots for microseconds
+FORMAT_S = 0.25  # maximum wait while another process formats the slab, which takes microseconds
 
 Fill = Callable[[Mask, Addresses], "list[int]"]  # see Arena.fill
 
@@ -42,7 +42,7 @@ class BlockHeaders(NamedTuple):
 
 
 class PeerBlocks(NamedTuple):
-    """n blocks as another node reads them: their BlockHeaders, and their bytes."""
+    """The fields of BlockHeaders for n blocks, and the blocks' bytes, for a reader on another node."""
 
     checksums: NDArray[np.uint64]
     positions: NDArray[np.uint32]
@@ -63,9 +63,9 @@ class Contents(NamedTuple):
 class Arena(Mapping):
     """One node's shared memory. Get one from `create`, `adopt`, `attach` or `open_own`.
 
-    Thread-safe. A location is a miss (False), never an exception, if the arena does not offer it, if it now holds
-    another block, or if its header was altered. Wrong shapes, dtypes and lengths are ValueErrors. A GPU's failure is a
-    DeviceError. After `close` every location is a miss.
+    Thread-safe. A location is a miss (False) if the arena does not offer its slot, if the slot now holds another block,
+    or if the slot's header was altered. After `close` every location is a miss. Methods raise ValueError for wrong
+    shapes, dtypes and lengths, and DeviceError if a GPU fails.
     """
 
     def __init__(self, file: ArenaFile) -> None:
@@ -84,7 +84,7 @@ class Arena(Mapping):
     def adopt(
         cls, path: str, fingerprint: bytes, slab_bytes: int, slabs: int, cluster: bytes = NO_CLUSTER
     ) -> Self | None:
-        """Adopt a dead owner's arena, and increment its incarnation. Returns None if `files.adopt` does."""
+        """Adopt a dead owner's arena, and increment its incarnation. Returns None if there is no such arena."""
         file = files.adopt(path, fingerprint, slab_bytes, slabs, cluster)
         if file is None:
             return None
@@ -97,7 +97,7 @@ class Arena(Mapping):
 
     @classmethod
     def attach(cls, path: str, nonce: bytes) -> Self:
-        """Open for a client the arena that this node's store serves. Raises ArenaMismatch for another arena's file."""
+        """Open the arena of this node's store, in a client. Raises ArenaMismatch if the file is another arena's."""
         return cls(files.attach(path, nonce))
 
     # ------------------------------------------------------------------ blocks
@@ -113,7 +113,7 @@ class Arena(Mapping):
         """Copy blocks from slots to rows.
 
         locations: (n,) LOCATION. keys: (n, 16) uint8. rows: n destinations, or an (n, bytes) uint8 array of them.
-        verify: a row that does not match the block's checksum is a miss, and is counted in `corrupt`.
+        verify: compare each row with its block's checksum. A different row is a miss, and is counted in `corrupt`.
         used: stamp the blocks as read. A directory that adopts the blocks orders them by these stamps.
         Returns (n,) bool: which rows hold their block now. The content of all other rows is undefined.
         Raises DeviceError if a GPU fails. This error says nothing about the blocks.
@@ -145,8 +145,8 @@ class Arena(Mapping):
 
         locations, keys: as in `read`. rows: n sources. positions: (n,) positions in the blocks' chains; 0 by default.
         expected: (n,) xxh3_64; a block with another checksum never becomes ready, and is counted in `corrupt`.
-        Returns (n,) bool: which blocks are ready now. A block is not written if its grant is of a past epoch, slab
-        format or generation, or if another process writes to its slot.
+        Returns (n,) bool: which blocks are ready now. A block is not written if its grant comes from a past epoch, slab
+        format or generation, or if another process is writing to its slot.
         Raises DeviceError if a GPU fails; then nothing is written, and the same grants can be tried again.
         """
         slots = self._find(locations, keys)
@@ -167,10 +167,10 @@ class Arena(Mapping):
     ) -> Mask:
         """Like `write`, but the function `fill` provides the bytes.
 
-        fill(which, addresses): must put the blocks that the (n,) mask `which` selects at these addresses, one for each
-        True, and return their xxh3_64. The slots stay locked meanwhile, so `fill` may take long. It must clear the mask
-        where a block did not arrive; the slot of that block can be written again with the same grant. If `fill` raises,
-        all slots can be written again.
+        fill(which, addresses): `which` is an (n,) mask of blocks. `addresses` has an address for each True. `fill` must
+        put each block at its address, and return the xxh3_64 of each. The slots stay locked meanwhile, so `fill` may
+        take long. If a block does not arrive, `fill` must set its `which` to False. Then its slot can be written again
+        with the same grant. If `fill` raises, all slots can be written again.
         """
         return self._fill(self._find(locations, keys), fill, positions, expected)
 
@@ -213,7 +213,7 @@ class Arena(Mapping):
     def read_headers(self, locations: Locations, keys: Bytes, used: bool = True) -> BlockHeaders:
         """Return the headers of blocks, and which blocks are there.
 
-        used: stamp the blocks as read: the caller is about to read them for another node.
+        used: stamp the blocks as read, as the caller is about to read them for another node.
         """
         slots = self._find(locations, keys)
         ok, claims = slots.check()
@@ -272,7 +272,7 @@ class Arena(Mapping):
         """Return the locations of all slots of a slab, and the columns of `header.collect`."""
         entry, first = header.TABLE + 2 * slab, slab * (self.slab_bytes // ALIGN)
         while True:
-            # Look at the locks first: a writer that begins later is refused, as the epoch was raised before.
+            # Check the locks first. Later writers are refused, as the owner has already raised the epoch.
             busy = self._locks.busy(first, first + self.slab_bytes // ALIGN)
             slab_gen, stride = header.load(words, entry), int(words[entry + 1])
             formatted = 0 < slab_gen < GENERATIONS and stride >= ALIGN and stride % ALIGN == 0
@@ -309,7 +309,7 @@ class Arena(Mapping):
     def holds_other_length(self, locations: Locations, keys: Bytes) -> Mask:
         """Return (n,) bool: which slots hold that block, but with a length other than the location's `bytes`.
 
-        Such a block was not altered: the reader assumes a wrong size. locations: (n,) LOCATION. keys: (n, 16) uint8.
+        Such a block is intact, but its reader assumes a wrong size. locations: (n,) LOCATION. keys: (n, 16) uint8.
         """
         smallest = locations.copy()
         smallest["bytes"] = ALIGN  # so that the slot is found, whatever the block's size
@@ -330,7 +330,7 @@ class Arena(Mapping):
             )
         if keys.dtype != np.uint8 or keys.shape != (len(locations), KEY_BYTES):
             raise ValueError(f"keys: {keys.dtype} of shape {keys.shape}; give ({len(locations)}, {KEY_BYTES}) uint8")
-        # These copies are always aligned and writable; for other arrays numba would compile the kernels again.
+        # The kernels accept only aligned and contiguous arrays, so these are copies.
         records = np.array(locations, order="C").view(np.int64).reshape(-1, 4)
         words, data = self._memory
         headers, payload = np.zeros((2, len(records)), np.int64)
@@ -385,7 +385,7 @@ class Arena(Mapping):
         """Format slabs as their grants say, unless another process has done so."""
         if header.formatted(words, headers, records):
             return
-        sound = records[(headers >= 0) & (records[:, 2] <= records[:, 3])]  # no grant is older than its slab's format
+        sound = records[(headers >= 0) & (records[:, 2] <= records[:, 3])]  # a grant is never older than its format
         for slab, slab_gen, size, epoch in {(r[0] >> 32, r[2], r[1] >> 32, epoch_of(r[3])) for r in sound.tolist()}:
             if header.load(words, header.TABLE + 2 * slab) < slab_gen:
                 self._reformat(words, slab, slab_gen, slot_bytes(size), epoch)
@@ -414,7 +414,7 @@ def open_own(
     limit: int | None = None,
     cluster: bytes = NO_CLUSTER,
 ) -> Arena:
-    """Open a node store's arena: an arena that a dead store of this user and pool left behind, else a new arena.
+    """Open a node store's arena. Adopts an arena that a dead store of this user and pool left behind, or creates one.
 
     room_check: called with the size of a new arena that offers `limit` slabs (default: all); raises if the node has too
     little memory (`raykv.system.free_memory.check`). cluster: see `raylets.cluster_id`.

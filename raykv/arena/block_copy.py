@@ -19,9 +19,9 @@ from raykv.arena.buffers import Rows
 Copies = NDArray[np.int64]  # (blocks, parts, 3): target address, source address, bytes
 T = TypeVar("T")
 
-SEGMENT = 2 << 20  # bytes of a plain copy that a thread takes at a time
-SPLIT = 8 << 20  # minimum total bytes of copies that are shared between threads
-SHARE = 16 << 20  # bytes that a GPU copies before they are hashed
+SEGMENT = 2 << 20  # maximum bytes that a thread copies in one step if no checksum is computed
+SPLIT = 8 << 20  # minimum total bytes for which several threads share the copies
+SHARE = 16 << 20  # bytes that a GPU copies before a thread hashes them
 THREADS = min(4, len(os.sched_getaffinity(0)))
 
 _executor: ThreadPoolExecutor | None = None
@@ -70,12 +70,12 @@ def sums_behind(fetch: Callable[[slice], None], addresses: NDArray[np.int64], si
         for number, share in enumerate(shares):
             fetch(slice(number * step, number * step + step))
             hashing.append(_threads().submit(checksum.copy_summed, share, stream=True))
-        last_first = [  # this thread takes the last shares, which no other thread has begun
+        last_first = [  # this thread hashes the last shares, unless another thread has begun them
             checksum.copy_summed(share, stream=True) if future.cancel() else future.result()
             for share, future in zip(reversed(shares), reversed(hashing), strict=True)
         ]
     finally:
-        wait([future for future in hashing if not future.cancel()])  # the caller then releases its locks
+        wait([future for future in hashing if not future.cancel()])  # before the caller releases its locks
     return [total for part in reversed(last_first) for total in part]
 
 
@@ -86,7 +86,7 @@ def sums_of(rows: Rows) -> list[int]:
 
 
 def _is_small(table: Copies) -> bool:
-    """Whether the copies are too small for several threads: then one call of a kernel does them all."""
+    """Whether the copies are too small to share between threads."""
     return bool(table[..., 2].sum() < SPLIT)
 
 
@@ -110,7 +110,7 @@ def _run(function: Callable[..., T], items: list[NDArray[np.int64]]) -> list[T]:
     numbers = iter(range(len(items)))
 
     def share() -> None:
-        for i in numbers:  # each thread takes the next item, so a slow core takes fewer
+        for i in numbers:  # a thread takes the next item when it is free, so a thread on a slow core takes fewer items
             results[i] = function(items[i])
 
     helpers: list[Future[None]] = []
@@ -121,7 +121,7 @@ def _run(function: Callable[..., T], items: list[NDArray[np.int64]]) -> list[T]:
         for _ in numbers:  # after an exception no thread starts another item
             pass
         helpers = [helper for helper in helpers if not helper.cancel()]
-        wait(helpers)  # until no thread copies, as the caller then releases its locks
+        wait(helpers)  # no thread may still copy when the caller releases its locks
     for helper in helpers:
         helper.result()
     return results  # type: ignore[return-value]

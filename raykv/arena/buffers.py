@@ -12,12 +12,12 @@ from raykv.arena.gpu import cuda
 
 @dataclass(frozen=True)
 class Rows:
-    """Memory that n blocks are copied from or to, as addresses: n objects would be slow.
+    """Memory that n blocks are copied from or to. Holds addresses, since n objects would be slow.
 
     Each block has one or more parts. addresses: (n, parts) int64. lengths: (parts,) int64, bytes. memory: a reference
     that keeps the addresses valid. device: UUID of the GPU with these addresses; None: host memory. after: CUDA events
-    that end once earlier reads and writes of the memory are done. registered: whether the memory is host memory that
-    GPUs reach.
+    that end once earlier reads and writes of the memory are done. registered: whether this is host memory that GPUs can
+    reach.
     """
 
     addresses: NDArray[np.int64]
@@ -75,7 +75,7 @@ def dense(name: str, given: Any, rows: int, block_bytes: int, exact: bool = Fals
 
 
 def paged(given: Any, block_ids: Sequence[int], rows: int, block_bytes: int, writable: bool = False) -> Rows:
-    """Return rows of paged memory: the parts of row i are row block_ids[i] of each array.
+    """Return rows of paged memory. Part p of row i is the row block_ids[i] of array p.
 
     Raises ValueError if the arrays or `block_ids` don't fit.
     """
@@ -153,7 +153,7 @@ def rows_within(arrays: Sequence[NDArray[np.uint8]], row_bytes: int) -> Rows:
 
 
 class _Description:
-    """Memory of a GPU. numpy takes the memory's shape and address from this object. Its elements must not be read."""
+    """GPU memory. numpy takes the memory's shape and address from this object. numpy must not read the memory."""
 
     def __init__(self, interface: dict[str, Any]) -> None:
         names = ("shape", "typestr", "data", "strides")
@@ -161,7 +161,7 @@ class _Description:
 
 
 def _view(name: str, given: Any) -> NDArray[Any]:
-    """Like `_numpy`, but for GPU memory, return an array that only describes the memory."""
+    """Like `_numpy`. For GPU memory, return an array that only describes the memory."""
     is_cuda = getattr(given, "is_cuda", True)  # torch is slow to say that a CPU tensor has no interface
     if is_cuda and hasattr(given, "__cuda_array_interface__"):
         return np.asarray(_Description(given.__cuda_array_interface__))
@@ -169,7 +169,7 @@ def _view(name: str, given: Any) -> NDArray[Any]:
 
 
 def _numpy(name: str, given: Any) -> NDArray[Any]:
-    """Return the array itself, never a copy, as bytes must be copied from and to the caller's memory."""
+    """Return an array over the caller's own memory, never over a copy of it."""
     if isinstance(given, np.ndarray):
         return given
     if hasattr(given, "numpy") and getattr(given, "device", None) is not None:

@@ -23,13 +23,13 @@ from raykv.system.jit import kernel
 Copies = NDArray[np.int64]  # (n, 3): target address, source address, bytes
 PAGE = 4096
 TILE = 64 << 10  # bytes that stay in a core's cache between copy and checksum
-COPIES = types.Array(types.int64, 2, "C", readonly=True)  # types of arguments of kernels
+COPIES = types.Array(types.int64, 2, "C", readonly=True)  # types of kernel arguments
 BLOCKS = types.Array(types.int64, 3, "C", readonly=True)
 FUNCTIONS = types.Array(types.int64, 1, "C")
 
 
 def _address(library: ctypes.CDLL, *names: str) -> int:
-    """Return the address of the first of these functions that the library has. Raises ImportError if it has none."""
+    """Return the address of the first of these functions in the library. Raises ImportError if there is none."""
     if found := address(library, *names):
         return found
     raise ImportError(f"{library._name} has no {names[0]}: install the wheel of xxhash from PyPI (pip install xxhash)")
@@ -41,7 +41,7 @@ def _functions() -> NDArray[np.int64]:
     names = [
         ["XXH3_createState"],
         ["XXH3_64bits_reset"],
-        ["XXH3_64bits_update_dispatch", "XXH3_64bits_update"],  # x86: chooses by the processor's vector instructions
+        ["XXH3_64bits_update_dispatch", "XXH3_64bits_update"],  # on x86: picks the processor's vector instructions
         ["XXH3_64bits_digest"],
         ["XXH3_freeState"],
     ]

@@ -34,8 +34,8 @@ class ArenaFile(NamedTuple):
 def create(path: str, fingerprint: bytes, slab_bytes: int, slabs: int, cluster: bytes = NO_CLUSTER) -> ArenaFile:
     """Create a file that this process owns, for `slabs` slabs of `slab_bytes` (a multiple of 256 KiB).
 
-    It offers no slab yet. The file appears under its name complete and locked, or not at all. Raises FileExistsError if
-    the name is taken.
+    It offers no slab yet. The file gets its name only when it is complete and locked. Raises FileExistsError if the
+    name is taken.
     """
     words = superblock.new_page(fingerprint, slab_bytes, slabs, cluster)
     fd = os.open(os.path.dirname(path), os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
@@ -45,7 +45,7 @@ def create(path: str, fingerprint: bytes, slab_bytes: int, slabs: int, cluster: 
         os.ftruncate(fd, layout.size)
         os.posix_fallocate(fd, 0, layout.headers)  # every client writes to these pages, whichever slab it uses
         os.pwrite(fd, words.tobytes(), 0)
-        os.link(f"/proc/self/fd/{fd}", path, dst_dir_fd=fd, follow_symlinks=True)  # dir_fd: Python then calls linkat
+        os.link(f"/proc/self/fd/{fd}", path, dst_dir_fd=fd, follow_symlinks=True)  # with dir_fd, Python calls linkat
     except BaseException:
         os.close(fd)
         raise
@@ -103,7 +103,7 @@ def attach(path: str, nonce: bytes) -> ArenaFile:
 
 
 def arenas_of(pool: str, cluster: bytes = NO_CLUSTER) -> list[str]:
-    """Return the paths of this user's arenas of a pool on this machine, without those of other running Ray clusters."""
+    """Return the paths of this user's arenas of a pool. Leaves out arenas of other Ray clusters that are running."""
     ours, others = re.compile(rf"raykv-{pool}-{os.getuid()}-(gpu-)?\d+"), _others(cluster)
     found = [entry.path for entry in os.scandir(SHM) if ours.fullmatch(entry.name)]
     return [path for path in found if _cluster_of(path) not in others]
@@ -140,7 +140,7 @@ def remove(path: str, cluster: bytes = NO_CLUSTER) -> bool:
 
 
 def _take(path: str, fd: int, cluster: bytes) -> bool:
-    """Lock a file that was left behind. Returns False if it has an owner, was unlinked, or is another Ray cluster's."""
+    """Lock a left-behind file. Returns False if it has an owner, was unlinked, or belongs to another Ray cluster."""
     return lock(fd, 0, ALIGN) and has_name(path, fd) and superblock.cluster_of(fd) not in _others(cluster)
 
 
@@ -151,7 +151,7 @@ def _others(cluster: bytes) -> set[bytes]:
 
 def _cluster_of(path: str) -> bytes:
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)  # a pipe may have the name
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)  # it may be a pipe
     except OSError:
         return NO_CLUSTER
     try:

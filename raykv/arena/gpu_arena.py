@@ -1,4 +1,4 @@
-"""An arena whose slots are in a GPU's memory, and copies between it and other arenas of the same node.
+"""An arena whose slots are in a GPU's memory, and a function that copies between two arenas of a node.
 
 As in every arena, the headers are in a file of shared memory. The payload of this file is never allocated.
 """
@@ -26,8 +26,8 @@ from raykv.errors import CapacityError, DeviceError
 from raykv.protocol.location import ALIGN, Locations
 from raykv.protocol.transfers import ALTERED, FAILED, PULLED
 
-UNKNOWN = 0  # stands for a checksum that nobody has computed
-LET_GO_S = 5.0  # maximum time for other processes to unmap a stopping store's memory; clients look every 2.5 s
+UNKNOWN = 0  # checksum in a header if no checksum was computed
+LET_GO_S = 5.0  # maximum time for other processes to unmap a stopping store's memory; clients check every 2.5 s
 LET_GO_LOOK_S = 0.02  # time between two checks whether that memory is unmapped
 
 
@@ -42,7 +42,7 @@ class GpuArena(Arena):
     gpu: str  # UUID
     _open: Callable[[], Region]
     _ours: bool = False  # whether this process allocated the memory
-    _let_go_by = 0.0  # time.monotonic() until which `close` waits for other processes; 0: memory not disowned
+    _let_go_by = 0.0  # time.monotonic() until which `close` waits for other processes; 0 before `disown`
     _region: Region | None  # None: not opened yet. Guarded by `_mutex`
 
     @classmethod
@@ -60,7 +60,7 @@ class GpuArena(Arena):
             region.close()
             raise
         arena._set_region(gpu.uuid, lambda: region, ours=True)
-        arena._base_address(arena._memory[1])  # ties the region to the mapping, even if nothing is ever copied
+        arena._base_address(arena._memory[1])  # the region is then freed with the mapping, even without any copy
         header.store(arena._memory[0], header.OFFERED, slabs)
         return arena
 
@@ -69,7 +69,7 @@ class GpuArena(Arena):
         """Create an arena whose file has all headers allocated. It offers no slab yet."""
         for index in itertools.count():
             path = f"{files.SHM}/raykv-{pool}-{os.getuid()}-gpu-{index}"
-            files.remove(path, cluster)  # a dead store's file; the GPU memory was freed with the store
+            files.remove(path, cluster)  # remove a dead store's file; its GPU memory is already free
             try:
                 arena = cls.create(path, fingerprint, slab_bytes, slabs, cluster)
             except FileExistsError:
@@ -88,7 +88,7 @@ class GpuArena(Arena):
 
     @classmethod
     def map(cls, path: str, nonce: bytes, gpu: str, handle: bytes) -> Self:
-        """Open for a client the arena of this node's store. GPU memory is mapped only at the first copy."""
+        """Open the arena of this node's store, in a client. GPU memory is mapped only at the first copy."""
         arena = cls.attach(path, nonce)
         size = arena.slab_bytes * arena.slabs
         arena._set_region(gpu, lambda: device(gpu).open(handle, size), ours=False)
@@ -118,7 +118,7 @@ class GpuArena(Arena):
             return self._region.address - self._shape[2]
 
     def _open_region(self, data: Bytes) -> Region:
-        """Open the memory. It is closed when `data` is garbage-collected, after the last copy."""
+        """Open the memory. After the last copy, `data` is garbage-collected, which closes the memory."""
         try:
             # the owner frees the memory when no other process holds a share
             let_go: Callable[[], None] = (lambda: None) if self._ours else self._locks.share()
@@ -145,7 +145,7 @@ class GpuArena(Arena):
     def close(self, unlink: bool = False) -> None:
         """Like Arena.close. This process's memory is freed once other processes have unmapped it: see `disown`.
 
-        If it were freed earlier, the effect on those processes would be undefined: see cudaIpcOpenMemHandle.
+        Freeing memory that another process has mapped has undefined effects: see cudaIpcOpenMemHandle.
         """
         self.disown()
         while self._locks.shared_elsewhere() and time.monotonic() < self._let_go_by:
@@ -173,7 +173,7 @@ class GpuArena(Arena):
             self._check(rows)
             device(self.gpu).copy(copies, rows.after)
         if len(slots):
-            self._check_store()  # a store that is gone now may have gone during the copy
+            self._check_store()  # the store may have ended during the copy
         return block_copy.sums_of(rows) if verify and rows.device is None else None
 
     def _copy_in(self, rows: Rows, slots: Addresses) -> list[int]:
@@ -190,9 +190,9 @@ class GpuArena(Arena):
             raise ValueError(f"memory of {rows.device}, but the pool was attached with device={self.gpu!r}")
 
     def read_for_peer(self, locations: Locations, keys: Bytes) -> PeerBlocks:
-        """Like Arena.read_for_peer. Copies the blocks to host memory, and computes checksums that are UNKNOWN."""
+        """Like Arena.read_for_peer. Copies the blocks to host memory, and computes checksums that headers lack."""
         checksums, positions, there = self.read_headers(locations, keys)
-        size = int(locations["bytes"][there].max(initial=0))  # a location without its block may have any `bytes`
+        size = int(locations["bytes"][there].max(initial=0))  # other locations may have any `bytes`
         blocks = np.empty((int(there.sum()), size), np.uint8)
         there[there] = arrived = self.read(locations[there], keys[there], blocks, used=False)
         blocks = blocks[arrived]
@@ -260,4 +260,4 @@ def _slots_as_rows(arena: Arena, addresses: Addresses, size: int, other: Arena) 
     if isinstance(other, GpuArena):
         # these slots are write-locked, so their slab is not given back meanwhile
         return replace(rows, registered=arena.register(other.gpu, addresses))
-    return rows  # both arenas are in host memory, which no correct caller requests
+    return rows  # both arenas are in host memory: no correct caller asks for this

@@ -1,7 +1,7 @@
 """The words of an arena's file that several processes read and write at once: superblock, slab table, slot headers.
 
-Every access goes through these kernels. Atomic loads and stores, and fences, order headers and payload. A header is
-eight 8-byte words: word (generation << 2 | state), key (2), length, chain position, last-read stamp, checksum, unused.
+The kernels order accesses to headers and payload by atomic loads and stores, and by fences. A header has eight words of
+8 bytes: generation << 2 | state, key (two words), length, chain position, last-read stamp, checksum, unused.
 
 Arguments of the kernels:
 
@@ -36,7 +36,7 @@ Mask = NDArray[np.bool_]
 Shape = tuple[int, int, int, int]
 
 FREE, WRITING, READY = 0, 1, 2
-MAGIC, VERSION, NONCE, FINGERPRINT = 0, 1, 2, 4  # words of the superblock; nonce, fingerprint: two each
+MAGIC, VERSION, NONCE, FINGERPRINT = 0, 1, 2, 4  # words of the superblock; nonce and fingerprint have two words each
 SLAB_BYTES, SLABS, OFFERED, EPOCH, INCARNATION, CLOCK_BASE, FLOOR, DISCARDS, CLUSTER = range(6, 15)
 TABLE = 512  # first word of the slab table: (slab generation, stride) of every slab
 GIVEN_BACK = -1  # stride of a slab whose memory was discarded, or will be
@@ -91,10 +91,9 @@ def store(words: Words, at: int, value: int) -> None:
 
 @kernel(WORDS, SHAPE, ROWS, WORDS, WORDS)
 def locate(words: Words, shape: Shape, locations: Words, header: Words, payload: Words) -> None:
-    """Fill `header`, and the offset of each slot in the file (`payload`).
+    """Fill `header`, and fill `payload` with the offset of each slot in the file.
 
-    Any process may have written the locations and the superblock, so the bounds are checked by products that can't
-    overflow.
+    Any process may have written the locations and the superblock. So the checks use products that can't overflow.
     """
     offered = min(_load(words, OFFERED), shape[3])
     for i in range(len(locations)):
@@ -110,7 +109,7 @@ def locate(words: Words, shape: Shape, locations: Words, header: Words, payload:
 
 @kernel(WORDS, WORDS, ROWS, ROWS, ROWS_OUT, MASK)
 def check(words: Words, header: Words, locations: Words, keys: Words, claims: Words, ok: Mask) -> None:
-    """Before a copy: set `ok` where a slot holds exactly that ready block, and fill its (checksum, position)."""
+    """Before a copy: set `ok` where a slot holds exactly that ready block. Fill `claims` with checksum and position."""
     for i in range(len(locations)):
         h = header[i]
         ok[i] = (
@@ -126,7 +125,7 @@ def check(words: Words, header: Words, locations: Words, keys: Words, claims: Wo
 
 @kernel(WORDS, WORDS, ROWS, ROWS, MASK)
 def recheck(words: Words, header: Words, locations: Words, keys: Words, ok: Mask) -> None:
-    """After a copy: clear `ok` where the header has changed since `check`, as the copy may be of another block."""
+    """After a copy: clear `ok` where the header has changed since `check`: another block may have been copied."""
     fence()
     for i in range(len(locations)):
         h = header[i]
@@ -156,7 +155,7 @@ def formatted(words: Words, header: Words, locations: Words) -> bool:
 
 @kernel(WORDS, WORDS, ROWS, MASK)
 def begin(words: Words, header: Words, locations: Words, ok: Mask) -> None:
-    """Under the slots' locks: set `writing`. Clear `ok` where the grant is of a past epoch, format or generation."""
+    """Under the slots' locks: set WRITING. Clear `ok` where the grant comes from a past epoch, format or generation."""
     for i in range(len(locations)):
         if not ok[i]:
             continue
@@ -175,7 +174,7 @@ def begin(words: Words, header: Words, locations: Words, ok: Mask) -> None:
 
 @kernel(WORDS, WORDS, ROWS, MASK)
 def undo(words: Words, header: Words, locations: Words, ok: Mask) -> None:
-    """Under the slots' locks, after `begin`: free the slot, whose old block is lost. The grant may be used again."""
+    """Under the slots' locks, after `begin`: free the slots. Their old blocks are lost; the grants stay usable."""
     for i in range(len(locations)):
         if ok[i]:
             _store(words, header[i], (locations[i, 3] - 1) << 2 | FREE)
@@ -186,9 +185,9 @@ def undo(words: Words, header: Words, locations: Words, ok: Mask) -> None:
 def finish(
     words: Words, header: Words, locations: Words, keys: Words, sums: Words, positions: Words, now: int, ok: Mask
 ) -> None:
-    """Fill in the headers of copied blocks, `ready` last.
+    """Fill in the headers of copied blocks, and set READY last.
 
-    Where `ok` has been cleared, the header stays `writing` until it is swept.
+    Where `ok` has been cleared, the header stays WRITING until it is swept.
     """
     fence()
     for i in range(len(locations)):
@@ -205,9 +204,9 @@ def finish(
 
 @kernel(WORDS, WORDS, ROWS, MASK, FLAGS)
 def reclaim(words: Words, header: Words, locations: Words, ok: Mask, states: NDArray[np.uint8]) -> None:
-    """Under the slots' locks: set `states` to FINISHED where the slot was written since the grant and not cleared.
+    """Under the slots' locks: set `states` to FINISHED where a block was written since the grant, and was not cleared.
 
-    Set `states` to FREED elsewhere; there a late writer will be refused.
+    Set `states` to FREED for all other locked slots. Late writers to these slots are refused.
     """
     floor = _load(words, FLOOR)
     for i in range(len(locations)):
@@ -225,7 +224,7 @@ def reclaim(words: Words, header: Words, locations: Words, ok: Mask, states: NDA
 
 @kernel(WORDS, WORDS, ROWS_OUT)
 def identify(words: Words, header: Words, out: Words) -> None:
-    """Fill (generation, key, key) of the slots' headers; zeros where there is no such slot."""
+    """Fill `out` with (generation, key, key) from the slots' headers. Leaves rows unchanged where there is no slot."""
     for i in range(len(header)):
         if header[i] >= 0:
             out[i, 0] = _load(words, header[i]) >> 2
@@ -235,7 +234,7 @@ def identify(words: Words, header: Words, out: Words) -> None:
 
 @kernel(WORDS, SHAPE, INT, INT, INT)
 def reformat(words: Words, shape: Shape, slab: int, generation: int, stride: int) -> None:
-    """Under the lock of all headers of the slab: forget its blocks, and give it slots of `stride` bytes.
+    """While all slots of the slab are locked: forget its blocks, and divide it into slots of `stride` bytes.
 
     stride: GIVEN_BACK for no slots.
     """
@@ -253,7 +252,7 @@ def reformat(words: Words, shape: Shape, slab: int, generation: int, stride: int
 
 @kernel(WORDS, INT, INT, MASK, ROWS_OUT)
 def collect(words: Words, first: int, stride: int, locked: Mask, out: Words) -> None:
-    """Fill (state, generation, key, key, length, position, stamp) of a slab's slots. Locked slots count as WRITING."""
+    """Fill `out` with (state, generation, key, key, length, position, stamp) of slots. Locked slots are WRITING."""
     for slot in range(len(out)):
         h = first + slot * HEADER_WORDS
         word = _load(words, h)

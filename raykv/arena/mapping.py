@@ -2,7 +2,7 @@
 
 The owner offers slabs one after the other. It allocates and faults in a slab's pages before anybody may use the slab.
 When the pool shrinks, a slab is given back, and its pages are discarded later. Every process fills its own page tables
-for the slabs that it uses. It registers with CUDA the slabs that a GPU must reach. `raykv.arena.arena` reads and writes
+for the slabs that it uses, and registers slabs with CUDA if a GPU must reach them. `raykv.arena.arena` reads and writes
 the blocks.
 """
 
@@ -48,7 +48,7 @@ class Mapping:
         layout = superblock.layout(self.slab_bytes, self.slabs)
         self._shape = (self.slab_bytes, layout.headers // 8, layout.payload, self.slabs)
         self._size = layout.size
-        # Guards changes of `_memory`, and the owner's changes of epoch and floor. May be taken under `_slab_lock`.
+        # Guards changes of `_memory`, and the owner's changes of epoch and floor. May be taken after `_slab_lock`.
         self._mutex = threading.Lock()
         # Guards which slabs are offered, given back, discarded and registered. Held while the owner faults in a slab.
         self._slab_lock = threading.Lock()
@@ -66,7 +66,7 @@ class Mapping:
 
     @property
     def door(self) -> str:
-        """Owner: the path by which other processes open the file: its name, or a path in /proc if it has none now."""
+        """Owner: the path by which other processes open the file; in /proc if somebody removed the file's name."""
         return self.path if self.has_name else f"/proc/{os.getpid()}/fd/{self._locks.fd}"
 
     @property
@@ -151,7 +151,7 @@ class Mapping:
             if slab >= self.slabs or self._locks.fd < 0:
                 return False
             _advise(data, *self._payload(slab), _MADV_HUGEPAGE)
-            self._populate(data, {slab})  # before posix_fallocate: only a fault gets huge pages
+            self._populate(data, {slab})  # before posix_fallocate: only page faults get huge pages
             try:
                 os.posix_fallocate(self._locks.fd, *self._payload(slab))
                 os.posix_fallocate(self._locks.fd, *self._headers(slab))
@@ -172,8 +172,9 @@ class Mapping:
     def give_back(self, slab: int, generation: int) -> bool:
         """Owner: forget a slab's blocks, so that its memory can be freed. Refuse grants of this and older generations.
 
-        Returns False if somebody writes to the slab, or if the generation is of a past epoch or not newer than the
-        slab's. The memory stays until `discard`, as a reader that has checked the headers may still be copying.
+        Returns False if somebody is writing to the slab, if the generation comes from a past epoch, or if it is not
+        newer than the slab's generation. The memory stays until `discard`, as readers that have checked the headers may
+        still be copying.
         """
         with self._slab_lock:
             words, _ = self._memory
@@ -194,7 +195,7 @@ class Mapping:
                 self._discard(slab)
 
     def refilled(self) -> list[int]:
-        """Return the given-back slabs with pages that were not discarded yet, or that a late reader touched again."""
+        """Return the given-back slabs that have pages: not yet discarded, or allocated again by a late reader."""
         return [
             slab
             for slab in self.given_back()
@@ -231,7 +232,7 @@ class Mapping:
     # ------------------------------------------------------------------ every process prepares its pages
 
     def populate(self, gpu: str | None = None) -> None:
-        """Fill this process's page tables for all slabs that may be used, so that the first copies find them filled.
+        """Fill this process's page tables for all slabs that may be used, so that the first copies don't fault.
 
         gpu: UUID of a GPU that must also reach the slabs.
         """
@@ -281,7 +282,7 @@ class Mapping:
                 locks.leave(used or set())
 
     def _slabs_at(self, addresses: Addresses, words: header.Words, data: Bytes) -> set[int] | None:
-        """Return the slabs of these slots, or None if the slots are not in this mapping or it was just replaced.
+        """Return the slabs of these slots. None if the slots are not in this mapping, or a new mapping replaced it.
 
         First unlocks slabs whose pages the owner has discarded.
         """
@@ -328,6 +329,6 @@ def _mmap(fd: int, size: int) -> mmap.mmap:
 
 
 def _advise(data: Bytes, start: int, length: int, advice: int) -> None:
-    """Call madvise. An older kernel, or a kernel without huge pages, may refuse, which only makes copies slower."""
+    """Call madvise. If an older kernel, or a kernel without huge pages, refuses, copies are only slower."""
     if start + length <= len(data):
         _madvise(data.ctypes.data + start, length, advice)

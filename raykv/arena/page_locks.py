@@ -37,7 +37,7 @@ class PageLocks:
         return missing
 
     def lock(self, gpu: str, slab: int, version: int) -> None:
-        """Page-lock a slab. version: the slab's current version. Notes a refusal, unless a later call may succeed."""
+        """Page-lock a slab with this version. If CUDA refuses, notes this, unless a later call may succeed."""
         try:
             device(gpu).register(self._first + slab * self._slab_bytes, self._slab_bytes)
         except DeviceError as error:
@@ -76,7 +76,7 @@ class PageLocks:
     def unlock_changed(self, version: Callable[[int], int]) -> bool:
         """Unlock the slabs whose pages may have been discarded.
 
-        Does nothing and returns False while a slab is being locked, or a GPU copies from or to one of those slabs.
+        Does nothing and returns False while any slab is being locked, or while a GPU copies from or to a changed slab.
         version: returns a slab's current version, or -1 if the slab was given back.
         """
         if self._locking:  # `lock` changes `gpus` and `_versions` without a lock

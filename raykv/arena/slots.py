@@ -1,4 +1,4 @@
-"""Slots that were looked up by their locations. Checks their headers, and the rows that are copied from or to them."""
+"""Slots that were looked up by their locations. Checks the slots' headers, and the rows to copy."""
 
 from typing import NamedTuple
 

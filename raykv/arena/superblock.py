@@ -1,6 +1,6 @@
 """The first page of an arena's file, and the file's layout: superblock and slab table, headers, payload.
 
-`raykv.arena.header` names the words of the page. Its kernels read the words that change.
+`raykv.arena.header` names the words of the page, and has kernels for the words that change.
 """
 
 import os
@@ -18,7 +18,7 @@ from raykv.system import raylets
 MAGIC = int.from_bytes(b"raykv\0ar", "little")
 VERSION = 1
 NO_CLUSTER = bytes(raylets.CLUSTER_BYTES)
-SLAB_UNIT = ALIGN * ALIGN // (8 * header.HEADER_WORDS)  # bytes of a slab whose headers fill a page
+SLAB_UNIT = ALIGN * ALIGN // (8 * header.HEADER_WORDS)  # size of a slab whose headers fill one page
 HUGE_PAGE = 2 << 20
 
 

@@ -1,9 +1,9 @@
 """Computes XXH3_64bits of blocks of whole stripes, from the registers through which the blocks are copied.
 
-A library would read the copy again. After a copy that bypasses the caches, this costs as much as the copy. The kernels
-here bypass the caches when they store, as memcpy does in a long copy, and sum the registers that they have loaded.
+A library would read the copy again. After a copy that bypasses the caches, reading costs as much as the copy. The
+kernels here bypass the caches when they store, as memcpy does in a long copy, and sum the registers that they loaded.
 
-Source of the algorithm: https://github.com/Cyan4973/xxHash/blob/dev/doc/xxhash_spec.md, with its names.
+The algorithm and its names are from https://github.com/Cyan4973/xxHash/blob/dev/doc/xxhash_spec.md.
 """
 
 from typing import Any

@@ -1,7 +1,7 @@
 """Events of a pool's actors: one logfmt line each, in the log file that Ray keeps for a worker.
 
-No event is about a single request, and none holds a secret. Only raykv's own processes call `begin`, so no other
-process's logging changes.
+No event is about a single request or contains a secret. Only raykv's own processes call `begin`. So the logging of
+other processes does not change.
 """
 
 import json

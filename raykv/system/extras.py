@@ -1,10 +1,10 @@
-"""The advice to install a package that only a part of raykv needs."""
+"""Tells users how to install packages that only parts of raykv need."""
 
 from importlib.metadata import requires
 
 
 def to_install(extra: str) -> str:
-    """Return the command that installs an extra of raykv, for raykv from a clone, a wheel or an image.
+    """Return the command that installs the packages of an extra, for raykv from a clone, a wheel or an image.
 
     extra: name of the extra in pyproject.toml. Raises ValueError for an unknown name.
     """

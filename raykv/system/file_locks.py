@@ -43,7 +43,7 @@ def _set(fd: int, kind: int, start: int, length: int) -> bool:
 class SlotLocks:
     """Write locks on numbered slots, between threads as well as processes.
 
-    The kernel's locks belong to an open file description, which threads share, so `_held` excludes threads.
+    The kernel's locks belong to the open file description, which all threads share. So `_held` excludes other threads.
     """
 
     def __init__(self, fd: int, base: int, width: int) -> None:
@@ -112,7 +112,7 @@ class SlotLocks:
 
     @contextmanager
     def locked_range(self, start: int, stop: int) -> Iterator[bool]:
-        """Lock all slots from start to stop - 1, or none. Yields whether they are locked. Other threads must wait."""
+        """Lock all slots from start to stop - 1, or none. Yields whether they are locked. Other threads then wait."""
         with self._mutex:
             got = not self._closed and not any(start <= i < stop for i in self._held) and self._lock(start, stop)
             try:
@@ -122,10 +122,7 @@ class SlotLocks:
                     _set(self.fd, fcntl.F_UNLCK, self._base + start * self._width, (stop - start) * self._width)
 
     def owned_elsewhere(self, length: int) -> bool:
-        """Whether another open file has a lock in the first `length` bytes.
-
-        Always False after `close`.
-        """
+        """Whether another open file has a lock in the first `length` bytes. Always False after `close`."""
         with self._mutex:
             return self.fd >= 0 and held_elsewhere(self.fd, 0, length)
 
@@ -195,7 +192,7 @@ class SlotLocks:
             return self.fd < 0 or os.fstat(self.fd).st_nlink > 0
 
     def close(self) -> None:
-        """Refuse new locks, and close the file when the last lock is dropped, since a copy may still be running."""
+        """Refuse new locks. Close the file when the last lock is dropped, as copies may still be running."""
         with self._mutex:
             self._closed = True
             if not self._held:

@@ -1,4 +1,4 @@
-"""Forked children of a process in a Ray cluster: they can't use Ray."""
+"""Refuses calls in processes that were forked from a process connected to Ray: they can't use Ray."""
 
 import os
 
@@ -18,7 +18,7 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 def refuse_forked() -> None:
-    """Raise RayKVError in a process that was forked from a process in a Ray cluster, where Ray's calls would hang."""
+    """Raise RayKVError if this process was forked from a process connected to Ray: calls of Ray would hang here."""
     if _forked:
         raise RayKVError(
             "this process was forked from one that was connected to Ray, whose connections and threads a fork does not "

@@ -1,6 +1,7 @@
 """The shared memory that is still available on this node.
 
-It is the minimum of the free memory of /dev/shm, the machine and cgroups, less what Ray's object stores may still take.
+It is the minimum of the free memory of /dev/shm, the machine and cgroups. Memory that Ray's object stores may still
+take is subtracted.
 """
 
 import os
@@ -20,7 +21,7 @@ class FreeMemory:
     """Free bytes under each limit. free: bytes that an arena may take."""
 
     shm_free: int  # free bytes of the /dev/shm file system
-    memory_free: int  # free bytes of the machine, less what object stores in other mounts of /dev/shm may take
+    memory_free: int  # free bytes of the machine, minus bytes that object stores in other mounts of /dev/shm may take
     cgroup_free: int | None  # free bytes under this process's tightest memory limit; None without a limit
     plasma_unfilled: int  # bytes of this /dev/shm that local raylets' object stores may still take
 
@@ -124,7 +125,7 @@ def _stat(path: Path, name: str) -> int:
 
 
 def _unfilled(process: Path) -> int:
-    """Bytes of SHM that a raylet's object store may still take."""
+    """Return the bytes of SHM that a raylet's object store may still take."""
     options = raylets.options(process)
     if not options.get("plasma_directory", SHM).startswith(SHM):
         return 0  # the object store is on a disk
@@ -140,7 +141,7 @@ def _sees(process: Path) -> bool:
 
 
 def _filled(process: Path) -> int:
-    """Bytes of an object store's open files, which are already unlinked. 0 for another user's store."""
+    """Return the bytes of an object store's open, already unlinked files. Returns 0 for another user's store."""
     blocks: dict[tuple[int, int], int] = {}
     try:
         for name in os.listdir(process / "fd"):

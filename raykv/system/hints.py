@@ -1,4 +1,4 @@
-"""Checks that values from another process have the types of type hints."""
+"""Checks that values from another process match type hints."""
 
 from collections.abc import Callable
 from types import NoneType, UnionType
@@ -10,8 +10,8 @@ Take = Callable[[Any], Any]
 def taker(hint: Any) -> Take:
     """Return a function that converts a plain value to a hinted type. It raises ValueError for values of other types.
 
-    hint: a class; a NamedTuple of classes, whose plain value is a sequence of the fields; a tuple of these; `hint |
-    None`.
+    hint: a class, a NamedTuple, a tuple of such types, or `hint | None`. The plain value of a NamedTuple is a sequence
+    of its fields.
     """
     if isinstance(hint, UnionType):
         (one,) = (taker(kind) for kind in get_args(hint) if kind is not NoneType)

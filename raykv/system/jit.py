@@ -35,7 +35,7 @@ _compiling = threading.Lock()  # guards _complete, and the loading of kernels' c
 
 
 def _kernel_sources() -> list[Path]:
-    """Files that define kernels, and all files of raykv that they import, whose constants are in the machine code."""
+    """Return the files that define kernels, and the raykv files that they import: their constants are compiled in."""
     package = Path(__file__).parent.parent
     texts = {path: path.read_text(encoding="utf-8") for path in package.rglob("*.py")}
     found = [path for path, text in texts.items() if "@kernel" in text]
@@ -50,13 +50,13 @@ def _kernel_sources() -> list[Path]:
 
 @functools.cache
 def cache_folder() -> tuple[str, list[str]]:
-    """Return (folder of machine code, preferred folders that are unusable, as others can write or this user can't).
+    """Return (folder of machine code, preferred folders that are unusable).
 
-    If both preferred folders are unusable, each process has its own folder, so every process compiles.
-
-    The folder's name is a hash of these sources and their place, since numba only checks the date of a kernel's own
-    file, not of the kernels that it calls. The versions of numba and Python are also hashed, since one version of numba
-    would overwrite another's files. The folder is private to this user, as numba unpickles the files in it.
+    A folder is unusable if other users can write to it, or this user can't. If both preferred folders are unusable,
+    each process compiles into its own folder. The folder's name contains a hash of the kernels' sources and their path,
+    as numba checks the date of a kernel's own file, but not the files of kernels that it calls. The hash includes the
+    versions of numba and Python, as one version of numba would overwrite the files of another. The folder is private to
+    this user, as numba unpickles the files in it.
     """
     sources = hashlib.sha256(f"{Path(__file__)} {numba.__version__} {sys.implementation.cache_tag}".encode())
     for path in _kernel_sources():
@@ -109,14 +109,14 @@ def kernel(*types: Any) -> Callable[[F], F]: ...
 
 
 def kernel(*types: Any) -> Any:
-    """Compile a function without the GIL, keeping the machine code for the next process.
+    """Compile a function that runs without the GIL. Keep its machine code for later processes.
 
-    `@kernel(C, ROWS)` is for a kernel that Python calls. The numba types of its arguments are for `compile_all`.
+    `@kernel(C, ROWS)` is for a kernel that Python calls. `compile_all` needs the numba types of its arguments.
     `@kernel` is for a kernel that only other kernels can call. It is inlined into its callers, since a real call would
     pass every array as seven words or more.
 
-    Kernels borrow their arrays and make none, so numba's reference counts are off. Reference counts would cost an
-    atomic operation or two for every `c.rows`. Without reference counts a touch of blocks takes a third of the time.
+    Kernels create no arrays, so numba's reference counts are off. Each use of an array in a tuple, such as `c.rows`,
+    would cost one or two atomic operations. Without reference counts, a touch of blocks takes a third of the time.
     """
     if len(types) == 1 and isinstance(types[0], FunctionType):
         return _jitted(types[0], inline=True)
@@ -138,7 +138,7 @@ def _jitted(function: F, inline: bool) -> F:
             nogil=True,
             forceinline=inline,
             _nrt=False,
-            no_cpython_wrapper=inline,  # omits two wrappers that are not called, which saves a third of the work
+            no_cpython_wrapper=inline,  # two wrappers are never called: omitting them saves a third of the work
             no_cfunc_wrapper=True,
         )
         return cast(F, made(function))
@@ -179,7 +179,7 @@ def _load(function: Any, types: tuple[Any, ...]) -> bool:
 
 
 def compile_all(package: str, on_progress: Progress = lambda done, kernels: None) -> None:
-    """Load every kernel of a package that Python calls, or compile it, on all cores.
+    """Load the machine code of all kernels of a package that Python calls. Compile missing code on all cores.
 
     Afterwards, a call with other types raises TypeError instead of starting the compiler and making the caller wait.
     on_progress: called with (kernels done, kernels to compile) after each kernel that was compiled.
@@ -199,15 +199,15 @@ def _compile_entries(package: str, on_progress: Progress) -> None:
             for function, types in missing:
                 if not _loaded(function, types):
                     function.compile(types)
-    for function, _ in kernels:  # not earlier, since a kernel may be compiled into another above
+    for function, _ in kernels:  # not earlier: compiling a kernel may compile kernels that it calls
         function.disable_compile()
     Path(_mark(package)).touch()
 
 
 @contextlib.contextmanager
 def _alone(package: str, seconds: float) -> Iterator[None]:
-    """Let one process of this user at a time compile a package. Otherwise each store of a machine would compile it, as
-    the stores start together.
+    """Let only one process of this user at a time compile a package. The stores of a machine start together, and each
+    store would compile the package.
 
     Waits at most `seconds` for other processes, and not at all where the file system has no locks.
     """
@@ -220,7 +220,7 @@ def _alone(package: str, seconds: float) -> Iterator[None]:
             yield
         finally:
             with contextlib.suppress(OSError):
-                fcntl.flock(lock, fcntl.LOCK_UN)  # a child forked in the meantime keeps the file open
+                fcntl.flock(lock, fcntl.LOCK_UN)  # closing may not unlock: a forked child keeps the file open
 
 
 def _wait_for(lock: int, end: float) -> None:
@@ -243,10 +243,10 @@ def _loaded(function: Any, types: tuple[Any, ...]) -> bool:
 
 
 def _compile_in_processes(names: list[str], on_progress: Progress) -> None:
-    """Compile kernels into numba's cache by several processes, each of which compiles a share. If a process fails, its
-    share stays uncompiled.
+    """Compile kernels into numba's cache by several processes. Each process compiles a share of the kernels.
 
-    names: see `_name`. Starts no process for a few kernels.
+    If a process fails, its share stays uncompiled. For few kernels, no process is started, and nothing is compiled.
+    names: see `_name`.
     """
     processes = min(os.cpu_count() or 1, len(names) // KERNELS_PER_PROCESS)
     if processes < 2:

@@ -8,22 +8,22 @@ CLUSTER_BYTES = 8
 
 
 def cluster_id(session: str) -> bytes:
-    """Return an id of a Ray cluster, of CLUSTER_BYTES. session: Ray's name of the cluster's session."""
+    """Return an id of CLUSTER_BYTES for a Ray cluster. session: Ray's name for the cluster's session."""
     return hashlib.sha256(session.encode()).digest()[:CLUSTER_BYTES]
 
 
 def clusters() -> set[bytes]:
-    """The `cluster_id` of each Ray cluster that has nodes on this machine."""
+    """Return the `cluster_id` of each Ray cluster that has nodes on this machine."""
     return {cluster_id(options(process).get("session-name", "")) for process in processes()}
 
 
 def nodes() -> set[str]:
-    """Ray node ids of these raylets."""
+    """Return the Ray node ids of all raylets on this machine."""
     return {options(process).get("node_id", "") for process in processes()}
 
 
 def processes(proc: str = "/proc") -> Iterator[Path]:
-    """The /proc folder of each raylet."""
+    """Yield the /proc folder of each raylet."""
     for process in Path(proc).iterdir():
         try:
             if process.name.isdigit() and (process / "comm").read_bytes().strip() == b"raylet":

@@ -1,4 +1,4 @@
-"""SHA-256 of many short pieces in one call, by the libcrypto that Python's hashlib links to, else by hashlib itself.
+"""Computes SHA-256 of many short pieces in one call, by libcrypto, or by hashlib if there is no libcrypto.
 
 hashlib takes 600 ns to make and finish an object. A processor with SHA instructions hashes a block in 100 ns.
 """
@@ -16,7 +16,7 @@ from raykv.system.intrinsics import address, call
 from raykv.system.jit import compile_all, kernel
 
 DIGEST_BYTES = 32
-CONTEXT_BYTES = 256  # a SHA256_CTX has 112 bytes
+CONTEXT_BYTES = 256  # more than the 112 bytes of a SHA256_CTX
 LIBRARY = "libcrypto.so.3"  # the system's libcrypto, for a Python with a built-in one
 
 Bytes = NDArray[np.uint8]
@@ -69,7 +69,7 @@ def load() -> None:
 
 
 def digests(parent: bytes, data: Bytes, ends: Ends, chained: bool) -> Bytes:
-    """Return SHA-256 of (parent, piece) for every piece: (n, 32) uint8. chained: a digest is the next piece's parent.
+    """Return SHA-256 of (parent, piece) for every piece: (n, 32) uint8. chained: each digest is the next parent.
 
     parent: 32 bytes. data: 1-D uint8, contiguous, all pieces in sequence. ends: (n,) int64, the end of each piece in
     `data`.

@@ -19,11 +19,11 @@ from raykv.protocol.transfers import seconds_left
 
 
 class Peer(NamedTuple):
-    """A source of reads: the memory of another node, or its external tier."""
+    """Another node's memory or external tier, to read blocks from."""
 
     name: str  # the memory's name in the directory: see `raykv.protocol.location.host_of`
     store: Any  # handle of the node store's actor
-    external: bool = False  # whether to read the node's external tier, which is slow: the store has threads for it
+    external: bool = False  # whether to read the node's external tier; such slow reads have their own threads
 
 
 class PullRequest(NamedTuple):
@@ -43,11 +43,11 @@ class Transport:
     concurrent: ClassVar[bool] = False  # whether several pulls from one peer may run at the same time
 
     def offer(self) -> Any:
-        """Return what peers must know to read from here (new in every process), or None if peers can't read."""
+        """Return the data that peers need to read from here, or None if they can't read. Every process has new data."""
         return None
 
     def serve(self, *args: Any) -> Any:
-        """Answer a question of a peer's `pull`, which arrives through `NodeStore.serve`.
+        """Answer a question that a peer's `pull` asks through `NodeStore.serve`.
 
         args: sent by this transport's `pull` on another node; check every index and length. Returns an answer in the
         form that `pull` expects. Raises ValueError for an invalid question.
@@ -70,13 +70,13 @@ class Transport:
 
         peer: the owner of the memory. offer: the peer's offer. request: the blocks, and the slots for them.
         Returns (n,) uint8 verdicts FAILED, PULLED, or ALTERED (the peer no longer has that block).
-        Raises TimeoutError at the request's `end`; bytes that arrive later are written under the slots' locks. Raises
+        Raises TimeoutError at the request's `end`. If bytes arrive later, their slots must still be locked. Raises
         OSError or RayError if this transport can't read from the peer. Then another transport is tried.
         """
         raise NotImplementedError
 
     def withdraw(self, slab: int) -> None:
-        """From now on, neither read into nor serve the slab with this number, as its memory is about to be freed."""
+        """Stop reading into the slab with this number, and stop serving it: its memory is about to be freed."""
 
     def close(self) -> None:
         """Stop serving. No `pull` follows."""

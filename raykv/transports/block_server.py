@@ -1,8 +1,8 @@
 """Serves an arena's blocks over TCP.
 
 A connection begins as described in raykv.line.wire. Then the reader sends requests. Each request is a frame of n
-LOCATIONs and n keys. The answer is n CLAIMs, and then the bytes of the blocks that are there. A CLAIM tells whether a
-block is there, and what its header says. The reader must verify the bytes.
+LOCATIONs and n keys. The answer is n CLAIMs, and then the bytes of the blocks that are there. A CLAIM says whether a
+block is there, and contains the position and checksum from its header. The reader must verify the bytes.
 """
 
 import contextlib
@@ -25,10 +25,10 @@ from raykv.protocol.transfers import data_deadline
 
 log = logging.getLogger("raykv")
 
-# What a header says about a block. sum: the block's xxh3_64 when it was written
+# Fields of a block's header. sum: the block's xxh3_64 when it was written
 CLAIM = np.dtype([("there", "?"), ("position", "<u4"), ("sum", "<u8")])
 REQUEST_BYTES = LOCATION.itemsize + KEY_BYTES  # bytes of a request for each block
-SENDERS = 64  # threads that send blocks; a slow reader keeps its thread
+SENDERS = 64  # maximum number of threads that send blocks; each slow reader occupies one
 
 
 class BlockServer:
@@ -51,7 +51,7 @@ class BlockServer:
         self._senders.shutdown(wait=False, cancel_futures=True)
 
     def _lend(self, connection: Connection, request: bytes) -> None:
-        with contextlib.suppress(RuntimeError):  # no more threads can be started: a running one will send
+        with contextlib.suppress(RuntimeError):  # if no thread can be started, a running thread will send
             self._senders.submit(self._send_blocks, connection, request)
 
     def _send_blocks(self, connection: Connection, request: bytes) -> None:

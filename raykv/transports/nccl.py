@@ -3,10 +3,10 @@
 NCCL takes seconds to connect two GPUs. It begins to connect when the peer's offer has arrived. Meanwhile another
 transport reads.
 
-A pull makes two calls to the peer's actor, which both return at once. The first call asks the peer to send, and its
-answer contains the headers of the blocks. Then NCCL transfers the blocks that are there. A slot may be overwritten
-while it is sent, and no checksums are computed on a GPU. So the reader's second call asks for the headers again after
-the bytes have arrived, and the reader drops blocks that are no longer there.
+A pull makes two calls to the peer's actor, which both return at once. The first call asks the peer to send, and returns
+the headers of the blocks. Then NCCL transfers the blocks that are there. A slot may be overwritten while it is sent,
+and no checksums are computed on a GPU. So the second call returns the headers again after the bytes have arrived. The
+reader drops blocks that are no longer there.
 """
 
 import secrets
@@ -98,12 +98,12 @@ class Nccl(Transport):
         return claims.tobytes()
 
     def _claims(self, locations: bytes, keys: bytes) -> bytes:
-        """Return (n,) CLAIM as bytes: what the headers of n LOCATIONs say now."""
+        """Return (n,) CLAIM as bytes, from the current headers at n LOCATIONs."""
         source, source_keys = np.frombuffer(locations, LOCATION), np.frombuffer(keys, np.uint8).reshape(-1, KEY_BYTES)
         return claims_of(self._arena.read_headers(source, source_keys)).tobytes()
 
     def withdraw(self, slab: int) -> None:
-        """Wait until no block is being sent. Raises TimeoutError if this takes longer than sending a slab may take."""
+        """Wait until no block is being sent. Raises TimeoutError after the deadline for sending a whole slab."""
         with self._mutex:
             pairs = list(self._sending.values())
         for pair in pairs:
@@ -125,14 +125,14 @@ class Nccl(Transport):
     # ------------------------------------------------------------------ from peers
 
     def connecting(self, peer: Peer, offer: Offer) -> bool:
-        """Like Transport's."""
+        """See Transport."""
         try:
             return not self._pair_with(peer, offer).ready.done()
         except ConnectionError:
             return False
 
     def forget(self, peer: str) -> None:
-        """Like Transport's. Ends all pairs with the peer's GPU, which frees the pairs' memory on this GPU."""
+        """See Transport. Ends all pairs with the peer's GPU, which frees the pairs' memory on this GPU."""
         gpu = peer.rpartition("/")[2]
         with self._mutex:
             reading = [self._reading.pop(name)[1] for name in list(self._reading) if name.startswith(gpu)]
@@ -141,7 +141,7 @@ class Nccl(Transport):
             pair.drop()
 
     def pull(self, peer: Peer, offer: Offer, request: PullRequest) -> NDArray[np.uint8]:
-        """Like Transport's. Raises ConnectionError after half of the time, to leave half for another transport."""
+        """See Transport. Raises ConnectionError after half of the time, to leave half for another transport."""
         source, keys, arena, target, end = request
         stop = time.monotonic() + (end - time.monotonic()) / 2
         pair = self._pair_with(peer, offer)

@@ -1,7 +1,7 @@
 """Two GPUs of two processes, joined by an NCCL communicator for one direction.
 
-Two calls of NCCL block until the peer makes them too: a communicator's init, and the first group, which connects. So
-the pair has a thread that makes all calls. If NCCL has not connected within CONNECT_S, another thread aborts the
+Two NCCL calls block until the peer makes the same call: a communicator's init, and the first group, which connects. So
+each pair has a thread that makes all NCCL calls. If NCCL has not connected within CONNECT_S, another thread aborts the
 communicator, which ends the blocked call. Tested with CuPy 14 and NCCL 2.28 and 2.32.
 """
 
@@ -79,13 +79,13 @@ class Pair:
     """This process's end of a pair. Its tasks (`do`) run in order; after an error no more tasks run. Thread-safe."""
 
     def __init__(self, ordinal: int, unique: bytes, rank: int, invite: Callable[[], object] = _nothing) -> None:
-        """Return at once. The future `ready` is done when the peer is connected. It has an error after CONNECT_S.
+        """Return at once. The future `ready` is done when the peer is connected, or has an error after CONNECT_S.
 
         ordinal: number of the GPU in this process. invite: makes the peer's end; called in the pair's thread.
         """
         self.unique, self._ordinal, self._rank, self._invite = unique, ordinal, rank, invite
         self._comm: Any = None
-        self._mutex = threading.Lock()  # guards `_comm` and `_calls`: a communicator is aborted once
+        self._mutex = threading.Lock()  # guards `_comm` and `_calls`, so that a communicator is aborted only once
         self._calls = True  # whether NCCL still connects, which may hang
         self.dropped = False
         self._ended = threading.Event()
@@ -123,8 +123,8 @@ class Pair:
         """In a task: receive or send blocks of `size` bytes, in order, and wait for them. The peer must do the same.
 
         addresses: (n,) addresses in the GPU's memory; a block received for address 0 is discarded. Raises
-        ConnectionError after `end` (time.monotonic()), if NCCL fails, or once the pair is dropped. By then the transfer
-        has ended.
+        ConnectionError after `end` (time.monotonic()), if NCCL fails, or once the pair is dropped. The transfer has
+        ended before the error is raised.
         """
         try:
             with translated():
@@ -202,7 +202,7 @@ class Pair:
             time.sleep(POLL_S)
 
     def _abort(self) -> None:
-        """Abort the transfer, and wait for its end. A thread frees the communicator, as NCCL may hang while it does."""
+        """Abort the transfer, and wait for its end. Another thread frees the communicator, as this call may hang."""
         with self._mutex:
             comm, self._comm = self._comm, None
         if comm is not None:

@@ -1,8 +1,8 @@
 """Transfers blocks between nodes by NIXL: one-sided reads from a peer's arena directly into this node's arena.
 
 UCX transfers the bytes: over RDMA if there is a card, otherwise over shared memory or TCP. In each pull the reader asks
-the peer's actor once for the headers and the addresses of the slots. The answer contains NIXL's metadata, so that only
-processes of the Ray cluster get this metadata. Then the bytes are read without the peer's processor.
+the peer's actor once for the headers and the addresses of the slots. The actor also returns NIXL's metadata, so that
+only processes of the Ray cluster get it. Then the bytes are read without the peer's processor.
 https://github.com/ai-dynamo/nixl, version 1.5.
 """
 
@@ -30,9 +30,9 @@ from raykv.transports.block_server import CLAIM
 
 RDMA = "/sys/class/infiniband"  # this folder has a folder for each card, also for RoCE cards
 POLL_S = 1e-4  # time between two checks whether a transfer is done
-PROGRESS_US = 100_000  # time between two looks of NIXL's progress thread, which UCX wakes earlier if there is work
+PROGRESS_US = 100_000  # microseconds for which NIXL's progress thread sleeps; UCX wakes it earlier if there is work
 LATE_S = 1.0  # time for running requests of a failed transfer to end, since they can't be stopped
-BLOCK_INFO = np.dtype([*CLAIM.descr, ("address", "<i8")])  # a peer's answer about a block, and its slot's address
+BLOCK_INFO = np.dtype([*CLAIM.descr, ("address", "<i8")])  # a peer's answer about a block: its CLAIM, and its address
 Addresses = NDArray[np.int64]
 
 
@@ -53,7 +53,7 @@ def has_rdma() -> bool:
 
 
 def _open_agent(name: str) -> Any:
-    """Open an agent of NIXL's Python API whose progress thread sleeps. The API's own thread would spin on a core."""
+    """Open an agent of NIXL's Python API, but with a progress thread that sleeps. The API's thread never sleeps."""
     from nixl._api import nixl_agent, nixl_agent_config, nixlBind
 
     config = nixlBind.nixlAgentConfig()
@@ -96,10 +96,10 @@ class Nixl(Transport):
     # ------------------------------------------------------------------ for peers
 
     def serve(self, agent: str, locations: bytes, keys: bytes, version: int) -> tuple[bytes, int, bytes]:
-        """Return BLOCK_INFO of blocks, the version of this agent's metadata, and the metadata unless the peer has it.
+        """Return BLOCK_INFO of blocks, the version of this agent's metadata, and the metadata.
 
-        agent, version: the offer and the metadata's version that the peer has. Raises ValueError for the offer of
-        another process.
+        agent: the offer that the peer has. version: the version of the metadata that the peer has; if it is current,
+        the returned metadata is empty. Raises ValueError for the offer of another process.
         """
         if agent != self.offer():
             raise ValueError(f"NIXL agent {agent} was another process's: ask for the offer again")
@@ -158,8 +158,8 @@ class Nixl(Transport):
     ) -> NDArray[np.uint8]:
         """Transfer blocks, and return their verdicts. info: their BLOCK_INFO.
 
-        Runs in this process's thread for that peer. The thread keeps the slots' locks until the transfer ends, since a
-        stalled peer may continue: then NIXL writes to the slots, even after the transfer was released.
+        Runs in this process's thread for that peer. If a stalled peer continues, NIXL writes to the slots, even after
+        the transfer was released. So the thread keeps the slots' locks until the transfer ends.
         """
         try:
             self._load_metadata(remote, version, metadata)
@@ -167,7 +167,7 @@ class Nixl(Transport):
             altered = np.zeros(len(info), np.bool_)
 
             def fill(which: NDArray[np.bool_], slots: Addresses) -> list[int]:
-                size = int(found.target["bytes"].max(initial=0))  # all have the same size; there may be no block
+                size = int(found.target["bytes"].max(initial=0))  # all blocks have one size; there may be none
                 self._transfer(remote.name, info["address"][which], slots, size)
                 checksums = block_copy.sums(slots, size)
                 altered[which] = np.array(checksums, np.uint64) != info["sum"][which]
@@ -187,7 +187,7 @@ class Nixl(Transport):
             remote.version = version
 
     def _register(self, locations: Locations) -> None:
-        """Register the slabs of these locations, one by one: RDMA page-locks registered memory."""
+        """Register the slabs of these locations, and no other slabs, as RDMA page-locks registered memory."""
         for slab in np.unique(locations["slab"]).tolist():
             with self._mutex:
                 if slab not in self._registered:

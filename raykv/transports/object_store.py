@@ -14,7 +14,7 @@ from raykv.transports.base import Peer, PullRequest, Transport
 
 
 class ObjectStore(Transport):
-    """Calls `NodeStore.read` of the peer, which copies blocks into Ray's object store. They are copied out here."""
+    """Calls `NodeStore.read` of the peer, which copies blocks into Ray's object store. This node copies them out."""
 
     name = "object_store"
     concurrent = True
@@ -26,7 +26,7 @@ class ObjectStore(Transport):
         method = peer.store.read.options(concurrency_group="tier_read") if peer.external else peer.store.read
         answer = method.remote(source.tobytes(), keys.tobytes())
         # Call `wait` first. While `get` waits, it keeps the lock of Ray's store client. A thread that frees an object
-        # then waits for this lock with the GIL, which stops all threads.
+        # would wait for this lock while it holds the GIL, and so stop all threads.
         if not ray_calls.wait([answer], timeout=seconds_left(end))[0]:
             raise GetTimeoutError(f"{len(source)} blocks did not arrive in time")
         read, size = BlocksRead(*ray_calls.get(answer, timeout=seconds_left(end))), int(source["bytes"][0])

@@ -1,4 +1,4 @@
-"""Chooses the transport for each peer: the best one that both nodes have, or the next best while that one fails."""
+"""Chooses for each peer the best transport that both nodes have, or the next best while that transport fails."""
 
 import logging
 import threading
@@ -28,7 +28,7 @@ from raykv.transports.tcp import Tcp
 
 log = logging.getLogger("raykv")
 OFFERS_S = 1.0  # maximum time for a peer to answer which transports it offers
-LARGE_PULLS, LARGE_BYTES = 4, 16 * MIB  # most large pulls from a peer at a time, and the least size of a large pull
+LARGE_PULLS, LARGE_BYTES = 4, 16 * MIB  # maximum number of simultaneous large pulls from a peer; their minimum size
 RETRY_S = 60.0  # time until a failed transport is tried again, unless the peer makes a new offer earlier
 
 
@@ -50,7 +50,7 @@ class PeerState:
     # Held while the peer is asked for its offers, and during a pull by a transport that is not concurrent. Taken before
     # the locks of the transport and of the slots.
     turn: threading.Lock = field(default_factory=threading.Lock)
-    # Held during large pulls by concurrent transports. If too many ran over a slow link at a time, all would be late.
+    # Held during large pulls by concurrent transports. Too many large pulls at once would all be late on a slow link.
     large: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(LARGE_PULLS))
     mutex: threading.Lock = field(default_factory=threading.Lock)  # guards the other fields; taken last
     offers: dict[str, Any] | None = None  # by transport; None: the peer must be asked for them
@@ -59,7 +59,7 @@ class PeerState:
 
 
 class TransportSelector:
-    """Pulls from each peer by the first transport that the peer offers, that is connected and has not just failed.
+    """Pulls from each peer by the first transport that the peer offers, that is connected, and that did not just fail.
 
     Thread-safe.
     """
@@ -71,19 +71,19 @@ class TransportSelector:
         self._mutex = threading.Lock()  # guards `_states`; nothing else is locked meanwhile
 
     def offers(self) -> dict[str, Any]:
-        """Return, by transport, what peers must know to read from here."""
+        """Return the offers of this node's transports, by the name of the transport. See Transport.offer."""
         offers = {transport.name: transport.offer() for transport in self._transports}
         return {name: offer for name, offer in offers.items() if offer is not None}
 
     def serve(self, name: str, *args: Any) -> Any:
-        """Answer a question of a peer's transport with this name. Raises ValueError if this node does not have it."""
+        """Answer a question of the transport `name` on a peer. Raises ValueError if this node lacks this transport."""
         for transport in self._transports:
             if transport.name == name:
                 return transport.serve(*args)
         raise ValueError(f"this node does not offer transport {name}")
 
     def withdraw(self, slab: int) -> None:
-        """From now on, neither read into nor serve the slab with this number, as its memory is about to be freed."""
+        """See Transport."""
         for transport in self._transports:
             transport.withdraw(slab)
 
@@ -109,7 +109,7 @@ class TransportSelector:
                     verdicts = transport.pull(peer, offer, request)
                 except (OSError, RayError) as error:
                     late = isinstance(error, TimeoutError)
-                    if not late or request.end - begin > seconds / 2:  # otherwise too little time was left
+                    if not late or request.end - begin > seconds / 2:  # otherwise the pull began too late
                         _note_failure(state, transport.name, offer, peer, error)
                     if late:
                         raise
@@ -123,9 +123,9 @@ class TransportSelector:
         raise ConnectionError(f"no transport reads from node {host_of(peer.name)[:8]}")
 
     def stats(self) -> dict[str, dict[str, Any]]:
-        """Return for each peer: `transport`, the transport used last, and `gbps`, its rate in GB/s (1e9 bytes).
+        """Return for each peer: `transport`, the transport used last, and `gbps`, its rate in 1e9 bytes per second.
 
-        Also `bytes`, the pulled bytes by transport, and `failed`, the number of failures by transport.
+        Also returns `bytes`, the pulled bytes by transport, and `failed`, the number of failures by transport.
         """
         with self._mutex:
             states = [
@@ -165,7 +165,7 @@ class TransportSelector:
             transport.close()
 
     def _turn(self, transport: Transport, state: PeerState, request: PullRequest) -> AbstractContextManager[None]:
-        """Return a context in which a pull may run. Raises TimeoutError if the pull gets no turn before its end."""
+        """Return a context in which the pull may run. Raises TimeoutError if there is no turn before the pull's end."""
         if not transport.concurrent:
             return _held(state.turn, request.end)
         if request.source["bytes"].sum() >= LARGE_BYTES:
@@ -202,7 +202,7 @@ def uses_nccl(chosen: str) -> bool:
 
 
 def open_transports(arena: Arena, chosen: str, host: str) -> TransportSelector:
-    """Open the transports that this node has for the memory `arena`.
+    """Open this node's transports for an arena.
 
     chosen: `transport` of PoolConfig. host: address of this node that peers can reach.
     """

@@ -26,12 +26,12 @@ from raykv.transports.tcp_pull import TcpPull
 
 log = logging.getLogger("raykv")
 
-FEWEST, MOST = 2, 8  # fewest and most streams of a pull: clouds limit each TCP flow's rate, and a core its receive rate
+FEWEST, MOST = 2, 8  # limits of a pull's number of streams; clouds and the receiving core limit the rate of each stream
 GAIN = 1.1  # an additional stream is kept if it raises the rate by this factor
 RATE_BYTES = 64 * MIB  # bytes over which a rate is measured
 SETTLED_S = 60.0  # time until an additional stream is tried again, after it did not help
 SMALL_BYTES = 16 * MIB  # maximum size of a small pull; small pulls have priority over large pulls
-GIVE_WAY_S = 0.1  # longest wait of a large pull's piece for small pulls
+GIVE_WAY_S = 0.1  # maximum time for which a piece of a large pull waits for small pulls
 RECEIVERS = 64  # number of threads that receive, in addition to the threads that pull
 TRIES = 3  # number of attempts for a pull whose streams break
 
@@ -46,7 +46,7 @@ class Lane:
         self._mutex = threading.Lock()  # guards all fields
         self._rates: dict[int, float] = {}  # bytes per second, by number of streams
         self._grow_at = 0.0  # time.monotonic() before which no additional stream is tried
-        self._pulls, self._since, self._bytes = 0, 0.0, 0  # running pulls; start of a measurement, and bytes since
+        self._pulls, self._since, self._bytes = 0, 0.0, 0  # running pulls; a measurement's start and bytes
         self._small = 0  # number of running small pulls
         self._none_small = threading.Condition(self._mutex)
 
@@ -69,7 +69,7 @@ class Lane:
             self._idle.append(connection)
 
     def _give_way(self, pull: TcpPull) -> None:
-        """Wait for small pulls, if the pull is large. So a small pull waits only for pieces already requested."""
+        """If the pull is large, wait for small pulls. So small pulls wait only for pieces already requested."""
         if pull.size > SMALL_BYTES:
             with self._mutex:
                 self._none_small.wait_for(lambda: not self._small, GIVE_WAY_S)
@@ -170,7 +170,7 @@ class Tcp(Transport):
     def _carry(self, lane: Lane, pull: TcpPull) -> list[OSError]:
         """Transfer the remaining pieces over several streams. Returns the errors of broken streams."""
         helpers: list[Future[None]] = []
-        with contextlib.suppress(RuntimeError):  # no thread can start, or this store stops: one stream suffices
+        with contextlib.suppress(RuntimeError):  # no thread can start, or the store stops: use one stream
             helpers += [self._receivers.submit(lane.carry, pull) for _ in range(min(lane.streams, pull.left) - 1)]
         errors = []
         try:

@@ -19,7 +19,7 @@ from raykv.protocol.transfers import ALTERED, FAILED, PULLED, seconds_left
 from raykv.transports.base import PullRequest, records_of
 from raykv.transports.block_server import CLAIM
 
-PIECE_BYTES = 4 * MIB  # maximum bytes of a piece: a broken stream loses its piece, and a slow stream is late with it
+PIECE_BYTES = 4 * MIB  # maximum bytes of a piece: a broken stream loses its piece, and a slow stream delays its piece
 AHEAD = 2  # number of pieces that a stream requests ahead, so that the peer always has a piece to send
 STALLED_S = 1.0  # time without data after which a stream is closed, if other streams have received their pieces
 
@@ -94,7 +94,7 @@ class TcpPull:
         stream.sendall(wire.frame(self._request.source[piece].tobytes() + self._request.keys[piece].tobytes()))
 
     def _receive(self, stream: Stream, piece: Indices) -> None:
-        """Receive the blocks of a piece that the peer has. Set the verdicts of all blocks of the piece."""
+        """Receive a piece: the blocks that the peer still has. Set the verdicts of all blocks of the piece."""
         data = bytearray(len(piece) * CLAIM.itemsize)
         self._receive_into(stream, [memoryview(data)])
         claims = records_of(bytes(data), CLAIM, len(piece))
@@ -123,7 +123,7 @@ class TcpPull:
         return np.where(written, PULLED, np.where(altered, ALTERED, FAILED)).astype(np.uint8)
 
     def _view(self, address: int) -> memoryview:
-        """Return a slot's memory. For address 0 (another writer has the slot), return memory that nobody reads."""
+        """Return a slot's memory. Address 0 means that another writer locks the slot; then return unused memory."""
         memory = (ctypes.c_char * self._size).from_address(address) if address else bytearray(self._size)
         return memoryview(memory).cast("B")
 

@@ -2,8 +2,8 @@
 
 cudaMemcpyAsync takes microseconds for each piece, and a block may have a piece for every layer. A kernel can read and
 write both page-locked host memory and GPU memory. But a kernel takes multiprocessors from the engine. So across PCIe
-the kernel gets only as many thread blocks as are needed to fill the link. Long pieces are copied by cudaMemcpyAsync,
-which uses no multiprocessor.
+the kernel gets just enough thread blocks to fill the link. Long pieces are copied by cudaMemcpyAsync, which uses no
+multiprocessor.
 """
 
 from collections.abc import Sequence
@@ -17,8 +17,8 @@ from raykv.arena.gpu import cuda
 THREADS = 512
 UNIT = THREADS * 16 * 4  # bytes that a thread block moves at once: every thread has four loads of 16 bytes in flight
 Way = Literal["within", "to_host", "to_gpu"]  # direction of a copy: within GPU memory, or across PCIe
-# BLOCKS: maximum number of thread blocks of a launch. IN_FLIGHT: maximum of their bytes in flight. More thread blocks
-# than fill PCIe would delay the engine: on an H100, 64 thread blocks to the host make decode steps ten times slower.
+# BLOCKS: maximum number of thread blocks of a launch. IN_FLIGHT: maximum bytes in flight in a launch. Too many thread
+# blocks would delay the engine: on an H100, 64 thread blocks to the host make decode steps ten times slower.
 BLOCKS: dict[Way, int] = {"within": 64, "to_host": 8, "to_gpu": 32}
 IN_FLIGHT: dict[Way, int] = {"to_host": 2 * UNIT, "to_gpu": 6 * UNIT}
 LONG = 512 << 10  # across PCIe, pieces of this mean length or longer are copied by cudaMemcpyAsync
@@ -87,7 +87,7 @@ def compile_kernel(module: Any) -> Any:
 
 
 def blocks_of(table: Copies, way: Way) -> int:
-    """Return the number of thread blocks for these copies. Each has a unit in flight, or a shorter piece."""
+    """Return the number of thread blocks for these copies. Each thread block has at most a unit in flight."""
     if way == "within":
         return BLOCKS[way]
     length = min(UNIT, max(1, int(table[:, 2].mean())))
@@ -104,7 +104,7 @@ class CopyStream:
         self._allocate(1 << 16)
 
     def _allocate(self, size: int) -> None:
-        # the table first: if that fails, `_host` keeps its size, on which `_launch` relies
+        # allocate the table first: if this fails, `_host` must stay small, as `_launch` checks only the size of `_host`
         self._table = self._cupy.cuda.Memory(size)
         self._host = cuda.page_locked(self._cupy, size)
 

@@ -24,7 +24,7 @@ CAPTURED = (900, 901)  # cudaErrorStreamCaptureUnsupported, ...Invalidated: a CU
 
 
 def cupy() -> Any:
-    """Return the module CuPy. Raises ImportError, which says how to install CuPy."""
+    """Return the module CuPy. If CuPy is missing, raises an ImportError that says how to install it."""
     try:
         import cupy
     except ImportError as error:
@@ -48,8 +48,8 @@ def translated(who: str) -> Iterator[Any]:
 def on(ordinal: int) -> Iterator[Any]:
     """Like `translated`. In the `with` block this thread uses that GPU, even while other threads capture CUDA graphs.
 
-    Then the thread's earlier state is restored. CuPy's Device would instead leave a thread that had no GPU on GPU 0,
-    where the context takes half a GiB.
+    Afterwards the thread's earlier state is restored. CuPy's Device would leave a thread that had no GPU on GPU 0. A
+    context there takes half a GiB.
     """
     with translated(uuid(ordinal)) as module:
         driver, context = module.cuda.driver, _context(ordinal)
@@ -105,7 +105,7 @@ def uuid(ordinal: int) -> str:
 
 
 def ordinal_at(address: int) -> int:
-    """Return this process's number of the GPU that has this address. Raises ValueError if no GPU has it."""
+    """Return the number, in this process, of the GPU with this address. Raises ValueError if it is no GPU's address."""
     with translated("pointerGetAttributes") as module:
         runtime = module.cuda.runtime
         found = runtime.pointerGetAttributes(address)
@@ -118,7 +118,7 @@ def ordinal_at(address: int) -> int:
 def stream_of(array: Any) -> int | None:
     """Return the handle of the stream that uses an array on a GPU, or None if copies need not wait for a stream.
 
-    For a torch tensor this is the thread's current stream of the device: torch's interface (version 2) has no stream.
+    For a torch tensor, this is the thread's current stream on the tensor's GPU, as torch's interface names no stream.
     """
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(array, torch.Tensor):
@@ -130,7 +130,7 @@ def stream_of(array: Any) -> int | None:
 class Event:
     """A CUDA event, destroyed on its own GPU.
 
-    CuPy's own Event is destroyed in whichever thread drops it. A thread without a GPU would get a context on GPU 0.
+    CuPy's own Event is destroyed in the thread that drops it. If this thread has no GPU, it gets a context on GPU 0.
     """
 
     def __init__(self, module: Any, ordinal: int) -> None:

@@ -16,7 +16,7 @@ from raykv.system.extras import to_install
 
 BOUNCE_BYTES = 8 << 20  # size of a bounce buffer
 HANDLE_BYTES = 64
-_GRAIN = 2 << 20  # CUDA exports memory in units of this size: smaller allocations would also export their neighbours
+_GRAIN = 2 << 20  # CUDA exports memory in units of this size: a smaller allocation is exported with its neighbours
 _OUT_OF_MEMORY, _PORTABLE = 2, 1  # cudaErrorMemoryAllocation, cudaHostRegisterPortable
 
 
@@ -122,7 +122,7 @@ class Device:
                 raise
 
     def open(self, handle: bytes, size: int) -> Region:
-        """Open another process's region by its handle and size. The process that allocated it can't open it."""
+        """Open another process's region by its handle and size. The process that allocated a region can't open it."""
         if len(handle) != HANDLE_BYTES or size <= 0:
             raise ValueError(
                 f"a handle of {len(handle)} bytes, size={size}: give a Region's handle (64 bytes) and size"
@@ -133,9 +133,9 @@ class Device:
     def copy(self, table: Copies, after: Sequence[cuda.Event] = (), way: Way = "within") -> None:
         """Do the copies, and wait until they are done. The GIL is free meanwhile.
 
-        table: (pieces, 3) or (blocks, parts, 3) int64: target address, source address, length. Addresses must be of
-        this GPU's memory or page-locked: any other address makes CUDA fail permanently in this process. Copies must not
-        overlap.
+        table: (pieces, 3) or (blocks, parts, 3) int64: target address, source address, length. Each address must be in
+        this GPU's memory or in page-locked memory. Any other address makes CUDA fail permanently in this process.
+        Copies must not overlap.
         after: events that must end first. way: "within" GPU memory, or "to_host" or "to_gpu" across PCIe.
         """
         if table.dtype != np.int64 or table.ndim not in (2, 3) or table.shape[-1] != 3:
@@ -171,7 +171,7 @@ class Device:
             cupy.cuda.runtime.hostUnregister(address)
 
     def bounce_buffer(self) -> NDArray[np.uint8]:
-        """Return (BOUNCE_BYTES,) page-locked uint8, for copies from and to memory that is not. Drop it after use."""
+        """Return a page-locked buffer of BOUNCE_BYTES, for copies from and to other host memory. Drop it after use."""
         with cuda.on(self.ordinal) as cupy:
             return cuda.page_locked(cupy, BOUNCE_BYTES)
 

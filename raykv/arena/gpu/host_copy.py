@@ -31,7 +31,7 @@ def copy(gpu: str, table: Copies, registered: bool, to_gpu: bool, after: Sequenc
         return
     begin, end = (checksum.copy, far) if to_gpu else (far, checksum.copy)
     parts = list(batches(table.reshape(-1, 3)))
-    buffers = [device(gpu).bounce_buffer() for _ in parts[:2]]  # kept alive here, as `steps` has only addresses
+    buffers = [device(gpu).bounce_buffer() for _ in parts[:2]]  # `steps` contains only addresses
     steps = [_through(buffers[number % 2], part) for number, part in enumerate(parts)]
     if len(steps) == 1:
         begin(steps[0][0])
@@ -84,5 +84,5 @@ def unregister(first: int, length: int, registered: dict[int, str | None]) -> No
     """
     for number, gpu in registered.items():
         if gpu is not None:
-            with contextlib.suppress(DeviceError):  # a lost GPU reaches nothing
+            with contextlib.suppress(DeviceError):  # a lost GPU can't reach the slab anyway
                 device(gpu).unregister(first + number * length)
