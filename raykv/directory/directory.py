@@ -1,7 +1,7 @@
-"""The directory: it knows where every block of a pool is, and decides which blocks stay. It has no Ray, clock or I/O.
+"""The directory knows where every block of a pool is, and decides which blocks stay. It uses no Ray, clock or I/O.
 
-It answers the calls of `raykv.protocol.calls`. kernels/placement.py chooses the slot of a new block,
-kernels/eviction.py the block to evict, and kernels/quotas.py whose blocks may be evicted. state/holds.py ends leases.
+It answers the calls of `raykv.protocol.calls`. kernels/placement.py chooses slots for new blocks, kernels/eviction.py
+chooses blocks to evict, and kernels/quotas.py decides which tenants may lose blocks. state/holds.py ends leases.
 `raykv.actors.directory.server` serves a Directory.
 """
 
@@ -12,8 +12,8 @@ from raykv.directory.state.state import State
 class Directory(State):
     """All blocks, leases, reservations and nodes of one pool: a State, and the functions that answer calls.
 
-    A state machine for a single thread: it has no locks, and its caller must not call it from two threads at a time.
-    Every call takes the time as `now` (seconds of any monotonic clock), and first does all work that is due by then.
+    This state machine has no locks, so callers must not call it from two threads at a time. `now` is the time in
+    seconds of any monotonic clock. Calls that change blocks or nodes first do the work that is due at this time.
     Late or repeated calls raise no error. A call raises ValueError or TypeError if its arguments are not a valid
     message, for example because of an incomplete key or an impossible count. Such a call neither holds nor drops a
     block. Keys are passed as one bytes object with 16 bytes for each key. `name` is the name of a node or of one of

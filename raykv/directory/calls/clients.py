@@ -1,4 +1,4 @@
-"""Calls of clients about themselves and about keys, and the fields that every client call carries (`on_call`)."""
+"""Calls of clients about themselves and about keys. `on_call` processes the fields that every client call carries."""
 
 import math
 
@@ -18,7 +18,7 @@ NO_LOCATIONS = np.zeros(0, LOCATION)
 
 
 def on_call(state: State, call: Call, now: float) -> Client:
-    """Process the fields of every call: pulled blocks, corrupt blocks, and the list of the client's present holds."""
+    """Process the fields that every call carries: pulled blocks, corrupt blocks, and the client's present holds."""
     check(state, now)
     pulled, corrupt = _locations(call.pulled), _locations(call.corrupt)
     client = state.clients.seen(call.client, now)
@@ -41,7 +41,7 @@ def on_call(state: State, call: Call, now: float) -> Client:
 
 
 def disconnect(state: State, client: int, now: float) -> None:
-    """Remove a client that disconnects. It no longer writes."""
+    """Remove a client that disconnects. The client no longer writes to any slot."""
     check(state, now)
     state.intents.end_all(client)
     if gone := state.clients.disconnect(client):
@@ -71,9 +71,9 @@ def unpin(state: State, call: Call, keys: bytes, now: float) -> Counted:
 
 
 def touch(state: State, call: Call, keys: bytes, seconds: float, tenant: str, now: float) -> Counted:
-    """Mark blocks as used, and keep them for `seconds`: evictions pass over kept blocks. Returns how many were found.
+    """Mark blocks as used, and keep them for `seconds`: evictions pass over kept blocks. Ignores other tenants' keys.
 
-    With 0 seconds, the blocks are evicted by age again. Ignores keys of other tenants. ValueError for a bad argument.
+    With 0 seconds, the blocks are evicted by age again. Returns how many are stored. ValueError for a bad argument.
     """
     on_call(state, call, now)
     if not seconds >= 0 or not isinstance(tenant, str):
@@ -87,9 +87,9 @@ def touch(state: State, call: Call, keys: bytes, seconds: float, tenant: str, no
 def done(state: State, call: Call, keys: bytes, now: float, again: bool = False, tenant: str = "") -> Counted:
     """Make blocks older than all blocks in use. Returns how many copies became older.
 
-    again: whether the user will ask for the blocks again, later than for other blocks. Copies that somebody holds,
-    copies of another tenant, and copies on a GPU or on a joining or suspect node do not change. ValueError for a bad
-    `again` or tenant.
+    again: whether the user will ask for the blocks again later. Copies do not change if somebody holds them, if they
+    belong to another tenant, or if they are on a GPU or on a joining or suspect node. ValueError for a bad `again` or
+    tenant.
     """
     on_call(state, call, now)
     if not isinstance(again, bool) or not isinstance(tenant, str):
@@ -102,7 +102,7 @@ def done(state: State, call: Call, keys: bytes, now: float, again: bool = False,
 
 
 def forget(state: State, call: Call, keys: bytes, now: float) -> Counted:
-    """Drop blocks that nobody will ask for again. Returns the number of copies.
+    """Drop blocks that nobody will ask for again. Returns the number of dropped copies.
 
     A held block keeps its slot until the hold ends.
     """
@@ -113,7 +113,7 @@ def forget(state: State, call: Call, keys: bytes, now: float) -> Counted:
 
 
 def preempted(state: State, call: Call, keys: bytes, now: float) -> Counted:
-    """Pin the blocks of a request that an engine swapped out, until they are forgotten or the client is gone.
+    """Pin the blocks of a swapped-out request, until somebody forgets the blocks or the client is gone.
 
     Returns the number of keys. If any key is not stored, forgets all these keys and returns 0.
     """

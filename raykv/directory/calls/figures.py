@@ -21,7 +21,7 @@ def resume(state: State, totals: dict[str, int]) -> None:
 
 
 def gauges(state: State) -> dict[str, int]:
-    """Return the numbers of the present state that can be computed without a look at every slot."""
+    """Return the figures of the present state that can be computed without looking at every slot."""
     held = [hold.writes for client in state.clients.values() for hold in client.holds.values()]
     return {
         "keys": int(state.c.state[ENTRIES]),
@@ -34,37 +34,37 @@ def gauges(state: State) -> dict[str, int]:
 
 
 def oldest_lease(state: State) -> float:
-    """Return the time at which the oldest lease began (callers' clock); inf without leases."""
+    """Return the time at which the oldest lease began, on the callers' clock; inf if there are no leases."""
     held = (hold for client in state.clients.values() for hold in client.holds.values())
     return min((hold.since for hold in held if not hold.writes), default=float("inf"))
 
 
 def coldest(state: State, name: str) -> int:
-    """Return the tick (State.tick) at which the node's oldest block in use was last used; -1 if no block is in use."""
+    """Return the tick of a node's oldest block in use (see `State.tick`); -1 if no block is in use."""
     node = state.nodes.get(name)
     ticks = [state.size_classes.oldest_tick_in_use(number) for number in node.size_classes.values()] if node else []
     return min((tick for tick in ticks if tick >= 0), default=-1)
 
 
 def memory_stats(state: State, name: str, now: float, slots_a_step: int) -> Iterator[dict[str, Any] | None]:
-    """Count the slots by state, and the used bytes, of a node's or GPU's memory. KeyError for an unknown name.
+    """Count slots by state, and used bytes, in the memory of a node or a GPU. KeyError for an unknown name.
 
-    Looks at every slot, in steps. Yields None after about every `slots_a_step` slots, so that other calls can be
+    Looks at every slot, in steps of about `slots_a_step` slots. Yields None after each step, so that other calls can be
     answered in between. Yields the result at the end.
     """
     return state.allocator.stats_in_steps(state.nodes[name], now, slots_a_step)
 
 
 def tier_fill(state: State) -> dict[str, dict[str, Any]]:
-    """Return figures of external tiers by the node that owns the tier; "" is a shared tier. See TierCatalog.fill."""
+    """Return figures of each external tier, by the name of its node; "" is the shared tier. See TierCatalog.fill."""
     return state.tier_catalog.fill()
 
 
 def largest_prefixes(state: State, n: int, now: float) -> list[dict[str, Any]]:
-    """Return at most `n` prefixes at which look-ups of this directory ended, in descending order of found blocks.
+    """Return at most `n` prefixes that look-ups of this directory found, in descending order of `hits` times `blocks`.
 
-    key: key of the last block, in hex. blocks, bytes: size of the prefix. hits: look-ups that ended there. idle_s:
-    seconds since the last such look-up. nodes: names of the nodes that have the last block in memory.
+    key: key of the last block, in hex. blocks, bytes: size of the prefix. hits: number of look-ups that found exactly
+    this prefix. idle_s: seconds since the last hit. nodes: names of the nodes that have the last block in memory.
     """
     return [
         {

@@ -1,4 +1,4 @@
-"""The blocks that a node store found in its arena, as arrays. All are checked, as any process can change an arena."""
+"""The blocks that a node store found in its arena, as arrays. Locations are checked, as any process may change them."""
 
 from typing import NamedTuple, Self
 
@@ -9,7 +9,7 @@ from raykv.directory.state.arrays import KeyArray, key_array
 from raykv.protocol.location import GENERATIONS, LOCATION, Locations
 from raykv.protocol.stores import Inventory
 
-BLOCKS_MAX = 1 << 40  # upper bound for the blocks of a node
+BLOCKS_MAX = 1 << 40  # upper bound for the number of blocks of a node
 
 
 class FoundBlocks(NamedTuple):

@@ -1,4 +1,4 @@
-"""Calls of node stores, which join and report, and calls about nodes that leave or died."""
+"""Calls of node stores that join and report, and calls about nodes that leave or died."""
 
 import numpy as np
 
@@ -28,12 +28,12 @@ from raykv.protocol.stores import (
 
 SOLE_COPIES_PER_CALL = 4096  # maximum number of blocks of each size in an answer
 ARENA_BYTES_MAX = 1 << 50
-EPOCHS_AHEAD = 1 << 16  # maximum lead of an arena's epoch over the directory's; no pool uses this many epochs in years
+EPOCHS_AHEAD = 1 << 16  # maximum lead of an arena's epoch over the directory's epoch: more than a pool uses in years
 GPUS = 64  # maximum number of a node's GPUs
 
 
 def join(state: State, name: str, arena: ArenaDescription, now: float, window: int | None = None) -> Joined:
-    """Register a node store that started. The directory neither offers nor grants slots there until `adopt`.
+    """Register a node store that started. Until `adopt`, the directory neither offers blocks nor grants slots there.
 
     window: bytes of the staging window; None: see `staging_window`. ValueError for an impossible arena.
     """
@@ -57,7 +57,7 @@ def join(state: State, name: str, arena: ArenaDescription, now: float, window: i
 
 
 def _check_gpus(state: State, name: str) -> None:
-    """Raise ValueError if a node has too many GPUs, as each GPU costs memory."""
+    """Raise ValueError if a node has too many GPUs, as each GPU costs the directory memory."""
     host = host_of(name)
     others = sum(node.on_gpu and node.host == host and node.name != name for node in state.nodes.values())
     if name != host and others >= GPUS:
@@ -65,12 +65,12 @@ def _check_gpus(state: State, name: str) -> None:
 
 
 def adopt(state: State, name: str, found: Inventory, now: float, offered: int = 0) -> None:
-    """Adopt the blocks that a node store found in its arena. If the node was adopted before, drop blocks that differ.
+    """Adopt the blocks that a node store found in its arena. On an adopted node, drop blocks that were overwritten.
 
     The inventory may come in pieces, the youngest blocks first, with other calls in between. The directory offers no
     blocks on the node until the last piece. offered: number of slabs that the node has allocated. Without this number,
     writers would evict blocks until the next heartbeat, as spare slabs would be unknown. Ignores impossible locations.
-    ValueError for a bad Inventory or count of slabs.
+    ValueError for a bad Inventory or a bad number of slabs.
     """
     check(state, now)
     node = state.nodes.get(name)
@@ -151,9 +151,9 @@ def sweep_result(state: State, result: SweepResult, now: float) -> None:
 def set_slab_target(state: State, name: str, report: SlabReport, now: float) -> SlabTarget:
     """Set a node's number of slabs to `report.limit`. Called before every `adopt` and `heartbeat`.
 
-    A slab is removed once the report says that it was given back, regardless of earlier answers. If the node has too
-    many slabs, the answer names slabs to give back, the oldest first. A slab with a held slot is named by a later
-    answer, after the hold has ended. ValueError for a bad limit.
+    Removes every slab that the report lists as given back, even if no answer named the slab. If the node has too many
+    slabs, the answer names slabs to give back, the oldest first. If a slot of such a slab is held, a later answer names
+    the slab, after the hold has ended. ValueError for a bad limit.
     """
     check(state, now)
     _check_slabs(report.limit)
@@ -175,7 +175,7 @@ def set_slab_target(state: State, name: str, report: SlabReport, now: float) -> 
 def follow(state: State, name: str, plan: Plan, now: float) -> None:
     """Follow a plan for the memory from now on, and reserve room on a node for copies of other nodes' blocks.
 
-    While tenants have quotas, no room is reserved, as minima are shares of the memory without this room. A pool's only
+    While tenants have quotas, no room is reserved, as the tenants' minima may add up to the whole memory. A pool's only
     node reserves no room, as there is no other node to copy from. A leaving node reserves no room either, as its
     primaries still have to be copied.
     """
@@ -189,7 +189,7 @@ def follow(state: State, name: str, plan: Plan, now: float) -> None:
 
 
 def _set_withdrawn(state: State, node: Node, given_back: set[int]) -> None:
-    """Adopt the node's list of slabs that it gave back. After a lost answer, the directory's own list may differ."""
+    """Adopt a node's list of slabs that were given back. After a lost answer, the directory's own list may differ."""
     kept = sorted(node.withdrawn - given_back, reverse=True)
     lost = [number for number in given_back if number in node.slabs]
     for number in lost:
@@ -271,7 +271,7 @@ def _remove(state: State, name: str) -> int:
         state.allocator.lacking.pop(size_class, None)
     state.tier_catalog.leave(name)
     state.gpu_demotion.cancel(name)
-    state.invalidate()  # a node that comes back may have the same rows and generations
+    state.invalidate()  # a node that comes back may get these rows again, with the same generations
     return slots
 
 

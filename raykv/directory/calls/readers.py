@@ -29,16 +29,15 @@ from raykv.protocol.location import KEY_BYTES, LOCATION, is_block_size, is_count
 
 HELD_UP_S = 0.5  # seconds that a reader without a staging slot waits for slots that other readers hold
 TURN = 4  # while other readers wait, a reader in a chain gets slots for a quarter of the blocks that it asks for
-AWAITED_S = 0.1  # seconds after a reader was told to wait, during which readers in chains count as waiting
-WAIT_S = 0.5  # seconds that a reader in a chain waits for copies on their way at first; twice as long in all
+AWAITED_S = 0.1  # seconds for which a reader counts as waiting after `next_window` told it to wait
+WAIT_S = 0.5  # seconds that a reader in a chain waits for copies begun before its wait; for newer copies, twice as long
 
 
 @dataclass(slots=True)
 class HeldPrefix:
     """A prefix that is held for a reader, and the places of its blocks.
 
-    counts: the number of all blocks, of blocks outside the reader's memory, of blocks in external tiers, and for a
-    reader on a GPU, of blocks in the memory of its node.
+    counts: number of blocks in total, outside the reader's memory, in external tiers, and in the memory of `host`.
     """
 
     reader: Node | None
@@ -83,12 +82,12 @@ def match(state: State, call: Call, request: MatchRequest, now: float) -> Matche
 def match_parts(
     state: State, call: Call, requests: tuple[MatchRequest, ...], intent: Intent | None, now: float
 ) -> MatchedParts:
-    """Lease the longest prefix that all parts have. Each reader gets a lease on the blocks that it needs.
+    """Lease the longest prefix that is ready in all parts. Each reader gets a lease on the blocks that it needs.
 
     requests: a request for each part and reader, each with its own lease. Parts with the same number of tokens in a
-    block have the same number of keys. intent: says that the client will compute the blocks that are not leased, or
-    wait for other clients to compute these blocks. Other clients can wait for this client if the intent has an id.
-    ValueError for bad requests.
+    block have the same number of keys. intent: if it has an id, the client will compute the blocks that are not leased,
+    and other clients can wait for these blocks. If `intent.wait` is set, nothing is leased while other clients compute
+    or write the next blocks. ValueError for bad requests.
     """
     client = on_call(state, call, now)
     keys = [key_array(request.keys) for request in requests]
@@ -109,7 +108,7 @@ def match_parts(
         found.append(held)
         if held.counts[0] < blocks.stop - blocks.start:  # no room to stage the rest
             tokens = _shortened(requests, held.counts[0] * request.tokens)
-    watched = set()  # last keys of parts: ranks with equal last keys read the same blocks, which count once
+    watched = set()  # last keys of counted parts: ranks with the same last key read the same blocks
     for request, part, held in zip(requests, keys, found, strict=True):
         blocks = _needed(request, tokens)
         _cut(state, held, blocks.stop - blocks.start)
@@ -132,7 +131,7 @@ def match_parts(
 
 
 def _ready_prefix(state: State, requests: tuple[MatchRequest, ...], keys: list[KeyArray]) -> int:
-    """Return how many tokens are ready in all parts without a window, with their `ahead` blocks. Changes nothing."""
+    """Return how many tokens are ready in all parts without a window. The `ahead` blocks must be ready too."""
     whole = _whole(requests, keys)
     limits = whole or zip(requests, keys, strict=True)
     tokens = min(_less_ahead(request, len(part)) for request, part in limits)
@@ -144,9 +143,9 @@ def _ready_prefix(state: State, requests: tuple[MatchRequest, ...], keys: list[K
 
 
 def _boundary(state: State, requests: tuple[MatchRequest, ...], keys: list[KeyArray], prefix: int) -> int:
-    """Return the tokens of the longest prefix from which all readers can continue. prefix: see `_ready_prefix`.
+    """Return the longest prefix, in tokens, from which all readers can continue. prefix: from `_ready_prefix`.
 
-    A reader of a part with a window needs the last `window` blocks, and the next `ahead` blocks.
+    A reader of a part with a window needs the last `window` blocks of the prefix, and the next `ahead` blocks.
     """
     if not any(request.window for request in requests):
         return _shortened(requests, prefix)
@@ -164,7 +163,7 @@ def _boundary(state: State, requests: tuple[MatchRequest, ...], keys: list[KeyAr
 
 
 def _pending(state: State, client: int, requests: tuple[MatchRequest, ...], keys: list[KeyArray], prefix: int) -> int:
-    """Return how many blocks of the first part other clients will add to the ready prefix.
+    """Count the blocks of the first part that other clients will add to the ready prefix.
 
     These are blocks that other clients are writing or are about to compute. Intents name only keys of the first part,
     since a client computes all parts of a block together.
@@ -173,7 +172,7 @@ def _pending(state: State, client: int, requests: tuple[MatchRequest, ...], keys
     tokens = min((_less_ahead(request, len(part)) for request, part in whole), default=0)
     if prefix >= tokens:
         return 0
-    covered = min(len(part) * request.tokens for request, part in whole)  # tokens that all parts have, once written
+    covered = min(len(part) * request.tokens for request, part in whole)  # tokens that all parts have after all writes
     for request, part in whole:
         wanted = part[: -(-covered // request.tokens) + request.ahead]
         reader, firsts = state.nodes.get(request.node), np.empty(len(wanted), np.int64)
@@ -200,13 +199,13 @@ def _hold_prefix(state: State, call: Call, request: MatchRequest, keys: KeyArray
     counts = leases.match(state.c, *question, False)
     if counts[0] < 0 and reader:
         if state.allocator.provide_slots(reader, size_class, stride, -counts[0]):
-            table.find(state.c, keys, firsts)  # again: some keys' blocks may have been in a slab that was taken
+            table.find(state.c, keys, firsts)  # again: a slab that was taken may have held some of the blocks
         counts = leases.match(state.c, *question, True)
     hold = Hold(
         call.seq,
         node,
         size_class,
-        keys[: counts[0]].copy(),  # a view would keep the whole array
+        keys[: counts[0]].copy(),  # a view would keep the whole array in memory
         Blocks(*(rows if counts[0] == len(keys) else [row[: counts[0]].copy() for row in rows])),
         writes=False,
         group=group,
@@ -217,7 +216,7 @@ def _hold_prefix(state: State, call: Call, request: MatchRequest, keys: KeyArray
 
 
 def _cut(state: State, prefix: HeldPrefix, n: int) -> None:
-    """End the hold on a prefix's blocks from index n on."""
+    """Shorten a held prefix to n blocks."""
     if prefix.counts[0] == n:
         return
     state.clients.release([prefix.hold.cut(n)])
@@ -281,7 +280,7 @@ def next_window(state: State, call: Call, request: NextWindowRequest, now: float
 
 
 def _turn(state: State, blocks: int, now: float) -> int:
-    """Return how many blocks of a reader in a chain get slots. blocks: number of blocks that need slots."""
+    """Return how many blocks of a reader in a chain may get slots now. blocks: number of blocks without a slot."""
     return max(1, blocks // TURN if now - state.waited_at < AWAITED_S else blocks)
 
 
@@ -306,7 +305,7 @@ def _provide_staging(state: State, hold: Hold, staged: RowArray, stride: int, no
 
 
 def locate_prefix(state: State, keys: bytes) -> Located:
-    """Count the blocks of the longest ready prefix of `keys` on each node. Routers use this to choose a reader."""
+    """Find the longest ready prefix of `keys`, and count its blocks on each node. Routers use these counts."""
     hosts = np.zeros(len(state.c.grid), np.int64)
     numbers: dict[str, int] = {}
     for node in state.nodes.values():
@@ -318,7 +317,7 @@ def locate_prefix(state: State, keys: bytes) -> Located:
 
 
 def stored(state: State, keys: bytes) -> Stored:
-    """Return which keys are stored, in memory or in an external tier. Blocks on nodes that are silent count too."""
+    """Return which keys are stored, in memory or in an external tier. Blocks on silent nodes count too."""
     if any(node.state == "joining" for node in state.nodes.values()):
         return Stored(state.epoch, b"")
     found = state.find(keys)
@@ -327,12 +326,12 @@ def stored(state: State, keys: bytes) -> Stored:
 
 
 def _next_keys(keys: bytes, n: int) -> list[bytes]:
-    """Return at most KEYS_PER_CALL keys from index n on, as other callers wait while each key is looked up."""
+    """Return the keys from index n on, but at most KEYS_PER_CALL: other callers wait while these are looked up."""
     return split_keys(keys[n * KEY_BYTES : (n + KEYS_PER_CALL) * KEY_BYTES])
 
 
 def _index_of(reader: Node | None) -> int:
-    """Return the index of a reader's memory in locations; -1 if it has no index yet."""
+    """Return the index of a reader's memory in locations; -1 if the reader's node is unknown or joining."""
     return reader.index if reader and reader.state != "joining" else -1
 
 
@@ -363,18 +362,18 @@ def _whole(requests: tuple[MatchRequest, ...], keys: list[KeyArray]) -> list[tup
 
 
 def _less_ahead(request: MatchRequest, blocks: int) -> int:
-    """Return the tokens of the prefix that `blocks` ready blocks allow. The last `ahead` blocks follow the prefix."""
+    """Return the tokens of the usable prefix if `blocks` blocks are ready. The prefix ends `ahead` blocks earlier."""
     return max(0, blocks - request.ahead) * request.tokens
 
 
 def _needed(request: MatchRequest, tokens: int) -> slice:
-    """Return the slice of a part's blocks that a reader needs to continue after `tokens`."""
+    """Return the slice of a part's blocks that a reader needs to continue after `tokens` tokens."""
     stop = tokens // request.tokens
     return slice(max(0, stop - request.window) if request.window else 0, stop)
 
 
 def _shortened(requests: tuple[MatchRequest, ...], tokens: int) -> int:
-    """Return the longest prefix of at most `tokens` tokens that ends at the end of a block in every part.
+    """Return the longest prefix of at most `tokens` tokens that ends with a whole block in every part.
 
     Returns 0 if a part has a window, since a shorter prefix needs other blocks of that part.
     """

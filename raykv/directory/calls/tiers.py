@@ -23,7 +23,7 @@ NO_GPU_DEMOTIONS = GpuDemotions(b"", b"", b"")
 
 
 def tier_heartbeat(state: State, name: str, report: TierReport, now: float) -> TierReply | None:
-    """Process a store's report on whether it reaches its external tier. Returns None if the node must `join` first."""
+    """Process a node store's report on its external tier. Returns None if the node must `join` first."""
     check(state, now)
     node = state.nodes.get(name)
     if node is None:
@@ -37,7 +37,7 @@ def tier_heartbeat(state: State, name: str, report: TierReport, now: float) -> T
 
 
 def report_existing(state: State, name: str, existing: ExistingBlocks, now: float) -> None:
-    """Process a node store's list of the blocks that its tier already had."""
+    """Process a node store's list of blocks that were already in its tier."""
     check(state, now)
     keys, sizes = key_array(existing.keys), np.frombuffer(existing.sizes, np.int64)
     if len(keys) == len(sizes):
@@ -67,7 +67,7 @@ def demote(state: State, name: str, report: DemotionReport, now: float) -> Demot
 
 
 def _share(state: State, node: Node, stride: int, slots: int, share: float) -> float:
-    """Return the share of a size's slots to keep free or clean: at least a slab's slots if there are other sizes."""
+    """Return the share of a size's slots to keep free or clean: at least one slab if the node has several sizes."""
     if not 0.0 < share < 1.0 or not slots or len(node.size_classes) == 1:
         return share
     return max(share, min(1.0, (node.slab_bytes // stride) / slots))

@@ -11,7 +11,7 @@ from raykv.directory.state.holds import Client
 from raykv.directory.state.state import State
 
 CHECK_EVERY_S = 0.5  # seconds between two checks for nodes and clients that are gone
-MARKS = 12  # how many times the tick is recorded in `State.late` seconds
+MARKS = 12  # number of ticks to record in `State.late` seconds
 
 
 def check(state: State, now: float) -> None:
@@ -38,7 +38,7 @@ def check(state: State, now: float) -> None:
 
 
 def mark(state: State, now: float) -> None:
-    """Record the tick regularly. Users who began to wait before the tick recorded `state.late` seconds ago are late."""
+    """Record the tick at regular intervals. Users who began to wait more than `state.late` seconds ago become late."""
     marks = state.marks
     if now - marks[-1][0] >= state.late / MARKS:
         marks.append((now, state.tick))
@@ -65,7 +65,7 @@ def forget_swapped(state: State, gone: Client) -> None:
 
 
 def forget_keys(state: State, keys: bytes) -> int:
-    """Drop blocks and their pins. Returns how many copies there were."""
+    """Drop blocks and their pins. Returns the number of dropped copies."""
     state.pins.unpin(split_keys(keys))
     firsts = state.find(keys)
     rows = np.empty(leases.copies(state.c, firsts, np.empty(0, np.int64)), np.int64)

@@ -8,7 +8,7 @@ from raykv.directory.state.state import State
 
 
 def indices(state: State) -> dict[int, str]:
-    """Return nodes' names by index in locations. A node has one index for its memory and one for its own tier."""
+    """Return nodes' names by their index in locations. A node with its own tier has a second index for the tier."""
     own = {tier.index: name for name, tier in state.tier_catalog.tiers.items() if tier.owner}
     return {node.index: name for name, node in state.nodes.items()} | own
 

@@ -11,7 +11,7 @@ NO_MEMORY = "on another node, and the reader's has no memory to take it"
 
 
 def why_missing(state: State, key: bytes) -> str:
-    """Return in words why a match ended at a key. If the key has copies: why the reader could not get the best copy."""
+    """Say why a match ended at a key. If the key has copies, say why the reader could not get the best copy."""
     found, row, c = ABSENT, int(state.find(key)[0]), state.c
     while row >= 0:
         role = int(c.rows[row]["state"])

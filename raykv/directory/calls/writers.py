@@ -38,7 +38,7 @@ def reserve(state: State, call: Call, request: ReserveRequest, now: float) -> Re
     covered, grants = ask(found=False)
     if covered < 0:
         if state.allocator.provision(writer, size_class, stride, -covered, tenant):
-            table.find(state.c, keys, firsts)  # again: some keys' blocks may have been in a slab that was taken
+            table.find(state.c, keys, firsts)  # again: a slab that was taken may have held some of the blocks
         covered, grants = ask(found=True)
     client.holds[request.reservation] = Hold(
         call.seq,
@@ -64,7 +64,7 @@ def reserve(state: State, call: Call, request: ReserveRequest, now: float) -> Re
 
 
 def _classes_in_turn(state: State, writer: Node, stride: int) -> RowArray:
-    """Return all nodes' size classes in the order to try. For a writer on a GPU, its own node's memory comes first."""
+    """Return all nodes' size classes in the order to try them. For a writer on a GPU, its node's memory comes first."""
     classes = state.size_classes.classes[stride]
     if not writer.on_gpu:
         return classes
@@ -73,7 +73,7 @@ def _classes_in_turn(state: State, writer: Node, stride: int) -> RowArray:
 
 
 def _refused(state: State, request: ReserveRequest) -> Reserved:
-    """Return the answer to a writer whose node takes no blocks, for example because it is joining or leaving."""
+    """Return the answer to a writer on a node that takes no blocks, for example because the node is leaving."""
     firsts = state.find(request.keys)
     missing = request.start + np.flatnonzero(firsts[request.start :] < 0)
     covered = int(missing[0]) if len(missing) else len(firsts)

@@ -1,9 +1,9 @@
-"""Chains of readers: readers that need the same long prefix pull each block in turn, each from the newest copy.
+"""Chains of readers: readers of the same long prefix pull each block one after another, from the newest copy.
 
 Without a chain, all readers would read the same copy, on one node. A reader waits while another reader pulls a copy of
-its next block. When that copy has arrived, the reader pulls the block from it, and the next reader in turn
-waits for this reader's copy. If a reader has waited too long, the copies on their way are given up: from then on no
-reader waits for these copies. `leases.next_window` grants the slots.
+its next block. When that copy has arrived, the waiting reader pulls the block from the copy, and the next reader waits
+for this new copy. A reader that has waited too long gives up the copies that are on their way: no reader waits for
+these copies any more. `leases.next_window` grants the slots.
 """
 
 import numpy as np
@@ -28,7 +28,7 @@ def in_chains(c, size_class):
 
 @kernel
 def is_crowded(c, row):
-    """Whether a copy is in memory and is also held by others than the reader."""
+    """Whether a copy is in memory and has holders besides the reader."""
     return c.rows[row].holds > 1 and not is_tier_row(c, row)
 
 

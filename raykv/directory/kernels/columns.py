@@ -1,7 +1,7 @@
-"""The directory's columns: what a row, a list, a size class and a slab are, and the types that kernels take.
+"""The directory's columns: the formats of rows, lists, size classes and slabs, and the argument types of kernels.
 
-A *row* stands for one slot of one node. While the slot holds a block, the row also stands for that copy of the block's
-key. The rows of a slab are consecutive, so that locations of rows need not be stored.
+Each *row* describes one slot of one node. While the slot holds a block, the row also describes this copy of the block.
+The rows of a slab are consecutive, so that locations of rows need not be stored.
 """
 
 from typing import NamedTuple
@@ -13,19 +13,19 @@ from numpy.typing import NDArray
 
 from raykv.protocol.location import LOCATION
 
-# States of a row: FREE -> WRITING -> READY -> (evicted) WRITING ...; of a replica FREE -> STAGING -> REPLICA -> ...;
-# in an external tier FREE -> DEMOTING -> EXTERNAL -> (evicted) DEMOTING ...
+# States of a row that becomes a primary: FREE -> WRITING -> READY -> (evicted) WRITING ... States of a replica: FREE ->
+# STAGING -> REPLICA -> ... States in an external tier: FREE -> DEMOTING -> EXTERNAL -> (evicted) DEMOTING ...
 FREE, WRITING, READY, REPLICA, STAGING, QUARANTINED, DROPPED, DEMOTING, EXTERNAL, CLOSED = range(10)
 STATES = ("free", "writing", "ready", "replica", "staging", "quarantined", "dropped", "demoting", "external")
 # QUARANTINED: somebody may still write into the slot, until a node store has found the slot's write lock free.
-# DROPPED: its block was forgotten, but somebody still holds the slot. CLOSED: it belongs to no slab.
+# DROPPED: the block was forgotten, but somebody still holds the slot. CLOSED: the row belongs to no slab.
 
 PAGE_BITS = 6  # rows are handed to slabs in pages of 64
 HOLDS_MAX = 65535
 # To whom the directory offers a size class. NOT_OFFERED: nobody. TO_READERS: readers of a tier or of a leaving node.
 # TO_OWN: readers, and writers of the same GPU. TO_ALL: all readers and writers.
 NOT_OFFERED, TO_READERS, TO_OWN, TO_ALL = range(4)
-NODE_BITS = 20  # number of low bits of a node's index; the higher bits are the epoch, so that no index is used again
+NODE_BITS = 20  # low bits of an index, which count nodes and tiers; the high bits are the epoch: no index is reused
 NODE_MASK = (1 << NODE_BITS) - 1
 NOWHERE = -2  # `prev` of a row that is not in a list
 UNSTAGED = -2  # in `Blocks.staged`: the block is on another node, and has no staging row yet
@@ -37,20 +37,20 @@ ROW = np.dtype(
         ("k1", "<u8"),  # written by lists
         ("gen", "<i8"),  # written by lists, slabs
         ("last", "<i8"),  # tick of the last touch; written by lists, slabs, eviction, chains
-        ("prev", "<i4"),  # towards the young end; NOWHERE; written by lists
-        ("next", "<i4"),  # towards the old end; written by lists
+        ("prev", "<i4"),  # next younger row of the list, or NOWHERE; written by lists
+        ("next", "<i4"),  # next older row of the list; written by lists
         ("same", "<i4"),  # next row of the same key; written by table
-        ("holds", "<u2"),  # leases, reservations, pins and demotions that keep it; written by lists
+        ("holds", "<u2"),  # number of leases, reservations, pins and demotions that hold the row; written by lists
         ("state", "u1"),  # written by lists
-        ("uses", "u1"),  # matches since it was stored; written by lists, leases, demotion
+        ("uses", "u1"),  # matches since the block was stored; written by lists, leases, demotion
     ]
 )
-# All rows from the old end up to `clean_tail` are clean. clean_count: number of clean rows. clean_tail: -1 if none.
+# All rows from the old end up to `clean_tail` are clean; -1: no row is clean. clean_count: number of clean rows.
 # Evicting a clean row loses nothing: its block is in the external tier, is being demoted, or is not wanted there.
-# done: the youngest of the rows that `eviction.done` put at the old end, or -1. late: the youngest of these rows that
-# nobody will ask for again or whose user is late, or -1. kept: the youngest of the rows at the old end that evictions
-# pass over because they are kept (`eviction.keep`), or -1. kept_count: number of these rows.
-# passes: evictions that passed over them since these rows last got younger ages.
+# done: youngest row that `eviction.done` put at the old end, or -1. late: youngest of these rows that has a late user
+# or that nobody will ask for again, or -1. kept: evictions pass over the rows from the old end up to this row, as they
+# are kept or held (`eviction.keep`); -1: no rows. kept_count: number of these rows. passes: number of evictions that
+# passed over these rows since `eviction` last made the rows younger.
 LIST = np.dtype(
     [
         *(("head", "<i4"), ("tail", "<i4"), ("count", "<i8")),  # written by lists
@@ -66,7 +66,7 @@ SIZE_CLASS = np.dtype(  # the slots of one size on one node
         ("staging", "<i8"),  # written by lists
         ("quarantined", "<i8"),  # written by lists, slabs
         ("evicted", "<i8"),  # written by eviction, demotion
-        ("charge", "<i8"),  # bytes that a primary's tenant pays: 0 on a GPU and in a tier; written by no kernel
+        ("charge", "<i8"),  # bytes that a primary's tenant pays for: 0 on a GPU and in a tier; written by no kernel
     ]
 )
 TENANT = np.dtype(
@@ -80,15 +80,15 @@ TENANTS_MAX = 16  # including tenant 0, which stands for all tenants without a q
 NO_LIMIT = 1 << 62  # bytes
 # Written by no kernel
 SLAB = np.dtype([("base", "<i8"), ("slots", "<i8"), ("size_class", "<i4"), ("number", "<i4"), ("gen", "<i8")])
-FREE_LIST, REPLICA_LIST, READY_LISTS = range(3)  # from READY_LISTS on, each tenant's list of READY (or EXTERNAL) rows
+FREE_LIST, REPLICA_LIST, READY_LISTS = range(3)  # READY_LISTS + tenant: the tenant's READY (or EXTERNAL) rows
 LISTS_PER_CLASS = READY_LISTS + TENANTS_MAX
 HEAP = np.dtype([("tick", "<i8"), ("size_class", "<i8")])
 
 CLOCK, COUNTER, EPOCH, ENTRIES, TENANTS, TIERED, SECOND, LAST_KEPT = range(8)  # indices in Columns.state
 FIRST_TICK = 1 << 52  # small enough that floats distinguish all idle times
 # `eviction.done` and `end_late` set a row's tick near FIRST_TICK minus AGAIN (the user will ask for the block again),
-# OVERDUE (the user is late) or FOR_GOOD (nobody will ask). Each number is more than twice the previous one, since a
-# writer may evict a block of its own node instead of a block that is twice as old.
+# OVERDUE (the user is late) or FOR_GOOD (nobody will ask). Each number is more than twice the previous number, since a
+# writer may evict a block of its own node although a block of another node is twice as old.
 AGAIN, OVERDUE, FOR_GOOD = 1 << 47, 1 << 49, 1 << 51
 WAITING = FIRST_TICK - AGAIN
 IN_USE = FIRST_TICK - AGAIN // 2  # rows in use have ticks above this
@@ -100,19 +100,19 @@ class Columns(NamedTuple):
     """All state that kernels access."""
 
     rows: NDArray[np.void]  # ROW
-    # Of each row: the tenant that pays for its key. Not used while there is only one tenant; written by lists, table
+    # Tenant that pays for the key of each row. Not used while there is only one tenant; written by lists, table
     tenants: NDArray[np.uint8]
-    # Of each row: the second until which it is kept. Not used while LAST_KEPT is over; written by lists
+    # Second until which each row is kept. Not used once LAST_KEPT is over; written by lists
     kept_until: NDArray[np.uint32]
     table: NDArray[np.int64]  # tag << 32 | row + 1, or 0; written by table
-    lists: NDArray[np.void]  # LIST, LISTS_PER_CLASS of each size class
+    lists: NDArray[np.void]  # LIST, LISTS_PER_CLASS entries for each size class
     size_classes: NDArray[np.void]  # SIZE_CLASS
     slabs: NDArray[np.void]  # SLAB
     pages: NDArray[np.int32]  # slab of each page of rows; written by no kernel
     grid: NDArray[np.int32]  # slab of (node, number of the slab there), or -1; written by no kernel
-    quotas: NDArray[np.void]  # TENANT, of each tenant
-    # CLOCK, COUNTER, EPOCH, ENTRIES, TENANTS (how many), TIERED (whether there was an external tier), SECOND (of the
-    # caller's clock), LAST_KEPT (the highest second in `kept_until`)
+    quotas: NDArray[np.void]  # TENANT, an entry for each tenant
+    # CLOCK, COUNTER, EPOCH, ENTRIES, TENANTS (number of tenants), TIERED (whether there was ever an external tier),
+    # SECOND (of the caller's clock), LAST_KEPT (the highest second in `kept_until`)
     state: NDArray[np.int64]  # written by lists, table, eviction
 
 
@@ -125,11 +125,11 @@ class Blocks(NamedTuple):
     staged_gens: NDArray[np.int64]  # generation of the `staged` row
 
     def part(self, of: slice) -> "Blocks":
-        """Views of a slice of the entries."""
+        """Return views of a slice of the entries."""
         return Blocks(*[rows[of] for rows in self])
 
     def first(self, n: int) -> "Blocks":
-        """Copies of the first n entries: views would keep the rest in memory."""
+        """Return copies of the first n entries. Views would keep all entries in memory."""
         return Blocks(*[rows[:n].copy() for rows in self])
 
 
@@ -149,7 +149,7 @@ class Reader(NamedTuple):
     host: int  # index of the node that the reader's GPU belongs to
     block_bytes: int
     tenant: int
-    long: int  # number of blocks from which on a read is long: see chains.py
+    long: int  # minimum number of blocks of a long read: see chains.py
 
 
 class Writer(NamedTuple):
@@ -166,24 +166,24 @@ class Writer(NamedTuple):
 
 
 class Goal(NamedTuple):
-    """How many of a size class's slots must be free, or hold a clean block or a replica."""
+    """The share of a size class's slots that must be free, or hold a clean block or a replica."""
 
     size_class: int
     slots: int  # number of the size class's slots
-    share: float  # share of these slots
+    share: float
 
 
 class Chosen(NamedTuple):
     """Output: the blocks that are demoted to an external tier."""
 
-    source: NDArray[np.int64]  # (n,) the row in memory. It is not held: the copier checks its generation
+    source: NDArray[np.int64]  # (n,) the row in memory. The copier checks its generation, so nobody holds the row
     target: NDArray[np.int64]  # (n,) the DEMOTING row
     evicted: NDArray[np.uint64]  # (n, 2) keys evicted from the tier
 
 
 # Argument types of kernels that Python calls. A read-only type accepts any array. Values in a tuple are not converted:
 # numbers must be Python numbers, and arrays must be writable. Calls for clients pass plain tuples, and the kernel makes
-# the NamedTuple: given a NamedTuple, numba would read all field names at every call, which takes 1.5 us.
+# the NamedTuple. If a call passed the NamedTuple, numba would read all field names, which takes 1.5 us.
 INT, FLOAT, BOOL = types.int64, types.float64, types.boolean
 ROWS = types.Array(types.int64, 1, "C")  # numbers of rows, generations, counts
 KEYS = types.Array(types.uint64, 2, "C", readonly=True)

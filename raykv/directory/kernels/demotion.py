@@ -1,4 +1,4 @@
-"""Demotion to an external tier, and from a GPU to the memory of its node: which blocks are copied one tier down.
+"""Chooses the blocks to demote: from memory to an external tier, and from a GPU to the memory of its node.
 
 A tier has its own size classes, and a row for each of its blocks: DEMOTING while the block is written, then EXTERNAL.
 The block stays in memory too, and is *clean* there: evicting it loses nothing, as the tier has a copy. The tier may
@@ -55,8 +55,8 @@ from raykv.directory.kernels.slots import room, take
 from raykv.directory.kernels.table import delete, first_of, first_row
 from raykv.system.jit import kernel
 
-ROWS_EXAMINED = 1 << 14  # maximum rows that one call examines: clean rows cost time too, and other callers wait
-CHANCES = 8  # maximum number of blocks that an eviction from a tier passes over as they are in memory too
+ROWS_EXAMINED = 1 << 14  # maximum number of rows that one call examines, as other callers wait meanwhile
+CHANCES = 8  # maximum number of blocks that an eviction from a tier passes over because they are in memory too
 
 
 @kernel(C, GOAL)
@@ -82,7 +82,7 @@ def _wanted(c, goal):
 def _lack(c, size_class, tenant, want):
     """Return how many of a tenant's blocks to demote, so that every tenant has the same share of clean blocks.
 
-    Otherwise all clean blocks could belong to a tenant within its minimum, whose blocks no other tenant may evict.
+    Otherwise all clean blocks could belong to one tenant within its minimum, and no other tenant could evict them.
     """
     total = np.int64(0)
     for other in range(c.state[TENANTS]):
@@ -95,7 +95,7 @@ def _lack(c, size_class, tenant, want):
 
 @kernel
 def start_demotion(c, row, target_row, holds, source, target, n):
-    """Begin the demotion of a block to a taken row of the lower tier, as entry n of `source` and `target`."""
+    """Begin to demote a block to `target_row`, a taken row of the lower tier. Writes source[n] and target[n]."""
     grant(c, target_row, c.rows[row].k0, c.rows[row].k1, DEMOTING, holds)
     source[n] = row
     target[n] = target_row
@@ -116,8 +116,8 @@ def in_memory(c, row):
 def take_tier_slot(c, tier_class, evicted, count):
     """Take a free row of a tier's size class. If none is free, evict the oldest block, and append its key to `evicted`.
 
-    A block that is in memory too is read there, so its row in the tier looks older than the block is. The eviction
-    passes over at most CHANCES such blocks. Returns (row or -1, new count of evicted keys).
+    A block that is also in memory is read from memory, so its row in the tier gets old although the block is used. The
+    eviction passes over at most CHANCES such blocks. Returns (row or -1, new count of evicted keys).
     """
     row = np.int64(c.lists[tier_class * LISTS_PER_CLASS + FREE_LIST].head)
     if row >= 0:
@@ -141,8 +141,8 @@ def take_tier_slot(c, tier_class, evicted, count):
 def demote(c, goal, min_uses, tier_class, examined, pinned, chosen):
     """Demote a size class's oldest blocks that are not in a tier yet, until there is no `shortfall`.
 
-    min_uses: matches that a block must have. tier_class: the tier's size class. examined: maximum rows to examine.
-    pinned: rows to demote once no other rows are left. Returns (number of blocks, number of evicted keys).
+    min_uses: minimum number of matches of a block. examined: maximum number of rows to examine. pinned: rows to demote
+    once no other rows are left. Returns (number of demoted blocks, number of keys evicted from the tier).
     """
     n, count, row = 0, 0, np.int64(0)
     for _ in range(examined):
@@ -277,7 +277,7 @@ def demote_gpu(c, size_class, host_class, want, source, target):
 
     Each block takes a slot of the node's memory (`host_class`): a slot that needs no eviction, else the slot of an
     evicted block. The evicted block is the oldest block there that may be evicted for the demoted block's tenant.
-    source[i], out: the row on the GPU; it is not held, as the copier checks its generation.
+    source[i], out: the row on the GPU. The copier checks the row's generation, so nobody holds the row.
     target[i], out: the DEMOTING row in memory.
     """
     n, row = 0, oldest(c, size_class)
@@ -317,10 +317,10 @@ def _being_demoted(c, row):
 
 @kernel(C, ROWS, MASK)
 def gpu_demoted(c, rows, stored):
-    """Make each DEMOTING row that was stored the primary, or a replica if its key has another lasting primary.
+    """Make each DEMOTING row that was stored a primary, or a replica if its key has another lasting primary.
 
-    A new primary's copies on GPUs become replicas that are evicted first. A row that was not stored is quarantined,
-    since somebody may still write to its slot. Returns how many rows were stored.
+    If a row becomes the primary, the key's copies on GPUs become replicas that are evicted first. A row that was not
+    stored is quarantined, since somebody may still write to its slot. Returns how many rows were stored.
     """
     count = 0
     for i in range(len(rows)):
@@ -345,7 +345,7 @@ def gpu_demoted(c, rows, stored):
 
 @kernel
 def _make_replicas(c, row):
-    """Turn a key's primaries other than its new primary, `row`, into the oldest replicas of their size classes."""
+    """Make `row` the only primary of its key: other primaries become the oldest replicas of their size classes."""
     other = first_of(c, row)
     while other >= 0:
         if other != row and c.rows[other].state == READY:

@@ -1,17 +1,17 @@
-"""Chooses the blocks to evict. The eviction itself is in `evict`.
+"""Chooses the blocks to evict, and evicts them (`evict`).
 
-Each size class keeps the primaries of each tenant in a list by age. A writer's own size class evicts its oldest block,
-unless the oldest block of the whole cluster was idle much longer (`victim`). `placement.reserve` evicts blocks for a
-writer. `restore_window` evicts blocks if primaries or leases use up a staging window. quotas.py decides whose blocks
-may be evicted. If there is only one tenant, all blocks may be evicted.
+Each size class keeps the primaries of each tenant in a list by age. A writer evicts the oldest block of its own size
+class, unless the oldest block of the whole cluster was idle much longer (`victim`). `placement.reserve` evicts blocks
+for a writer. `restore_window` evicts blocks if primaries or leases use up a staging window. quotas.py decides which
+tenants' blocks may be evicted. If there is only one tenant, all blocks may be evicted.
 
 Among blocks that users will ask for again (`done`), the blocks of the user who left last are evicted first, since users
 who have waited longer return sooner. A late user may not return at all, so this user's blocks are evicted even earlier
 (`end_late`). In a pool with an external tier, the blocks of the user who left first are evicted first, since demotion
 copies the oldest blocks.
 
-A block may be kept until a given time (`keep`). Until then, the oldest block of the same list that is not kept is
-evicted instead (`_instead_of`).
+A block may be kept until a given time (`keep`). If the oldest block of a list is kept, an eviction takes the list's
+oldest block that is not kept (`_instead_of`).
 """
 
 import numpy as np
@@ -107,7 +107,7 @@ def oldest_candidate(c, size_class, tenant):
 
 @kernel
 def near_victim(c, size_class, tenant):
-    """Return the row of a size class that a tenant's new block evicts, or -1. The last resort is a tenant's own row."""
+    """Return the row of a size class to evict for a tenant's new block, or -1. Last resort: the tenant's own row."""
     row = oldest_candidate(c, size_class, tenant)
     return row if row >= 0 else _oldest_for(c, size_class, tenant, OWN)
 
@@ -161,7 +161,7 @@ def victim(c, writer, may_leave):
     It is the oldest row of the writer's size class, unless the oldest row of the cluster was idle more than `locality`
     times as long. may_leave: whether the writer can use a slot on another node.
     """
-    if c.state[TENANTS] == 1:  # as below, at half the cost
+    if c.state[TENANTS] == 1:  # the same result as below, at half the cost
         far_tail = coldest(c, writer.heaps[0], 0) if may_leave else np.int64(-1)
         return _idler(c, oldest_of(c, writer.size_class, 0), far_tail, writer.locality)
     near = whose(c, writer.tenant, c.size_classes[writer.size_class].charge)
@@ -193,7 +193,7 @@ def _idler(c, tail, far_tail, locality):
 
 @kernel
 def drop_replicas(c, first):
-    """Free the replicas of a key that nobody holds. first: the key's first row."""
+    """Free a key's replicas that nobody holds. first: the key's first row."""
     other = np.int64(first)
     while other >= 0:
         after = np.int64(c.rows[other].same)
@@ -206,11 +206,11 @@ def drop_replicas(c, first):
 
 @kernel
 def evict(c, row):
-    """Evict the oldest primary of a list, or if it is kept, the primary to evict instead. Nobody may hold the row.
+    """Evict a row, which is the oldest of its list and not held. If the row is kept, evict another row (`_instead_of`).
 
-    Returns the evicted primary's row, which is in the same size class; the caller must fill or free it. Also frees the
-    key's replicas that nobody holds. They are as old as the primary, since `release` touches the primary after a
-    read of a replica. A replica that became the primary would take a slot of its node's staging window.
+    Returns the evicted row, which is in the same size class. The caller must fill or free this row. Also frees the
+    key's replicas that nobody holds. These are as old as the primary, since `release` touches the primary after a read
+    of a replica. If a replica became the primary, it would take a slot of its node's staging window.
     """
     oldest_row = row
     if c.state[LAST_KEPT] > c.state[SECOND]:
@@ -233,10 +233,9 @@ def _is_kept(c, row):
 
 @kernel
 def _instead_of(c, row):
-    """Return the row to evict instead of the oldest row of a list, which may be kept: the oldest row that is not kept.
+    """Return the row to evict instead of `row`, the oldest row of a list: the list's oldest row that is not kept.
 
-    The kept row itself is evicted if there are too many kept rows before the row that is not kept, or if an unclean row
-    would be evicted instead of a clean row.
+    Returns `row` itself if too many older rows are kept, or if an unclean row would be evicted instead of a clean row.
     """
     if not _is_kept(c, row):
         return row
@@ -250,7 +249,7 @@ def _instead_of(c, row):
 
 @kernel
 def _first_not_kept(c, which):
-    """Return a list's oldest row that is neither held nor kept. -1: the older rows are more than half of the list."""
+    """Return a list's oldest row that is neither held nor kept, or -1 if too many older rows are held or kept."""
     while 2 * c.lists[which].kept_count <= c.lists[which].count and c.lists[which].kept_count < KEPT_MOST:
         kept = c.lists[which].kept
         row = np.int64(c.rows[kept].prev if kept >= 0 else c.lists[which].tail)
@@ -263,12 +262,12 @@ def _first_not_kept(c, which):
 
 @kernel
 def _passed_over(c, which, last):
-    """An eviction passed over the oldest rows of a list. Make these rows younger, in the same order.
+    """Make a list's oldest rows younger after an eviction passed over these rows. Their order stays the same.
 
-    Without kept rows, n evictions would have taken the n oldest rows. So after n evictions each of the rows gets the
-    age of the n-th younger row, and the youngest of them gets `last`, the age of the evicted row. Then the oldest row
-    is at least as old as without kept rows, and no hint of a tenant costs another tenant a block. n: an eighth of the
-    rows, so that an eviction changes eight ages on average.
+    Without kept rows, n evictions would have evicted the n oldest rows. So after every n evictions, each row gets the
+    age of the n-th next younger row, and the youngest row gets `last`, the age of the evicted row. Thus the oldest row
+    is at least as old as it would be without kept rows, and a tenant's hints cost no other tenant a block. n is an
+    eighth of the number of rows, so that an eviction changes eight ages on average.
     """
     c.lists[which].passes += 1
     count, age = c.lists[which].kept_count, c.rows[c.lists[which].kept].last
@@ -279,7 +278,7 @@ def _passed_over(c, which, last):
     row = ahead = np.int64(c.lists[which].tail)
     for _ in range(passes):
         ahead = np.int64(c.rows[ahead].prev)
-    over, before = np.int64(-1), 0  # the oldest row that is kept no longer, and the number of older rows
+    over, before = np.int64(-1), 0  # oldest row that is no longer kept, and the number of older rows
     for i in range(count):
         if over < 0 and c.rows[row].holds == 0 and not _is_kept(c, row):
             over, before = row, i
@@ -291,7 +290,7 @@ def _passed_over(c, which, last):
             c.rows[row].last = age
         row = np.int64(c.rows[row].prev)
     c.rows[c.lists[which].kept].last = last
-    if over >= 0:  # the next eviction looks there again
+    if over >= 0:  # the next eviction looks from there on
         c.lists[which].kept = c.rows[over].next
         c.lists[which].kept_count = before
 
@@ -321,7 +320,7 @@ def keep(c, firsts, tenant, until):
 
 @kernel
 def evict_surplus(c, size_class):
-    """Evict the oldest block whose tenant keeps its minimum without it. If there is none, evict the oldest block.
+    """Evict the oldest block that no tenant's minimum protects. If all are protected, evict the oldest block.
 
     Returns whether there was any block to evict.
     """
@@ -343,7 +342,7 @@ def keep_maximum(c, tenant, size_class):
 
 @kernel(C, INT, INT)
 def restore_window(c, size_class, slots):
-    """Evict at most `slots` blocks until the staging window lacks no slot. Returns how many slots are still lacking."""
+    """Evict up to `slots` blocks until the staging window lacks no slot. Returns how many blocks it could not evict."""
     while slots > 0 and room(c, size_class) < 0 and evict_surplus(c, size_class):
         slots -= 1
     return slots if room(c, size_class) < 0 else 0
@@ -351,7 +350,7 @@ def restore_window(c, size_class, slots):
 
 @kernel
 def victim_ahead(c, size_class, tenant, steps):
-    """Return the tenant's row that is evicted `steps` evictions from now, or -1. Prefetches the victims before it."""
+    """Return a tenant's next victim after `steps` evictions, or -1. Prefetches the table entries of earlier victims."""
     row = np.int64(c.lists[ready_list(size_class, tenant)].tail)
     for _ in range(steps):
         if row < 0:
@@ -380,10 +379,9 @@ def next_ahead(c, row):
 def done(c, firsts, tenant, again):
     """Make a tenant's keys older than all blocks in use. Returns how many copies became older.
 
-    Held copies do not change. firsts: from `find`. again: whether somebody will ask for the keys later. Keys for which
-    nobody will ask are evicted first, in reverse order of the calls. Keys for which somebody will ask come next, also
-    in reverse order of the calls, but with an external tier in the order of the calls. Within a call, the last key is
-    evicted first.
+    Held copies do not change. firsts: from `find`. again: whether somebody will ask for the keys later. Evictions first
+    take keys without `again`, starting with the latest call. Then they take keys with `again`, also starting with the
+    latest call, but with an external tier starting with the earliest call. They take the last key of a call first.
     """
     count = 0
     for i in range(len(firsts)):
@@ -440,7 +438,7 @@ def _rest(c, which, row):
 
 @kernel
 def _link_above(c, which, row, older):
-    """Insert a row into the `done` part of a list, as the next younger row of `older`; -1: as the oldest row."""
+    """Insert a row into the `done` part of a list, just younger than `older`; if `older` is -1, as the oldest row."""
     if c.lists[which].done == older:
         c.lists[which].done = row
     link_between(c, which, np.int64(c.rows[older].prev if older >= 0 else c.lists[which].tail), row, older)
@@ -448,10 +446,10 @@ def _link_above(c, which, row, older):
 
 @kernel(C, INT, INT, INT)
 def end_late(c, size_classes, after, before):
-    """Make rows whose wait began at a tick in (after, before] late: they are evicted before other rows that wait.
+    """Make rows late if their wait began at a tick in (after, before]. Late rows are evicted before other waiting rows.
 
-    Returns the number of these rows, whose order stays the same. size_classes: number of size classes. With an
-    external tier no row moves, as the rows with the longest wait are evicted first anyway.
+    Returns the number of these rows. Their order stays the same. size_classes: number of size classes. With an external
+    tier no row moves, as the rows with the longest wait are evicted first anyway.
     """
     count = 0
     for which in range(0 if c.state[TIERED] else size_classes * LISTS_PER_CLASS):

@@ -1,9 +1,9 @@
-"""Reuse distances: how many bytes of blocks are used between two uses of a key, measured on a sample of the keys.
+"""Measures reuse distances on a sample of the keys: the bytes of blocks that are used between two uses of a key.
 
 SHARDS: Waldspurger, Park, Garthwaite, Ahmad, "Efficient MRC Construction with SHARDS", FAST 2015. A key is in the
 sample if its hash is below a limit, so the sample sees either all uses of a key or none. The distance of a use is the
-number of bytes of all keys used since the key's last use, including the key itself. An LRU with that much memory would
-have had the key.
+size of all blocks used since the key's last use, including the key's own block. An LRU with that much memory would
+still have the key.
 """
 
 from typing import NamedTuple
@@ -29,13 +29,13 @@ USE = np.dtype([("k0", "<u8"), ("k1", "<u8"), ("bytes", "<i8"), ("call", "<i4"),
 # Combines an entry of a hash table (`hashed`) and a place in the order of last uses (`used`, `sum`)
 PLACE = np.dtype(
     [
-        ("hashed", "<i4"),  # 0, or 1 more than a key's number
-        ("used", "<i4"),  # 0, or 1 more than the number of the key whose last use has this place
+        ("hashed", "<i4"),  # a key's number + 1; 0: no key
+        ("used", "<i4"),  # number + 1 of the key that was last used at this place; 0: no key
         ("sum", "<i8"),  # node of a Fenwick tree of bytes
     ]
 )
 NEXT, COUNT, BYTES, SHIFT, USES, WAITING, CALL = range(7)  # indices in Sample.state
-FINENESS = 16  # entries of `counts` for each doubling of a distance
+FINENESS = 16  # number of entries of `counts` for each doubling of the distance
 LEAST_BITS, MOST_BITS = 12, 52  # log2 of the shortest and longest distances (bytes) that are distinguished
 DISTANCES = (MOST_BITS - LEAST_BITS) * FINENESS
 SHIFT_MAX = 20  # maximum number of upper bits of a hash that decide whether a key is sampled; the table uses lower bits
@@ -48,9 +48,9 @@ class Sample(NamedTuple):
     keys: NDArray[np.void]  # (n,) KEY
     places: NDArray[np.void]  # (4 n,) PLACE
     counts: NDArray[np.float64]  # (DISTANCES + 1,) estimated uses by distance; the last entry is for unknown keys
-    waiting: NDArray[np.void]  # (n,) USE. Uses of one call, or of calls with at most n / 4 keys in total
+    waiting: NDArray[np.void]  # (n,) USE: uses of one call, or of several calls with at most n / 4 keys in total
     # state[NEXT]: the next place. COUNT: number of keys in the sample. BYTES: bytes of these keys. SHIFT: one key
-    # of 2**SHIFT is sampled. USES: counted uses. WAITING: uses not counted yet. CALL: number of the last `use`
+    # in 2**SHIFT is sampled. USES: counted uses. WAITING: uses not counted yet. CALL: number of the last `use`
     state: NDArray[np.int64]
 
 
@@ -123,7 +123,7 @@ def _use_one(s, k0, k1, size, horizon):
     if number < 0:
         if s.state[COUNT] == len(s.keys):
             _thin(s, horizon)
-        # `_thin` may exclude this key, or make no room, as somebody may have chosen keys with small hashes
+        # `_thin` may exclude this key. It may make no room if somebody chose keys with small hashes
         if hashed <= HASHES >> np.uint64(s.state[SHIFT]) and s.state[COUNT] < len(s.keys):
             _place(s, _insert(s, hashed, k0, k1, size))
     elif s.keys[number].last + 1 != s.state[NEXT]:

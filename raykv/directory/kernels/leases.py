@@ -1,4 +1,4 @@
-"""The holds of clients: leases of readers, the staging slots that readers pull into, pins, and how a hold ends.
+"""The holds of clients: leases of readers, the staging slots that readers pull into, pins, and the end of a hold.
 
 `state/holds.py: Clients` ends holds that a call does not list any more. `calls/upkeep.py: check` ends the holds of
 clients that made no call for CLIENT_TTL_S.
@@ -63,7 +63,7 @@ from raykv.system.jit import kernel
 
 @kernel
 def _staging_need(c, firsts, reader):
-    """Count staging slots that a ready prefix needs on its reader's node, within the window; 0 if enough are free."""
+    """Count the staging slots that a reader needs for a ready prefix, within the window; 0 if enough slots are free."""
     if reader.size_class < 0:
         return np.int64(0)
     own = c.size_classes[reader.size_class]
@@ -86,9 +86,9 @@ def match(c, keys, firsts, reader, blocks, places, found):
     """Hold the longest ready prefix, and write its blocks' locations to `places`.
 
     blocks, out: see `_hold_prefix`. places, out: the locations of `blocks`. found: whether `find` has filled `firsts`.
-    Returns the number of blocks in the prefix, on other nodes, in external tiers, and on the reader's `host`. If
-    `found` is False and the prefix needs more staging slots than are free, nothing is held. Then the first number is
-    the negative of the number of slots that the prefix needs.
+    Returns the number of blocks in total, outside the reader's memory, in external tiers, and on the reader's `host`.
+    If `found` is False and the prefix needs more staging slots than are free, nothing is held. Then the first number is
+    minus the number of needed slots.
     """
     reader, blocks, places = Reader(*reader), Blocks(*blocks), Places(*places)
     if not found:
@@ -114,8 +114,8 @@ def _hold_prefix(c, keys, firsts, reader, blocks):
     """Hold the longest ready prefix, and charge it to the reader's tenant.
 
     firsts: the keys' first rows, from `find`. blocks, out: all fields except `gens`. staged[i] is -1 if block i is on
-    the reader's node already. staged[i] is UNSTAGED if `limit` earlier blocks have a slot, or if the window is used up:
-    `next_window` gives block i a slot later. Returns (number of blocks, number of these on other nodes).
+    the reader's node already. staged[i] is UNSTAGED if `limit` earlier blocks have a slot, or if the window is used up.
+    Then `next_window` gives block i a slot later. Returns (number of blocks, number outside the reader's memory).
     """
     source, staged = blocks.source, blocks.staged
     n, remote = 0, 0
@@ -224,7 +224,7 @@ def pass_by(c, keys, blocks, node):
 
 @kernel
 def _readable(c, row):
-    """Whether a row is a primary that readers may be sent to."""
+    """Whether a row is a primary that readers may read."""
     offered = c.size_classes[size_class_of(c, row)].offered
     return c.rows[row].state == READY and c.rows[row].holds < HOLDS_MAX and offered
 
@@ -324,7 +324,7 @@ def next_window(c, keys, blocks, node, size_class, turn):
 
 @kernel
 def _hold_elsewhere(c, keys, i, node, blocks):
-    """Hold a copy of block i, whose source is gone, on another node. Returns the copy's row; -1 if there is none."""
+    """Hold a copy of block i on another node, as the source is gone. Returns the copy's row; -1 if there is none."""
     row = copies_elsewhere(c, first_row(c, keys[i, 0], keys[i, 1]), node)[0]
     if row >= 0:
         hold(c, row)
@@ -346,8 +346,7 @@ def staging_lack(c, size_class, staged):
 def pulled(c, rows, gens, promoted):
     """Turn pulled STAGING rows into replicas, or into primaries where the key has no lasting primary (`has_primary`).
 
-    promoted[size_class], in and out: increased by the number of new primaries, each of which keeps its slot of the
-    staging window.
+    promoted[size_class], in and out: counts new primaries. Each new primary keeps its slot of the staging window.
     """
     for i in range(len(rows)):
         row = np.int64(rows[i])
@@ -382,7 +381,7 @@ def fleeting(c, row):
 
 @kernel
 def _succeed(c, row):
-    """After a row became its key's primary, turn the key's other primaries, which are fleeting, into replicas."""
+    """Make `row` its key's only primary: turn the key's other primaries, which are fleeting, into replicas."""
     other = first_of(c, row)
     while other >= 0:
         if other != row and c.rows[other].state == READY:
@@ -393,7 +392,7 @@ def _succeed(c, row):
 
 @kernel(C, INT, INT, ROWS)
 def promote_replicas(c, base, slots, promoted):
-    """For each primary in a slab of a leaving node or a GPU, make a replica on a staying node the primary.
+    """Replace each primary in a slab of a leaving node or a GPU by a replica on a staying node, if there is one.
 
     promoted: see `pulled`.
     """
@@ -434,7 +433,7 @@ def _lasting(c, first):
 
 @kernel(C, ROWS, ROWS)
 def copies(c, firsts, out):
-    """Write as many of the keys' rows to `out` as fit. Returns the number of all rows of the keys."""
+    """Write all rows of the keys to `out`, until `out` is full. Returns the number of all these rows."""
     n = 0
     for first in firsts:
         row = np.int64(first)

@@ -128,7 +128,7 @@ def give_up_list(c, size_class, tenant):
         link_between(c, target, younger, row, older)
         row = after
     row = np.int64(c.lists[target].head)
-    while row >= 0:  # ages that kept rows got may be those of rows of another list
+    while row >= 0:  # rows of both lists may have the same age: make all ages different
         older = np.int64(c.rows[row].next)
         if older >= 0:
             c.rows[older].last = min(c.rows[older].last, c.rows[row].last - 1)
@@ -174,7 +174,7 @@ def link(c, which, row):
 
 @kernel
 def link_old(c, which, row):
-    """Put a row at the old end of a list, as the oldest there."""
+    """Put a row at the old end of a list, as its oldest row."""
     tail = np.int64(c.lists[which].tail)
     if tail >= 0:
         c.rows[row].last = min(c.rows[row].last, c.rows[tail].last - 1)
@@ -217,7 +217,7 @@ def unlink(c, which, row):
 
 @kernel
 def keep_until(c, row, second):
-    """Keep a row until a second; 0: no longer. While no row is kept, nobody reads the column."""
+    """Keep a row until `second`; 0 ends this. While no row is kept, nobody reads the column `kept_until`."""
     if second > c.state[LAST_KEPT]:
         c.state[LAST_KEPT] = second
     if c.state[LAST_KEPT] > c.state[SECOND]:
@@ -271,7 +271,7 @@ def free(c, row):
 
 @kernel
 def hold(c, row):
-    """Hold a stored row. A replica is removed from its list, which counts only replicas whose slots may be taken."""
+    """Hold a stored or STAGING row. Removes a replica from its list, as replicas in that list may lose their slots."""
     if listed(c, row) and c.rows[row].state == REPLICA:
         unlink(c, list_of(c, row, REPLICA), row)
     c.rows[row].holds += 1
@@ -398,7 +398,7 @@ def in_external_tier(c, row):
 
 @kernel
 def promote(c, row):
-    """Make a key's first replica the primary, as `row`, the key's primary or WRITING row, is being removed."""
+    """Make a key's first replica the primary. `row` is the key's old primary or WRITING row, which is being removed."""
     other = first_of(c, row)
     while other >= 0 and c.rows[other].state != REPLICA:
         other = np.int64(c.rows[other].same)
@@ -474,7 +474,7 @@ def forget_at(c, row, position):
 
 @kernel
 def grant(c, row, k0, k1, state, holds):
-    """Give a row that is in no list to a key, in `state`. holds: number of the row's holders."""
+    """Give a row that is in no list to a key, and set the row's state. holds: number of the row's holders."""
     c.state[COUNTER] += 1
     fill(c, row, k0, k1, c.state[EPOCH] << COUNTER_BITS | c.state[COUNTER], state)
     c.rows[row].holds = holds

@@ -1,4 +1,4 @@
-"""Finds which leading blocks of a prompt can be read, and where. Changes nothing: blocks are not touched or held."""
+"""Finds the leading blocks of a prompt that can be read, and their rows. Does not touch or hold any block."""
 
 import numpy as np
 
@@ -73,7 +73,7 @@ def unfinished_prefix(c, keys, firsts, node):
 
 @kernel
 def _is_written(c, first):
-    """Whether a writer was granted one of a key's rows, and has not committed the row yet."""
+    """Whether a writer is still writing one of a key's rows."""
     row = np.int64(first)
     while row >= 0 and c.rows[row].state != WRITING:
         row = np.int64(c.rows[row].same)
@@ -84,10 +84,8 @@ def _is_written(c, first):
 def locate_prefix(c, firsts, hosts, counts, last):
     """Return the number of blocks of the longest ready prefix.
 
-    counts[h], out: how many of these blocks host h has, in memory or on a GPU.
-
-    hosts[node & NODE_MASK]: host of a node. last[h], in and out: 1 + index of the last block counted for host h; 0 at
-    first.
+    counts[h], in and out: number of these blocks on host h, in memory or on a GPU; 0 at first. hosts[node & NODE_MASK]:
+    host of a node. last[h], in and out: 1 + index of the last block counted for host h; 0 at first.
     """
     for i in range(len(firsts)):
         row = np.int64(firsts[i])

@@ -42,7 +42,7 @@ from raykv.directory.kernels.table import find, first_of, first_row
 from raykv.protocol.clients import NOT_WRITTEN, WRITTEN
 from raykv.system.jit import kernel
 
-AHEAD = 4  # number of victims whose rows are prefetched
+AHEAD = 4  # number of victims to prefetch
 
 
 @kernel
@@ -59,7 +59,7 @@ def reserve(c, keys, firsts, writer, blocks, granted, places, found):
     """Grant slots: see `_grant_missing`. places, out: entry j is the location of the slot of keys[granted[j]].
 
     found: whether `find` has filled `firsts` already. If `found` is False and the writer's size class lacks room for
-    the missing keys, nothing is granted. Then the first number is the negative of the number of missing keys.
+    the missing keys, nothing is granted. Then the first number is minus the number of missing keys.
     """
     writer, blocks, places = Writer(*writer), Blocks(*blocks), Places(*places)
     if not found:
@@ -89,8 +89,8 @@ def _grant_missing(c, keys, firsts, writer, source, staged, granted):
     firsts: the keys' first rows, from `find`. source[i], out: the held or granted row; -1 if another client is writing
     the key. staged[i], out: if the granted row is on another node, the row on the writer's node to write into; else -1.
     granted, out: indices of the granted keys.
-    Returns (number of leading keys that are covered, number of grants). For the first key that is not covered,
-    there was no slot, or this call had used up the staging window before.
+    Returns (number of leading keys that are covered, number of grants). The first key that is not covered found no
+    slot, or earlier keys of this call had used up the staging window.
     """
     size_class, others, tenant = np.int64(writer.size_class), writer.others, writer.tenant
     n, grants, tried, elsewhere = len(keys), 0, 0, 0

@@ -1,4 +1,4 @@
-"""The memory of tenants: the bytes that each tenant pays for, and whose blocks may be evicted for another tenant.
+"""The memory of tenants: the bytes that each tenant pays for, and which blocks may be evicted for another tenant.
 
 A tenant is a number below `TENANTS`. Tenant 0 stands for everybody without a quota. All rows of a key have one tenant,
 usually the tenant that stored or matched the key last. Only primaries in the memory of nodes count, ready or being
@@ -16,7 +16,7 @@ ANYBODY, OWN, OTHERS, FAIR = range(4)  # whose blocks may be evicted: see `may_g
 
 @kernel
 def tenant_of(c, row):
-    """The tenant that pays for a row's key."""
+    """Return the tenant that pays for a row's key."""
     return np.int64(c.tenants[row]) if c.state[TENANTS] > 1 else np.int64(0)
 
 

@@ -197,7 +197,7 @@ def sweep_result(c, rows, gens, verdicts, keys, found_gens, floor):
 
 @kernel(C, ROWS, ROWS)
 def drop(c, rows, gens):
-    """Forget blocks that were found corrupt. Returns how many of the blocks were still stored."""
+    """Forget blocks that are corrupt or were overwritten. Returns how many of the blocks were still stored."""
     dropped = 0
     for i in range(len(rows)):
         row = np.int64(rows[i])

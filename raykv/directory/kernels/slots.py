@@ -30,7 +30,7 @@ def takeable(c, size_class):
 
 @kernel(C, INT)
 def room(c, size_class):
-    """Return how many slots writers may take without evicting, beside the unused staging window. May be negative."""
+    """Return how many slots writers may take without evicting; negative if the staging window lacks slots."""
     return takeable(c, size_class) - max(0, c.size_classes[size_class].window - c.size_classes[size_class].staging)
 
 

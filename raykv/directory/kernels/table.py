@@ -1,4 +1,4 @@
-"""The hash table from keys to rows. A key's entry names its first row, and each row names the next row (`same`)."""
+"""The hash table from keys to rows. A key's entry names the key's first row, and each row names the next (`same`)."""
 
 from typing import Any
 
@@ -101,7 +101,7 @@ def insert(c, row):
 
 @kernel
 def close_gap(c, hole):
-    """Delete the entry at `hole` by backward shifts: without tombstones, probes never grow longer with age."""
+    """Delete the entry at `hole`, and shift later entries back, so that probes do not grow longer with age."""
     c.state[ENTRIES] -= 1
     mask = len(c.table) - 1
     i = hole

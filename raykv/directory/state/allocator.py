@@ -21,7 +21,7 @@ from raykv.protocol.location import LOCATION, Locations, host_of, slot_bytes
 QUARANTINED_PER_HEARTBEAT = 4096
 CLOSED_PER_CALL = 8  # maximum number of slabs that one call of `withdraw` takes from a node
 NOBODY = -1  # instead of a tenant, if no writer asks for the slots
-SLOTS_MAX = 1 << 22  # maximum number of slots of a slab: 16 times the slots of a 1 GiB slab
+SLOTS_MAX = 1 << 22  # maximum number of slots of a slab: 16 times the number of 4 KiB slots in 1 GiB
 
 
 @dataclass
@@ -35,17 +35,17 @@ class Node:
     window_bytes: int
     last_heartbeat: float
     limit: int  # number of slabs that the node should have
-    state: str = "joining"  # then alive <-> suspect
+    state: str = "joining"  # then "alive" or "suspect", and in the end "dead"
     leaving: bool = False
-    floor: int = -1  # tick before the oldest block's tick in its inventory; -1 until the inventory's first piece
+    floor: int = -1  # tick before the tick of its inventory's oldest block; -1 until the first piece arrives
     offered: int = 0  # number of slabs that the node has allocated
     withdrawn: set[int] = field(default_factory=set)  # offered slabs that the node gave back or must give back
     closing: set[int] = field(default_factory=set)  # slabs to withdraw as soon as nobody holds a slot in them
     spare: list[int] = field(default_factory=list)  # slabs that serve no size; the last is taken first
     size_classes: dict[int, int] = field(default_factory=dict)  # by slot size
     slabs: dict[int, int] = field(default_factory=dict)  # slab record by slab number
-    copies: float = 0.0  # share of its slots that it reserves for copies of other nodes' blocks, until it leaves
-    checked: dict[int, int] = field(default_factory=dict)  # size class -> its evictions before the last `_oldest_slab`
+    copies: float = 0.0  # share of its slots to reserve for copies of other nodes' blocks
+    checked: dict[int, int] = field(default_factory=dict)  # size class -> its evictions at the last `_oldest_slab`
 
     @cached_property
     def host(self) -> str:
@@ -57,7 +57,7 @@ class Node:
         return self.name != self.host
 
     def least_window(self, stride: int) -> int:
-        """Return how many slots of a size are in the staging window, if no plan makes it larger for copies."""
+        """Return the number of slots of a size in the staging window, without the room for copies."""
         return max(1, self.window_bytes // stride)
 
     @property
@@ -96,7 +96,7 @@ class Allocator:
         self.may_have_spare.add(node.name)
 
     def open_slabs_of(self, node: Node, locations: Locations) -> None:
-        """Open the slabs of an arena in which blocks were found."""
+        """Open those slabs of an arena in which blocks were found."""
         numbers, firsts = np.unique(locations["slab"], return_index=True)
         for number, first in zip(numbers.tolist(), locations[firsts], strict=True):
             if number in node.withdrawn or number in node.slabs:
@@ -114,11 +114,11 @@ class Allocator:
         for stride, slots in self.slots(node).items():
             size_class = node.size_classes[stride]
             window = int(self._c.size_classes[size_class]["window"])
-            lacking[size_class] = max(0, min(window, slots - window))  # a size class with few slots has no window
+            lacking[size_class] = max(0, min(window, slots - window))  # a size class with few slots evicts nothing
         self.restore_windows(lacking)
 
     def resize_windows(self, node: Node) -> None:
-        """Set a node's windows to include the room for copies. Later writers evict primaries that take up this room."""
+        """Set a node's windows to include the room for copies. Later writers evict primaries that occupy this room."""
         copies = node.copies if node.offered_to == columns.TO_ALL else 0.0
         slots = self.slots(node) if copies else dict.fromkeys(node.size_classes, 0)
         for stride, size_class in node.size_classes.items():
@@ -126,7 +126,7 @@ class Allocator:
             self._size_classes.resize_window(size_class, window)
 
     def restore_windows(self, lacking: RowArray) -> None:
-        """Open spare slabs, or evict blocks, to give staging windows the slots that primaries took.
+        """Open spare slabs, or evict blocks, to give staging windows back the slots that primaries took.
 
         lacking: number of taken slots by size class.
         """
@@ -147,14 +147,14 @@ class Allocator:
                 del self.lacking[size_class]
 
     def promote_replicas(self, node: Node) -> None:
-        """For each primary on this node, make a replica on a node that stays the primary, if there is a replica."""
+        """Replace each primary on this node by a replica on a staying node, if there is one."""
         promoted = np.zeros(len(self._c.size_classes), np.int64)
         for record in node.slabs.values():
             leases.promote_replicas(self._c, *self._size_classes.span(record), promoted)
         self.restore_windows(promoted)
 
     def withdraw(self, node: Node, pinned: RowArray) -> list[int]:
-        """Withdraw a node's surplus slabs. Returns the numbers of slabs that are no longer in use."""
+        """Withdraw a node's surplus slabs. Returns the numbers of the slabs that the node must give back."""
         excess = min(CLOSED_PER_CALL, node.offered - len(node.withdrawn) - node.limit)
         numbers = node.spare[: max(0, excess)]
         closing = self._slabs_to_close(node, excess - len(numbers), pinned)
@@ -191,7 +191,7 @@ class Allocator:
         return {entry[-1] for entry in sorted(order)[:count]}
 
     def size_class(self, node: Node, stride: int) -> int:
-        """Return a node's size class for slots of `stride` bytes; -1 if a slab would have no such slot, or too many."""
+        """Return a node's size class for slots of `stride` bytes; -1 if such slots are too large or too small."""
         if not 0 < stride <= node.slab_bytes <= stride * SLOTS_MAX:
             return -1
         if stride not in node.size_classes:
@@ -209,7 +209,7 @@ class Allocator:
         with_spare = self._nodes_with_spare(writer)
         if not with_spare and not writer.spare and len(writer.size_classes) == 1:  # there is no slab to take
             return False
-        # at least one slot here, else the node can't stage blocks for other nodes either
+        # the writer's node needs at least one slot, also to stage blocks for other nodes
         took = self.provide_slots(writer, size_class, stride, 1, tenant)
         if charge := int(self._c.size_classes[size_class]["charge"]):
             need = min(need, self._left(tenant, charge))
@@ -227,14 +227,14 @@ class Allocator:
         return max(0, int(quota["maximum"] - quota["used"]) // stride)
 
     def _nodes_with_spare(self, writer: Node) -> list[Node]:
-        """Other nodes with spare slabs that take any writer's blocks. For a GPU's writer, its own node comes first."""
+        """Return other nodes whose spare slabs any writer may use. For a writer on a GPU, its own node comes first."""
         self.may_have_spare = {name for name in self.may_have_spare if name in self.nodes and self.nodes[name].spare}
         found = [self.nodes[name] for name in self.may_have_spare]
         wanted = [node for node in found if node is not writer and node.offered_to == columns.TO_ALL]
         return sorted(wanted, key=lambda node: (node.name != writer.host, node.index))
 
     def make_room(self, node: Node, size_class: int, stride: int, need: int) -> None:
-        """Like `provision`, on this node only and for no tenant."""
+        """Like `provision`, but only on this node, and for no tenant."""
         if self._open_spare(node, size_class, stride, need) < need:
             self._reclaim(node, size_class, stride, self._size_classes.room, need, NOBODY)
 
@@ -265,8 +265,8 @@ class Allocator:
         """Take slabs of other sizes until `measure(size_class)` is `need`. Returns whether it took any slab.
 
         While this size has no block to evict for the tenant, any slab may be taken. Otherwise the slab's newest block
-        must be older than this size's oldest evictable block. As a search for a slab looks at all rows, a size class
-        with evictable blocks searches again only after as many evictions as a slab has slots.
+        must be older than this size's oldest evictable block. A search for a slab looks at all rows. So a size class
+        with evictable blocks must evict as many blocks as a slab has slots before each search.
         """
         took = False
         while len(node.size_classes) > 1 and measure(size_class) < need:
@@ -301,7 +301,7 @@ class Allocator:
         return min(found, key=lambda entry: entry[:2])[1:] if found else (0, -1)
 
     def _lacking_without(self, record: int) -> set[int]:
-        """Return the tenants with blocks in a slab who would fall below their minimum if the slab were lost."""
+        """Return the tenants that would lose blocks and be below their minimum if a slab were lost."""
         if self._size_classes.tenants == 1:
             return set()
         used = self._size_classes.used_by_tenant(record)
@@ -331,7 +331,7 @@ class Allocator:
         return {stride: int(slots[size_class]) for stride, size_class in node.size_classes.items()}
 
     def capacity(self) -> int:
-        """Return the bytes for blocks that all nodes together should have, without staging windows and GPUs."""
+        """Return the bytes that all nodes together should have for blocks, without staging windows and GPUs."""
         return sum(node.limit * node.slab_bytes - node.window_bytes for node in self.nodes.values() if not node.on_gpu)
 
     def memory_bytes(self) -> int:

@@ -30,8 +30,8 @@ def split_keys(keys: bytes) -> list[bytes]:
 def zeros(length: int, least: int, dtype: DTypeLike) -> NDArray[Any]:
     """Return an array of `length` zeros, or fewer if the system refuses to reserve that many addresses.
 
-    OSError if the system refuses even `least` zeros. Only addresses are reserved, so that the part in use can grow in
-    place: a part takes memory when it is first written to. The memory is in huge pages if the system grants these.
+    OSError if the system refuses even `least` zeros. Only addresses are reserved: a part takes memory when it is first
+    written to. So the part in use can grow in place. The memory is in huge pages if the system grants these.
     """
     while True:
         try:

@@ -1,4 +1,4 @@
-"""The blocks that one answer demotes, from memory to a tier or from a GPU to memory, and their maximum number."""
+"""The blocks that one answer demotes, from memory to a tier or from a GPU to memory, and how many it may demote."""
 
 import numpy as np
 

@@ -18,11 +18,11 @@ from raykv.protocol.location import LOCATION, Locations
 from raykv.protocol.tiers import GpuDemotions
 
 SHARE = 0.25  # share of a GPU's slots to keep free or clean
-BYTES_PER_CALL = 64 * MIB  # maximum bytes to demote from a GPU, for each slot size
+BYTES_PER_CALL = 64 * MIB  # maximum bytes that one answer demotes from a GPU, for each slot size
 
 
 class GpuDemotion:
-    """Demotion from every GPU to the memory of its node. For each GPU, only reports on the last answer count."""
+    """Demotion from every GPU to the memory of its node. Only a report on the last answer to a GPU counts."""
 
     def __init__(self, size_classes: SizeClasses, allocator: Allocator) -> None:
         self._size_classes, self._allocator = size_classes, allocator
@@ -47,7 +47,7 @@ class GpuDemotion:
     def demoted(self, name: str, locations: Locations, stored: NDArray[np.uint8]) -> int:
         """Finish the last answer. Blocks that the report names as stored are now demoted. Returns their number.
 
-        A report on an earlier answer has no effect: that answer's rows are quarantined by now, or hold other blocks.
+        A report on an earlier answer has no effect: that answer's rows are already quarantined, or hold other blocks.
         """
         c, (rows, gens) = self._size_classes.c, self._size_classes.rows_of(locations[stored > 0])
         done = rows[c.rows["gen"][rows] == gens]

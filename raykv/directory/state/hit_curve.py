@@ -10,14 +10,14 @@ from raykv.directory.state.arrays import KeyArray
 
 KEYS = 32_768  # maximum number of keys in the sample, which takes 4 MiB
 MULTIPLES = (0.5, 1.0, 2.0, 4.0)  # multiples of the pool's memory for which `figures` has hit rates
-CEILING = 16  # multiple of the pool's memory; a key with a longer distance between two uses counts as never used again
-USES_MOST, LOOK_S = 50_000, 10.0  # the sample is halved after more than USES_MOST uses in LOOK_S (0.1 us each)
-CALM_S = 600.0  # seconds with few look-ups, after which the hit curve begins anew with all keys
+CEILING = 16  # multiple of the pool's memory; a use at a longer distance from the last use may count as a first use
+USES_MOST, LOOK_S = 50_000, 10.0  # the sample is halved after USES_MOST uses in LOOK_S seconds; a use costs 0.1 us
+CALM_S = 600.0  # seconds of few look-ups, after which the hit curve begins anew with all keys
 HALF_LIFE_S = 1800.0  # seconds in which the counts of the hit curve lose half of their weight
 PLANNED_FROM = 20_000  # number of uses of sampled keys before the first plan
-LEAST_COPIES, MOST_COPIES, STEP = 0.125, 0.5, 1 / 32  # shares of a node's slots; less room would save few reads
+LEAST_COPIES, MOST_COPIES, STEP = 0.125, 0.5, 1 / 32  # shares of a node's slots; less room saves few reads
 PRICE = 0.0075  # maximum loss of hit rate for the room for copies
-SHORT = 0.01  # if one LRU over all nodes would have a hit rate higher by more than this, the pool evicts like that LRU
+SHORT = 0.01  # the pool evicts like one LRU over all nodes if that LRU's hit rate would be higher by more than this
 SPARE_LOCALITY = 2.0  # minimum `locality` while room is reserved for copies
 
 
@@ -39,7 +39,7 @@ class Plan(NamedTuple):
 
 
 class HitCurve:
-    """Counts, for a sample of the keys, how much memory an LRU would need to have a key at the key's next use."""
+    """Measures on a sample of the keys how much memory an LRU needs to keep a key until its next use."""
 
     def __init__(self) -> None:
         self._capacity = self._horizon = 1.0
@@ -51,7 +51,7 @@ class HitCurve:
         self._sample = hit_curve.sample(KEYS)
         self._arguments = tuple(self._sample)
         self._asked = self._found = 0.0  # keys
-        self._uses = self._halved = 0  # uses at the last check; how often the load halved the sample
+        self._uses = self._halved = 0  # number of uses at the last check; how often the load halved the sample
 
     def resize(self, capacity: int) -> None:
         """Set the bytes that all nodes have for blocks."""

@@ -27,12 +27,12 @@ class Hold:
     blocks: Blocks  # with an entry for each key
     writes: bool
     group: int  # id of the first hold of the same call; blocks at the same index in a group's holds belong together
-    since: float  # when it began: seconds of the caller's clock
-    used: float  # when it began, or when its reader last asked for staging slots (same clock)
-    held_up: float | None = None  # when it began to wait for slots that others hold (same clock); None: no wait
-    waits: float | None = None  # when it began to wait for a copy that another reader pulls (same clock)
-    waits_gen: int = 0  # the newest generation at the time `waits`
-    gave_up: int = 0  # newest generation of copies for which it no longer waits
+    since: float  # when the hold began: seconds of the caller's clock
+    used: float  # when the hold began, or when its reader last asked for staging slots (same clock)
+    held_up: float | None = None  # when its reader began to wait for slots that others hold (same clock)
+    waits: float | None = None  # when its reader began to wait for another reader's copy (same clock)
+    waits_gen: int = 0  # newest generation at the time `waits`
+    gave_up: int = 0  # newest generation of copies for which its reader no longer waits
 
     def cut(self, n: int) -> "Hold":
         """Remove the blocks from index n on from this hold. Returns them as a Hold, which the caller must release."""
@@ -73,13 +73,13 @@ class Clients(dict[int, Client]):
         self.release([client.holds.pop(hold) for hold in holds if hold in client.holds])
 
     def end_unlisted(self, client: Client, call: Call) -> None:
-        """End holds that a call does not list. Holds that the client asked for after it sent the call stay."""
+        """End holds that a call does not list. Holds that the client requested after this call stay."""
         if client.holds:
             held = set(memoryview(call.held).cast("Q"))
             self.end_all(client, [i for i, hold in client.holds.items() if i not in held and hold.seq < call.seq])
 
     def disconnect(self, client: int) -> Client | None:
-        """Remove a client that disconnects. It no longer writes."""
+        """Remove a client that disconnects. The client no longer writes to any slot."""
         gone = self.pop(client, None)
         if gone:
             self.release(gone.holds.values())
@@ -106,7 +106,7 @@ class Clients(dict[int, Client]):
                 self.release([hold])
 
     def largest(self, n: int, now: float) -> list[dict[str, Any]]:
-        """The `n` clients that hold the most blocks."""
+        """Return the `n` clients that hold the most blocks."""
         found = [
             {
                 "client": f"{client:016x}",

@@ -22,8 +22,8 @@ class Pins(dict[bytes, tuple[int, int]]):
     def pin(self, keys: list[bytes], limit: int | None = None) -> int:
         """Pin keys that are stored.
 
-        limit: maximum bytes of nodes' memory for all pins. Beyond the limit, the last of `keys` get no pin, but keep a
-        pin that they had before. Returns how many of `keys` are pinned.
+        limit: maximum bytes of nodes' memory for all pins. Beyond the limit, the last of `keys` get no new pin. Earlier
+        pins stay. Returns how many of `keys` are pinned.
         """
         new = self._hold(keys)
         if limit is not None:
@@ -67,7 +67,7 @@ class Pins(dict[bytes, tuple[int, int]]):
         return len(taken)
 
     def renew(self, keys: list[bytes]) -> None:
-        """Hold each key's present lasting copy. With a copy in an external tier, the copy in memory may be evicted."""
+        """Move pins to the keys' present lasting copies. If these are in a tier, copies in memory may be evicted."""
         taken = self._take(keys)
         self._hold(list(taken))
         self._release(taken)

@@ -20,12 +20,12 @@ class Prefix:
 
     @property
     def found(self) -> int:
-        """Blocks that all these look-ups found."""
+        """Number of blocks that all these look-ups found."""
         return self.hits * self.blocks
 
 
 class Prefixes:
-    """Counts look-ups by the last block found. If a look-up takes several calls, each call counts alone."""
+    """Counts look-ups by the last block found. If a look-up takes several calls, each call counts separately."""
 
     def __init__(self) -> None:
         self._seen: dict[bytes, Prefix] = {}

@@ -17,7 +17,7 @@ class Quotas(dict[str, Quota]):
     def __init__(self, size_classes: SizeClasses) -> None:
         self._size_classes = size_classes
         self._numbers: dict[str, int] = {}
-        self._capacity = 0  # bytes that a share of 1 stands for
+        self._capacity = 0  # bytes of memory that quotas divide
 
     def number(self, tenant: str) -> int:
         """Return the number of a tenant in kernels."""
@@ -50,14 +50,14 @@ class Quotas(dict[str, Quota]):
         return True
 
     def resize(self, capacity: int) -> None:
-        """Set the number of bytes that a share of 1 stands for: see `Allocator.capacity`."""
+        """Set the bytes of memory that quotas divide: see `Allocator.capacity`."""
         self._capacity = capacity
         self._apply()
 
     def stats(self) -> dict[str, dict[str, Any]]:
-        """Return by tenant: used bytes, minimum and maximum as shares and in bytes, and number of evictions.
+        """Return figures by tenant: used bytes, minimum and maximum as shares and in bytes, and number of evictions.
 
-        The tenant "" stands for all tenants without a quota.
+        The tenant "" is all tenants without a quota.
         """
         return {"": self._stats(0, Quota())} | {
             tenant: self._stats(self._numbers[tenant], quota) for tenant, quota in sorted(self.items())

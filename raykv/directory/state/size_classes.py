@@ -26,14 +26,14 @@ from raykv.protocol.location import COUNTER_BITS, LOCATION, Locations
 
 
 class Census(NamedTuple):
-    """The rows of a slab."""
+    """A summary of a slab's rows."""
 
     counts: NDArray[np.int64]  # by state
     newest: int  # tick of the last use of its newest block, -1 if there is none
     held: bool  # whether somebody holds, or may still write to, one of its slots
 
 
-RESERVED_ROWS = 1 << 28  # rows whose addresses are reserved: 16 GiB of addresses
+RESERVED_ROWS = 1 << 28  # number of rows for which addresses are reserved: 16 GiB of addresses
 
 
 def _grown(array: NDArray[Any], length: int) -> NDArray[Any]:
@@ -104,7 +104,7 @@ class SizeClasses:
     def add(self, node: int, stride: int, window: int, offered: int, charge: int) -> int:
         """Make a size class for slots of `stride` bytes. Returns its number.
 
-        window: how many slots may be staging. charge: bytes that count as used by a primary's tenant.
+        window: maximum number of staging slots. charge: bytes that a primary's tenant pays for.
         """
         size_class = self._add(node, window, offered, charge)
         self.classes[stride] = np.append(self.classes.get(stride, np.zeros(0, np.int64)), size_class)
@@ -131,7 +131,7 @@ class SizeClasses:
         self._reset_heap(stride)
 
     def resize_window(self, size_class: int, window: int) -> None:
-        """Set how many slots may be staging. Present staging slots stay."""
+        """Set the maximum number of staging slots. Present staging slots stay."""
         record = self.c.size_classes[size_class]
         record["window"] = max(window, record["staging"])
 
@@ -158,7 +158,7 @@ class SizeClasses:
         self.reset_heaps()
 
     def give_up(self, tenant: int) -> None:
-        """Charge tenant 0 for everything that this tenant has."""
+        """Charge tenant 0 for all blocks of a tenant."""
         for size_classes in self.classes.values():
             for size_class in size_classes:
                 lists.give_up_list(self.c, size_class, tenant)
@@ -180,7 +180,7 @@ class SizeClasses:
         return self._tick_of(eviction.oldest(self.c, size_class))
 
     def end_late(self, after: int, before: int) -> None:
-        """Make blocks whose user left at a tick in (after, before] late: see `eviction.end_late`."""
+        """Make blocks late if their user left at a tick in (after, before]: see `eviction.end_late`."""
         if eviction.end_late(self.c, self._class_count, after, before):
             self.reset_heaps()
 

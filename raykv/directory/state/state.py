@@ -37,11 +37,11 @@ COUNTERS = (
     "promoted",
     "gpu_demoted",
 )
-LATE_S = 60.0  # seconds after which a user who was expected to ask for blocks again may not return
+LATE_S = 60.0  # seconds after which a user who has not asked for its blocks again counts as late
 
 
 class State:
-    """The slabs, external tiers, leases, pins, quotas and totals of one pool. It answers no call."""
+    """The slabs, external tiers, leases, pins, quotas and totals of one pool. `Directory` adds the calls."""
 
     def __init__(
         self,
@@ -56,10 +56,10 @@ class State:
         """epoch: a number above the epochs of all earlier directories. locality: another node's oldest block is evicted
         if it was idle `locality` times as long as the oldest block of the writer's node. client_ttl: seconds without a
         call after which a client is gone. share: share of a node's slots that demotion keeps free or clean. min_hits:
-        number of matches after which a block is copied to the external tier. long_bytes: bytes of a lease from which on
-        its readers form a chain. late: seconds after which an absent user may never ask for its blocks again.
+        number of matches after which a block is copied to the external tier. long_bytes: minimum bytes of a lease whose
+        readers form a chain. late: seconds after which a user who has not asked for its blocks again counts as late.
         """
-        compile_all("raykv.directory")  # so that no caller waits for a kernel
+        compile_all("raykv.directory")  # so that no caller waits for a compiler
         self.locality, self.long_bytes, self.late = float(locality), long_bytes, late
         self.counters = dict.fromkeys(COUNTERS, 0)
         self.evicted_before = 0  # number of evictions by earlier directories
@@ -76,7 +76,7 @@ class State:
         self.intents = Intents()
         self.prefixes = Prefixes()
         self.hit_curve, self.plan = HitCurve(), Plan()
-        self.leaving: set[str] = set()  # nodes that are about to leave, joined or not
+        self.leaving: set[str] = set()  # names of nodes that are about to leave, even if they have not joined
         self.stamped: set[bytes] = set()  # nonces of arenas that carry this epoch
         self.next_check = 0.0
         # (seconds of the callers' clock, tick at that time). Users who began to wait before the first tick are late
@@ -103,7 +103,7 @@ class State:
         return self.size_classes.nbytes
 
     def long_blocks(self, block_bytes: int) -> int:
-        """Return from how many blocks on a lease is long. Its readers then form a chain (see kernels/chains.py)."""
+        """Return the minimum number of blocks of a long lease. Its readers form a chain: see kernels/chains.py."""
         return max(1, -(-self.long_bytes // block_bytes))
 
     def find(self, keys: bytes) -> RowArray:
@@ -120,7 +120,7 @@ class State:
         self.hit_curve.resize(capacity)
 
     def next_plan(self) -> Plan:
-        """Return the next plan for the memory. With a `locality` of 1, it is always one LRU over all nodes."""
+        """Return the next plan for the memory. With a `locality` of 1, the pool always evicts like one LRU."""
         return self.hit_curve.plan(self.plan) if self.locality > 1 else Plan()
 
     def of_host(self, name: str) -> list[Node]:
@@ -128,7 +128,7 @@ class State:
         return [node for node in self.nodes.values() if name in (node.name, node.host)]
 
     def new_index(self, tier: bool) -> int:
-        """Return an index (see `is_tier`) that no other node or tier has now, or had under another directory."""
+        """Return a new index for a node or tier (see `is_tier`). Earlier directories did not use this index either."""
         return self.epoch % (1 << 31 - NODE_BITS) << NODE_BITS | next(self._indices) * 2 + tier
 
     def invalidate(self) -> None:

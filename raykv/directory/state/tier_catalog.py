@@ -37,11 +37,11 @@ class ExternalTier:
     size_classes: dict[int, int] = field(default_factory=dict)  # by the bytes that a block takes there
     slabs: dict[int, int] = field(default_factory=dict)  # slab record by slab number
     to_delete: dict[bytes, None] = field(default_factory=dict)  # keys to delete there, in order
-    unreached: set[str] = field(default_factory=set)  # nodes that do not reach the tier; if any, it is not offered
+    unreached: set[str] = field(default_factory=set)  # nodes that can't reach the tier; if any can't, it is not offered
     demoting: dict[str, tuple[RowArray, RowArray]] = field(default_factory=dict)  # by node: rows of its last answer
     lister: str | None = None  # the node that lists the blocks which the tier had before this directory knew it
     listed: bool = False  # whether the lister has listed all these blocks
-    cleared: bool = False  # whether the tier was cleared before that: blocks that are listed later are deleted too
+    cleared: bool = False  # whether the tier was cleared before that: then blocks that are listed later are deleted
     # By node: number of the last answer to the node, and the keys to delete that this answer named
     deleting: dict[str, tuple[int, list[bytes]]] = field(default_factory=dict)
     answers: int = 0  # number of answers so far; also the number of the last answer
@@ -53,7 +53,7 @@ class TierCatalog:
     """The external tiers of a pool, by the node that owns the tier; under "" the tier that all nodes share."""
 
     def __init__(self, size_classes: SizeClasses, share: float, min_uses: int) -> None:
-        """share: share of a node's slots to keep free or clean. min_uses: matches after which a block is demoted."""
+        """share: share of a node's slots to keep free or clean. min_uses: minimum matches of a demoted block."""
         self.share, self.min_uses = float(share), min_uses
         self.tiers: dict[str, ExternalTier] = {}
         self._size_classes = size_classes
@@ -133,7 +133,7 @@ class TierCatalog:
                 slabs.clear_rows(self._c, *self._size_classes.span(record))
 
     def report_existing(self, node: str, keys: KeyArray, sizes: NDArray[np.int64], last: bool) -> None:
-        """Adopt blocks that a node found in its tier, oldest first. sizes: block_bytes. Deletes blocks without room."""
+        """Adopt blocks that a node found in its tier, oldest first. Deletes blocks for which there is no room."""
         tier = self.tier_of(node)
         if tier is None or tier.listed or tier.lister != node:
             return
@@ -186,7 +186,7 @@ class TierCatalog:
         return self._answer(tier, node, batch)
 
     def demoted(self, node: str, locations: Locations, keys: KeyArray, stored: NDArray[np.uint8], seen: int) -> bool:
-        """Process a node's report on which blocks of earlier answers it stored. Returns whether any block is missing.
+        """Process a node's report on the blocks of earlier answers. Returns whether any block was not stored.
 
         Blocks of these answers that the report does not name were not stored either. A block that was not stored, or is
         no longer wanted, may have left bytes in the tier, so its key is deleted. A key that was demoted again stays:
@@ -195,7 +195,7 @@ class TierCatalog:
         tier = self.tier_of(node)
         if tier is None:
             return False
-        ours = locations["node"] == tier.index  # others are from an earlier directory; the tier will be listed anyway
+        ours = locations["node"] == tier.index  # other locations are of an earlier directory; the tier is listed anew
         (rows, gens), lost = self._size_classes.rows_of(locations[ours]), np.zeros(int(ours.sum()), np.bool_)
         tier.demoted += int(demotion.demoted(self._c, rows, gens, stored[ours], lost))
         cancelled = self._cancel(tier, node)
@@ -227,12 +227,12 @@ class TierCatalog:
         c = self._c
         rows = rows[(c.rows["gen"][rows] == gens) & (c.rows["state"][rows] == columns.DEMOTING)]
         keys = split_keys(self._size_classes.keys_of(rows))
-        tier.to_delete.update(dict.fromkeys(keys))  # the node may have written them before it died
+        tier.to_delete.update(dict.fromkeys(keys))  # the node may have written these before it died
         demotion.cancel(c, rows)
         return len(rows) > 0
 
     def schedule_delete(self, rows: RowArray, gens: RowArray) -> None:
-        """Schedule the deletion of the keys of rows that are about to be dropped, if the rows are in a tier."""
+        """Schedule the deletion of keys whose rows are about to be dropped. Ignores rows that are not in a tier."""
         c = self._c
         rows = rows[(rows >= 0) & (c.rows["gen"][rows] == gens) & (c.rows["state"][rows] == columns.EXTERNAL)]
         owners = c.size_classes["node"][self._size_classes.size_classes_of(rows)]
@@ -245,9 +245,9 @@ class TierCatalog:
         return {name: self._tier_stats(tier) for name, tier in self.tiers.items()}
 
     def fill(self) -> dict[str, dict[str, Any]]:
-        """Return the part of `stats` that needs no look at every slot, including blocks on their way to the tier.
+        """Return `state`, `capacity`, `demoted`, `blocks` and `bytes_used` as in `stats`, but in less time.
 
-        These figures are `state`, `capacity`, `demoted`, `blocks` and `bytes_used`.
+        Blocks on their way to the tier count too.
         """
         return {name: self._tier_fill(tier) for name, tier in self.tiers.items()}
 
@@ -291,7 +291,7 @@ class TierCatalog:
         source, keys, target = batch.fields()
         for key in split_keys(keys) if tier.to_delete else ():
             tier.to_delete.pop(key, None)  # the key is wanted there again
-        to_delete = list(islice(tier.to_delete, KEYS_PER_CALL))  # after `clear` there are millions
+        to_delete = list(islice(tier.to_delete, KEYS_PER_CALL))  # `clear` may add millions of keys
         for key in to_delete:
             del tier.to_delete[key]
         tier.answers += 1
@@ -301,7 +301,7 @@ class TierCatalog:
     # ------------------------------------------------------------------ slabs
 
     def _size_class(self, tier: ExternalTier, stride: int) -> int:
-        """Return the tier's size class for slots of `stride` bytes, of which ALIGN hold a header; -1 for a bad size."""
+        """Return the tier's size class for slots of `stride` bytes, with a header of ALIGN bytes; -1 for a bad size."""
         if not ALIGN < stride <= tier.slab_bytes:
             return -1
         if stride not in tier.size_classes:
@@ -312,7 +312,7 @@ class TierCatalog:
     def _provide_slots(self, tier: ExternalTier, size_class: int, need: int) -> None:
         """Open spare slabs for a size class until it has room for `need` blocks.
 
-        If the size class still has no slab, it gets the slab of another size that was used longest ago.
+        If the size class still has no slab, it gets another size's slab: the slab that was used longest ago.
         """
         stride = next(size for size, known in tier.size_classes.items() if known == size_class)
         while self._size_classes.takeable(size_class) < need and tier.spare:
