@@ -1,6 +1,6 @@
 """The settings of a pool, and the constants that several parts of raykv share.
 
-Only this module parses sizes ("20GiB", 0.3). It is at the bottom of the imports.
+Only this module parses sizes ("20GiB", 0.3). It imports no other module of raykv.
 """
 
 import hashlib
@@ -15,9 +15,9 @@ MIB = 1 << 20
 NAMESPACE = "raykv"  # Ray's namespace of every actor that raykv starts
 METADATA_DEADLINE_S = 0.25  # default deadline for the directory's answer to a client's question
 HEARTBEAT_S = 1.0  # interval between two heartbeats of a node
-SUSPECT_AFTER_S = 3.0 * HEARTBEAT_S  # time without a heartbeat after which a node is "suspect"
+SUSPECT_AFTER_S = 3.0 * HEARTBEAT_S  # a node without a heartbeat for this time is "suspect"
 KEEP_MOST_S = 24 * 3600.0  # maximum time for which a hint keeps a block
-CLIENT_TTL_S = 10.0  # time without a message after which a client counts as gone
+CLIENT_TTL_S = 10.0  # a client that sends nothing for this time counts as gone
 TRANSPORTS = ("auto", "nixl", "tcp", "object_store")
 # Share of a node's slots, by `write`, that the pool keeps free or keeps copied to the external tier. Such a slot can
 # take a new block at once.
@@ -25,7 +25,7 @@ WRITE_SHARES = {"back": 0.25, "through": 1.0, "never": 0.0}
 FLUSH_DEADLINE_S = 300.0  # deadline for demoting all blocks to the external tier when a pool stops
 USES_MAX = 255  # maximum of a block's count of matches
 KEYS_PER_CALL = 6000  # maximum keys of a call (96 KB): an argument of a Ray call costs 2 to 4 ms more above 100 KB
-KEYS_PER_JOINT_CALL = 200_000  # the same for a call that needs all keys at once: 3.2 MB; the directory accepts 4 MiB
+KEYS_PER_JOINT_CALL = 200_000  # maximum keys of a call that must have all keys: 3.2 MB; the directory accepts 4 MiB
 MIN_MEMORY = 8 * MIB  # minimum size of an arena, in bytes
 
 Size = float | int | str  # a memory size: see parse_size
@@ -41,20 +41,20 @@ class PoolConfig:
         1, or "20GiB"); see `parse_size`.
     gpu_memory: memory that each GPU gives to the pool, in the same form as `cpu_memory`. Blocks of engines that attach
         with `device=` are stored on that GPU first. 0: no GPU tier.
-    locality: a writer's node evicts its own coldest block, unless a block of another node has been idle more than
-        `locality` times as long; then that block is evicted instead. 1 is exact cluster-wide LRU. With a value above 1,
+    locality: a writer's node evicts its own coldest block. If a block of another node has been idle more than
+        `locality` times as long, the pool evicts that block instead. 1 is exact cluster-wide LRU. With a value above 1,
         the pool changes to exact LRU when memory is scarce. When memory is plentiful, the pool uses some of it for
         copies of other nodes' blocks.
     transport: how blocks travel between nodes. "auto": each pair of nodes uses the best transport that both support:
         NIXL over RDMA, else TCP between node stores. While that transport fails, the pair uses Ray's object store.
         "nixl": NIXL over any network. "tcp": no NIXL. "object_store": only Ray's object store, for networks that only
         Ray may use. If Ray uses TLS, TCP uses TLS with Ray's certificates, and "nixl" is refused.
-    external: URL of the external tier, such as "file:///mnt/nvme/raykv?capacity=200GiB" (each node has its own; for a
-        shared mount append "&shared=1"), "redis://host:6379?capacity=50GiB" or "s3://bucket/prefix?capacity=1TiB" (one
-        for all nodes). The tier outlives the pool, so the pool needs a `secret`.
+    external: URL of the external tier. "file:///mnt/nvme/raykv?capacity=200GiB" is a tier for each node; append
+        "&shared=1" for a shared mount. "redis://host:6379?capacity=50GiB" and "s3://bucket/prefix?capacity=1TiB" are
+        tiers for all nodes. The tier outlives the pool, so the pool needs a `secret`.
     write: which blocks are demoted, that is, copied to the external tier. "back": a node's oldest blocks, before their
         memory is needed; "through": every block soon after it is stored; "never": none.
-    min_hits: minimum number of matches that must have asked for a block before the block is demoted.
+    min_hits: number of matches that must have asked for a block before it is demoted.
     deadline: seconds that a client waits for the directory's answer, at most 10; a later answer is a miss. Raise it if
         engines keep all processors busy; clients then take longer to notice a directory that hangs. A router waits a
         fifth of the deadline. A read waits for staging slots on its node for eight deadlines, but at least 2 s.
@@ -158,10 +158,10 @@ class Quota:
 def parse_size(name: str, given: Size) -> float | int:
     """Parse a size: return a fraction as a float in (0, 1], or bytes as an int above 1.
 
-    given: a float or an int, either of them as text ("0.3", "1073741824"), or bytes with a unit ("500MB", "20GiB"). As
+    given: a float, an int, a number as text ("0.3", "1073741824"), or a text with a unit ("500MB", "20GiB"). As
     in Kubernetes, Ki, Mi, Gi and Ti are powers of 1024, and k, M, G and T are powers of 1000. A `B` after the unit, and
     upper or lower case, make no difference. 1, 1.0 and "1" mean the whole, not one byte.
-    name: the setting's name, for the message of the ValueError that any other value raises.
+    name: the setting's name, for messages. Raises ValueError for any other value.
     """
     value = _number(given) if isinstance(given, str) else given
     if isinstance(value, float) and 0 < value <= 1:
@@ -174,7 +174,7 @@ def parse_size(name: str, given: Size) -> float | int:
 
 
 def _number(text: str) -> float | int | None:
-    """Return the number that a size's text stands for, an int if it has a unit. None for other text."""
+    """Convert the text of a size to a number, to an int if there is a unit. Returns None for other text."""
     match = _SIZE.fullmatch(text.strip())
     if match is None or (match[3] and not match[2]):
         return None
@@ -204,7 +204,7 @@ def slab_bytes(capacity: int) -> int:
 
 
 def staging_window(capacity: int) -> int:
-    """Return the bytes of a node's staging window: 2% of its arena, at least 256 MiB, but at most an eighth of it."""
+    """Return the bytes of a node's staging window: 2% of the arena, at least 256 MiB, at most an eighth of it."""
     return min(max(capacity // 50, 256 * MIB), capacity // 8)
 
 

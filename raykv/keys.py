@@ -1,7 +1,7 @@
 """Makes chained block keys from token ids: equal keys mean equal prefixes. `Keys` is an array that records its cache.
 
 A key is the first 16 bytes of a SHA-256 over (parent digest, tokens as little-endian int32, extra of that block). The
-first parent digest covers the cache's root (and thereby the pool's secret), the block size, the adapter and the salt.
+first parent digest covers the cache's root, the block size, the adapter and the salt. The root covers the secret.
 """
 
 import hashlib
@@ -193,11 +193,10 @@ def chain(
     """Compute the keys of a prompt's full blocks: (len(token_ids) // block_tokens, 16) uint8.
 
     token_ids: list or tuple of int, or 1-D integer array or tensor (numpy, torch, ...); values from 0 to 2**31 - 1.
-    lora, salt: the adapter's id and the salt; both change every key. A str means its UTF-8 bytes. None differs from
-    empty.
-    extra: further input that a block's KV depends on, such as an image's hash: {block: value}, or one value (or None)
-        for each block. It changes the keys from that block on. The partial last block may have a value, though it has
-        no key.
+    lora, salt: the adapter's id and the salt; both change every key. A str means its UTF-8 bytes. None and an
+    empty value give different keys.
+    extra: further input of blocks' KV, such as an image's hash: {block: value}, or a list with a value or None for each
+        block. A value changes the keys of its block and of all later blocks. The partial last block may have a value.
     ValueError for other values.
     """
     if isinstance(block_tokens, bool) or not isinstance(block_tokens, int) or block_tokens < 1:

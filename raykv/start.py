@@ -1,7 +1,7 @@
 """`raykv.start`: start the actors of a pool if the nodes have the resources for it.
 
 The directory and the node stores start first, and wait for the pool's settings. Each store reports its node's
-resources. If they suffice on every node, `start` writes the settings into Ray's internal KV. The supervisor starts
+resources. If all nodes have enough, `start` writes the settings into Ray's internal KV. The supervisor starts
 last, when the pool can serve.
 """
 
@@ -46,11 +46,11 @@ Progress = Callable[[int, int], None]
 def start(config: PoolConfig | None = None, *, exist_ok: bool = False, on_progress: Progress | None = None) -> KVPool:
     """Start a pool on every node of the Ray cluster. If the pool already runs with these settings, attach to it.
 
-    A process that is in no Ray cluster joins the cluster at RAY_ADDRESS, else the one on its machine.
+    A process that is in no Ray cluster joins the cluster at RAY_ADDRESS, else the cluster on its machine.
 
     config: the pool's settings. If None, attach to the running pool "default", or start it with default settings.
     exist_ok: attach to a running pool even if its settings differ. A given secret must still be the pool's secret.
-    on_progress: called with (number of compiled kernels, number of all kernels) while a machine's first start compiles.
+    on_progress: called with (number of compiled kernels, number of all kernels) while the directory compiles.
 
     Raises CapacityError if a node does not have the memory, and PoolNotFound if there is no Ray cluster. Raises
     ValueError for settings that differ from the running pool's, for a bad secret, for nodes without raykv, and for an

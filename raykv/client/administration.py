@@ -1,4 +1,4 @@
-"""An administrator's calls to a pool, and the pool's counts. No call here makes the process a client."""
+"""Administration of a pool, and the pool's counts. These calls do not make the process a client of the pool."""
 
 import contextlib
 import secrets
@@ -16,9 +16,9 @@ from raykv.errors import CapacityError
 from raykv.protocol.location import CONTENT_BYTES, host_of
 from raykv.system import raylets
 
-ADMIN_DEADLINE_S = 10.0  # deadline of each answer to an administrator; added to the deadline of a resize
+ADMIN_DEADLINE_S = 10.0  # deadline for each answer to an administrator; a resize has this time after its own deadline
 STORES_DEADLINE_S = 1.0  # deadline for all stores to send their counts; stores that hang are left out
-DRAIN_GRACE_S = 60.0  # a drain's caller waits twice the drain's deadline, plus this time for the last round
+DRAIN_GRACE_S = 60.0  # added to twice a drain's deadline, for the drain's last round of copies
 
 
 class Administration:
@@ -51,12 +51,12 @@ class Administration:
         stores = named_actors.find_stores(self.name, set(map(host_of, names))).values()
         internal_kv.drop_other_tokens(self.name)
         content = secrets.token_bytes(CONTENT_BYTES)
-        internal_kv.put(self.name, Kept.SEED, content)  # for a restarted store whose tier has no marker
+        internal_kv.put(self.name, Kept.SEED, content)  # a restarted store uses it if its tier has no marker
         ray_calls.get([store.clear.remote(floor, content) for store in stores], timeout=ADMIN_DEADLINE_S)
         return int(count)
 
     def own_node(self) -> str:
-        """Return the Ray node id of this machine's node. ValueError unless it has exactly one node of this cluster."""
+        """Return the Ray node id of this machine's node. ValueError if it runs no node of this cluster, or several."""
         here = sorted(cluster.living() & raylets.nodes())
         if len(here) != 1:
             raise ValueError(
@@ -66,13 +66,13 @@ class Administration:
         return here[0]
 
     def drain(self, node_id: str, deadline: float = 60.0, *, force: bool = False) -> int:
-        """Move the blocks off a node that is about to leave. The pool stores no new blocks there until `cancel_drain`.
+        """Move the blocks off a node that is about to leave. The node gets no new blocks until `cancel_drain`.
 
         Blocks that no other node has are copied to an external tier that all nodes share, or to other nodes.
         node_id: Ray's id of the node. deadline: seconds. force: drain even the last node that accepts blocks.
         Returns the number of blocks that would still be lost with the node. Raises ValueError if no living node has
-        that id, and, without `force`, for the last node that accepts blocks. Raises RayError if the pool's actors do
-        not answer.
+        that id. Without `force`, also raises ValueError if no other node accepts blocks. Raises RayError if the pool's
+        actors do not answer.
         """
         supervisor = self._supervisor_of(node_id)
         with _plainly(ValueError):
@@ -81,7 +81,7 @@ class Administration:
         return left
 
     def cancel_drain(self, node_id: str) -> None:
-        """Undo `drain`: the pool stores blocks on the node again. A drain that is under way ends.
+        """Undo `drain`: the pool stores blocks on the node again. A running drain ends.
 
         Raises ValueError if no living node has that id, or if Ray itself says that the node is about to leave. Raises
         RayError if the pool's actors do not answer.
@@ -97,7 +97,7 @@ class Administration:
         even after the deadline. The new size survives restarts of the node's store, but not the end of the pool.
         node_id: Ray's id of the node. cpu_memory: as in PoolConfig, a fraction of the node's memory or bytes.
         deadline: seconds. Returns the new size of the node's CPU tier in bytes, a multiple of the slab size. If the
-        deadline passed, this is the size reached so far. Raises CapacityError if the node does not have the memory.
+        deadline passes, returns the size at that time. Raises CapacityError if the node does not have the memory.
         Raises ValueError for a bad `cpu_memory`, or if no living node has that id. Both errors leave the size
         unchanged. Raises RayError if the pool's actors do not answer.
         """
@@ -110,7 +110,7 @@ class Administration:
         return size
 
     def set_quota(self, tenant: str, minimum: float = 0.0, maximum: float = 1.0) -> None:
-        """Set the smallest and the largest share of the pool's memory for a tenant, while the pool is in use.
+        """Set a tenant's minimum and maximum share of the pool's memory, while the pool is in use.
 
         Other tenants may use the part of the minimum that the tenant does not use, but they never evict the tenant's
         blocks within its minimum. At the maximum, each new block of the tenant evicts another block of the tenant. The
@@ -133,7 +133,7 @@ class Administration:
         return bool(ray_calls.get(removed, timeout=ADMIN_DEADLINE_S))
 
     def quotas(self) -> dict[str, dict[str, Any]]:
-        """Return the quota and the used memory of each tenant with a quota; under "", the memory of all other tenants.
+        """Return quota and memory use of each tenant with a quota. The entry "" counts all other tenants together.
 
         used: bytes of the tenant's blocks in memory, each block counted once. minimum, maximum: as in `set_quota`.
         minimum_bytes, maximum_bytes: these shares in bytes. evicted: number of the tenant's blocks that were evicted
@@ -157,7 +157,7 @@ class Administration:
 
 @contextlib.contextmanager
 def _plainly(*kinds: type[Exception]) -> Iterator[None]:
-    """Raise an actor's errors of these kinds, but without the actor's traceback."""
+    """Raise an actor's errors of these kinds again, without the actor's traceback."""
     try:
         yield
     except RayTaskError as error:
@@ -176,7 +176,7 @@ def directory_stats(pool: str, seconds: float = ADMIN_DEADLINE_S) -> dict[str, A
 
 
 def store_stats(pool: str, node_ids: set[str]) -> dict[str, dict[str, Any]]:
-    """Return the counts of node stores by Ray node id, without stores that do not answer in STORES_DEADLINE_S."""
+    """Return the stores' counts by Ray node id. Leaves out stores that do not answer within STORES_DEADLINE_S."""
     stores = named_actors.find_stores(pool, node_ids)
     asked = {node_id: store.stats.remote() for node_id, store in stores.items()}
     done = set(ray_calls.finished(asked.values(), STORES_DEADLINE_S))

@@ -17,14 +17,14 @@ from raykv.config import KEYS_PER_CALL
 from raykv.keys import CacheId, Keys
 from raykv.system import sha256
 
-LONG_AGO = 1e9  # of `time.time()`: an earlier time is a mistake
+LONG_AGO = 1e9  # the earliest accepted time, as of `time.time()`: an earlier time is a mistake
 
 
 class KVCache:
-    """Blocks of one model and layout. Get one from `KVPool.cache`; equal arguments give equal caches. Thread-safe.
+    """Blocks of one model and layout. Get a cache from `KVPool.cache`; equal arguments give equal caches. Thread-safe.
 
-    id: identity of the cache, which its Keys carry. root: bytes from which all keys are computed; they depend on the
-    pool's secret. session: this process's session in the pool. recompute_tokens_per_s: rate at which the engine
+    id: identity of the cache, which its Keys carry. root: bytes from which all keys are computed. The root depends on
+    the pool's secret. session: this process's session in the pool. recompute_tokens_per_s: rate at which the engine
     computes; callers may set it.
 
     The argument `keys` of all methods is (n, 16) uint8 Keys of this cache. Methods raise ValueError for plain arrays
@@ -67,8 +67,8 @@ class KVCache:
         token_ids: 1-D list, numpy array or torch tensor of ints that fit int32.
         lora: id of the adapter, str or bytes. salt: separates tenants, str or bytes. Both change every key.
         If the cache has no named tenant, the salt also determines the tenant that is charged for the blocks.
-        extra: further input of a block's KV, such as the hash of an image: {block: str or bytes}, or one value (or
-        None) for each block. It changes the keys from that block on.
+        extra: further input of blocks' KV, such as the hash of an image. Give {block: str or bytes}, or a list with a
+        value or None for each block. A value changes the keys of its block and of all later blocks.
         Raises ValueError for other arguments.
         """
         rows = key_chain.chain(self.root, token_ids, self.block_tokens, lora=lora, extra=extra, salt=salt)
@@ -81,7 +81,7 @@ class KVCache:
     def rekey(self, hashes: Any) -> Keys:
         """Turn an engine's own block hashes into keys of this cache: (len(hashes), 16) uint8.
 
-        hashes: list of bytes, or (n, k) uint8; each must stand for its block and for all blocks before it.
+        hashes: list of bytes, or (n, k) uint8; each must identify its block and all blocks before it.
         Raises ValueError for other arguments.
         """
         return Keys(key_chain.rekey(self.root, hashes), self.id)
@@ -93,8 +93,8 @@ class KVCache:
 
         The pool starts to fetch blocks that are in an external tier. A read waits for these blocks no longer than the
         engine would need to compute their tokens. prefetch: whether to fetch blocks of other nodes now too, for a
-        prompt that waits in a queue; except blocks that another reader is fetching. Raises ValueError for keys of
-        another cache.
+        prompt that waits in a queue. Blocks that another reader is fetching are not fetched twice. Raises ValueError
+        for keys of another cache.
         """
         return self._match(keys, prefetch, counted=True)
 
@@ -125,9 +125,9 @@ class KVCache:
 
         keys: (n, 16), the keys of the whole prefix. blocks: (n - start, block_bytes) uint8, contiguous, numpy or torch,
         the blocks of keys[start:]. The call leaves out blocks that the pool has, blocks that another client is writing,
-        and blocks for which there is no room. wait: whether to wait until the directory confirms that it offers the
-        blocks. Without `wait`, this process finds the written blocks at once, but other processes may miss them for a
-        moment.
+        and blocks for which there is no room. wait: whether to wait until the directory confirms that all processes
+        can find the blocks. Without `wait`, this process finds the written blocks at once, but other processes may miss
+        them for a moment.
         Raises ValueError for keys of another cache, and for blocks of another shape or dtype.
         """
         return store_rows(self.session, *self._dense(keys, blocks, start), wait).new
@@ -137,8 +137,8 @@ class KVCache:
     ) -> int:
         """Like `store`, but from paged memory: the block of keys[start + i] is row block_ids[i] of each `paged` array.
 
-        paged: a (pages, bytes) uint8 array, or several (for example, one per layer) whose rows together have
-        block_bytes.
+        paged: a (pages, bytes) uint8 array, or several such arrays, for example one per layer. The rows of one page
+        have block_bytes in total.
         block_ids: (n - start,) int. Raises ValueError if `paged` or `block_ids` does not fit.
         """
         return store_rows(self.session, *self._paged(keys, paged, block_ids, start), wait).new
@@ -167,7 +167,7 @@ class KVCache:
         return keys, buffers.paged(paged, block_ids, count, self.block_bytes), start
 
     def reserve(self, keys: Keys, position: int = 0) -> Reservation:
-        """Reserve slots for the `keys` that nobody has stored or is storing. The caller writes and commits the blocks.
+        """Reserve slots for keys that are neither stored nor being stored. The caller writes and commits the blocks.
 
         keys: (n, 16), consecutive keys of a chain; only the first KEYS_PER_CALL are considered. position: index of
         keys[0] in its chain. Raises ValueError for keys of another cache.
@@ -193,16 +193,17 @@ class KVCache:
         self.session.directory.unpin(key_chain.check(keys, self.id).tobytes())
 
     def touch(self, keys: Keys, *, until: float | None = None) -> int:
-        """Mark these blocks as used, as a look-up does. With `until`, also keep them in memory longer than plain LRU.
+        """Mark these blocks as used, as a look-up does. With `until`, also keep them in memory for longer.
 
-        until: a time of `time.time()`, at most a day away; a time that is over keeps nothing. Until then, give or take
-        two seconds, the pool evicts the oldest other block of the same tenant, block size and node instead of such a
-        block. All tenants without a quota count as one tenant. This is a hint: the pool keeps at most half of these
-        blocks, and refuses no store for them. With an external tier, a kept block is evicted from memory before a block
-        that the tier lacks. The hint ends with a later `touch` or `done`, a restart of the directory, and a use by
-        another tenant. Later copies of the block on other nodes, and copies on a GPU, are not kept.
+        until: a time of `time.time()`, at most a day away; a past time keeps nothing. Until this time, give or take two
+        seconds, the pool keeps these blocks: it evicts the oldest other block of the same tenant, block size and node
+        instead. All tenants without a quota count as one tenant. This is only a hint: the pool keeps at most half of
+        the blocks of a tenant, block size and node, and refuses no store because of it. With an external tier, a kept
+        block is evicted from memory before a block that the tier lacks. A later `touch` or `done`, a restart of the
+        directory, or a use by another tenant ends the hint. Copies on a GPU, and later copies on other nodes, are not
+        kept.
         Returns the number of keys that are in the pool. Blocks of another tenant do not count, and do not change.
-        Raises ValueError for keys of another cache, and for what is no time.
+        Raises ValueError for keys of another cache, and for an `until` that is not a time.
         """
         now = time.time()
         if until is not None and not LONG_AGO < until < math.inf:
@@ -213,15 +214,14 @@ class KVCache:
     def done(self, keys: Keys, *, again: bool = False) -> int:
         """Make the pool evict these blocks before all blocks in use. A look-up marks blocks as in use again.
 
-        again: whether the blocks will be asked for again, but later than other blocks: for example, an agent waits for
-        a person. Blocks of calls without `again` are evicted before blocks of calls with `again`. Among the latter,
-        blocks of the latest call are evicted first: a person who has been away longer is expected back sooner. After a
-        minute, however, a person may not return at all: blocks of calls older than a minute are evicted before blocks
-        of newer calls. In a pool with an external tier, blocks of the first call are evicted first, and a block that is
-        not in the tier may stay in use.
+        again: whether the blocks will be needed again, but later than other blocks: for example, an agent waits for a
+        person. Blocks of calls without `again` are evicted first. Blocks of calls with `again` follow, the latest call
+        first: a person who has been away longer is expected back sooner. However, calls older than a minute come before
+        newer calls, since after a minute a person may not return at all. In a pool with an external tier, the earliest
+        call with `again` comes first, and a block that the tier lacks may stay in use.
         Leave out the prefix that other prompts share: `cache.done(keys[n:])`. Blocks that somebody reads or writes,
-        blocks of another tenant, and copies on a GPU do not change. The block of the last key is evicted first.
-        Returns the number of copies that will be evicted earlier. Raises ValueError for keys of another cache.
+        blocks of another tenant, and copies on a GPU do not change. Of each call, the last key's block is evicted
+        first. Returns the number of copies that will be evicted earlier. Raises ValueError for keys of another cache.
         """
         return self.session.directory.done(key_chain.check(keys, self.id), again)
 
@@ -229,8 +229,8 @@ class KVCache:
         """Store the blocks of a preempted request in the background, and keep them until `swap_in` or `swap_drop`.
 
         paged, block_ids: where the blocks are, as in `store_from`. This memory must not change until the future is
-        done. The pool loses none of the blocks while this process lives. If memory is short, it demotes them to the
-        external tier. Earlier blocks of the same request id are dropped.
+        done. The pool loses none of the blocks while this process lives. If memory is short, the pool demotes
+        them to the external tier. Earlier blocks of the same request id are dropped.
         Returns a future of len(block_ids), or of 0 if the pool has no room for all blocks. Raises ValueError for
         arguments that do not fit.
         """
@@ -240,7 +240,7 @@ class KVCache:
         """Read a preempted request's blocks back in the background, and remove them from the pool.
 
         paged, block_ids: destination of the blocks, as in `Match.read_into`. Returns a future of the number of valid
-        leading blocks, 0 if the request was not swapped out. Raises ValueError for arguments that do not fit.
+        leading blocks, or of 0 if the request was not swapped out. Raises ValueError for arguments that do not fit.
         """
         return self._swaps.back(paged, block_ids, request_id)
 
@@ -250,6 +250,6 @@ class KVCache:
 
 
 def _arrived(session: Session, cache: CacheId, root: bytes, tokens_per_s: float, fingerprint: bytes) -> KVCache:
-    """Unpickle a cache. fingerprint: fingerprint of the secret that its keys are derived from."""
+    """Unpickle a cache. fingerprint: fingerprint of the secret from which the cache's keys are derived."""
     session.check_root(fingerprint)
     return KVCache(session, cache, root, tokens_per_s)

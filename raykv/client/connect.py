@@ -35,7 +35,7 @@ ASK_S = 30.0  # deadline for a separate Python process to ask Ray's head
 
 
 def connect(name: str, namespace: str = NAMESPACE, logging_level: int = logging.INFO) -> None:
-    """Join the Ray cluster at RAY_ADDRESS, else the one on this machine. A process that is in a cluster stays there.
+    """Join the Ray cluster at RAY_ADDRESS, else the cluster on this machine. A process in a cluster stays there.
 
     name: name of the wanted pool. namespace: namespace of this process's Ray job; raykv's actors are in NAMESPACE.
     logging_level: level of Ray's log lines in this process. Raises PoolNotFound if there is no cluster, and RayKVError
@@ -74,9 +74,10 @@ def _check_address(address: str) -> None:
 
 
 def _check_token() -> None:
-    """Raise RayKVError if the cluster that `ray.init("auto")` would join refuses this process's token, or asks for one.
+    """Raise RayKVError if the cluster that `ray.init("auto")` would join asks for a token that this process lacks.
 
-    Ray itself would retry for half a minute, and then report that there is no cluster. ConnectionError if none answers.
+    Ray itself would retry for half a minute, and then report that there is no cluster. Raises ConnectionError if no
+    cluster answers.
     """
     if os.environ.get("RAY_ADDRESS", "") in ("", "auto"):
         maybe_enable_token_auth_if_token_available(warn_if_disabled=False)  # ray.init does so for these values only

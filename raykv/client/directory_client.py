@@ -44,7 +44,7 @@ from raykv.system.fork import refuse_forked
 
 log = logging.getLogger("raykv")
 LOG_EVERY_S = 60.0  # interval between two log lines about one kind of fault
-PROBE_S = 1.0  # minimum deadline for a silent directory; after it, the client looks for another directory in charge
+PROBE_S = 1.0  # minimum deadline for the answer to a probe; after it, the client looks for another directory in charge
 FORGET_S = 2.5  # minimum deadline for the directory to forget blocks: nobody waits for that answer
 
 A = TypeVar("A", Matched, MatchedParts, Window, Reserved, Counted, Stored)
@@ -77,7 +77,7 @@ class DirectoryClient:
     them. held: the ids and reports that the next call sends. lock: guards `held`, `requests`, `rests` and the order of
     calls. up: whether the directory answered the last call in time. down_since, last_call: times (time.monotonic())
     when `up` last became False, and when the last call was sent. closed, left: whether `close` has begun, and has
-    ended. bell: wakes the client's thread. rests: whether this thread waits for the next heartbeat, since nobody has
+    ended. bell: wakes the client's thread. rests: whether this thread sleeps until the next heartbeat, as nobody
     called since its last round. to_forget: keys of blocks that the directory must forget, in pieces of at most
     KEYS_PER_CALL keys.
     """
@@ -90,7 +90,7 @@ class DirectoryClient:
         why_strange: Callable[[], str] = lambda: "",
         look_on: Callable[[], object] = lambda: None,
     ) -> None:
-        """newest_epoch: returns the newest directory epoch known on this node. Ignores answers of older directories.
+        """newest_epoch: returns the newest directory epoch known on this node. Older directories' answers are ignored.
 
         deadline: seconds that a call may take. why_strange: returns how the found directory's pool differs from the
         pool that this process attached to; "" if it is the same pool. The client never calls a directory of another
@@ -135,7 +135,7 @@ class DirectoryClient:
         needs: Sequence[tuple[int, int]],
         intent: Intent | None = None,
     ) -> tuple[list[int], MatchedParts | None]:
-        """Lease, for several readers, the blocks that they need of the longest prefix that is ready in all parts.
+        """Find the longest prefix that is ready in all parts, and lease the blocks that the readers need of it.
 
         No block gets a staging slot. readers, keys: the reader's memory and the keys of each part, as for `match`.
         needs: (window, ahead) of each part: see MatchRequest. intent: its id is from `new_id`, or 0.
@@ -177,10 +177,10 @@ class DirectoryClient:
         return reservation, self._ask(Reserved, "reserve", request, hold=(reservation,))
 
     def commit(self, reservation: int, locations: bytes, keys: bytes, written: bytes, wait: bool = True) -> int:
-        """Offer the written blocks of a reservation (see CommitRequest). Returns the number of offered blocks.
+        """Make the written blocks of a reservation visible to readers. Returns the number of visible blocks.
 
-        Without `wait`, returns the number of written blocks while the call is on its way; later calls of this process
-        arrive after it. If the directory then offers fewer blocks, that counts as a fault.
+        Without `wait`, returns the number of written blocks at once; later calls of this process arrive after this
+        call. If the directory then makes fewer blocks visible, that counts as a fault. See CommitRequest.
         """
         request = CommitRequest(reservation, locations, keys, written)
         if wait:
@@ -226,8 +226,8 @@ class DirectoryClient:
     def preempted(self, keys: bytes) -> int | None:
         """Keep the blocks of a preempted request while this client lives, or until `forget_later`.
 
-        Returns the number of kept blocks: all, or 0. Returns None if the directory did not answer; it may still keep
-        them.
+        Returns the number of kept blocks: all blocks, or 0. Returns None if the directory did not answer. It may keep
+        the blocks nevertheless.
         """
         for some in _in_steps(keys, KEYS_PER_CALL):
             answer = self._ask(Counted, "preempted", some)
@@ -361,7 +361,7 @@ class DirectoryClient:
     def _send(
         self, kind: type[A], method: str, *request: Any, seconds: float | None = None, hold: Sequence[int] = ()
     ) -> A | None:
-        """Send a call, and wait for the answer. seconds: its deadline; None: the pool's deadline."""
+        """Send a call, and wait for the answer. seconds: deadline of the call; None: the pool's deadline."""
         plain_request = [plain(part) if isinstance(part, tuple) else part for part in request]
         try:
             with self.lock:  # calls must arrive in the order in which their lists of held ids were made
@@ -394,13 +394,13 @@ class DirectoryClient:
         self.fault(kind, detail)
 
     def _call(self, hold: Sequence[int] = ()) -> Call:
-        """Make the next Call. The caller must have the lock. hold: ids to hold from now on."""
+        """Make the next Call. The caller must hold the lock. hold: ids to hold from now on."""
         self._rouse()
         self.last_call = time.monotonic()
         return plain(self.held.next_call(hold))
 
     def _rouse(self) -> None:
-        """Wake the client's thread if it rests. The caller must have the lock."""
+        """Wake the client's thread if it rests. The caller must hold the lock."""
         if self.rests:
             self.rests = False
             self.bell.ring()

@@ -14,7 +14,7 @@ from raykv.protocol.location import Locations
 class Held:
     """Ids of leases and reservations, and locations to report. For one thread at a time.
 
-    news: whether a release or report has not been sent yet.
+    news: whether a release or report waits to be sent.
     """
 
     def __init__(self, client: int) -> None:

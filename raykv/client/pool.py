@@ -58,11 +58,11 @@ class KVPool(Administration):
         Equal arguments give equal caches, in every process of the cluster. Two engines whose KV differs must pass
         different values of model, revision, dtype, layout (order of a block's bytes), parallel (parallel shape) or part
         (index of a part of a model that spans nodes). Otherwise they read each other's bytes. model, dtype and layout
-        are required: nothing else distinguishes two engines whose blocks have the same size. salt separates tenants
-        that cooperate.
-        tenant: name of the tenant that is charged for the blocks that are stored or matched through this cache, for
-        metrics and `set_quota`. Default: a hash of the salt. recompute_tokens_per_s: rate at which the engine prefills;
-        it limits waits for an external tier. `tenant` and this rate do not change the cache: tenants may share blocks.
+        are required: nothing else distinguishes two engines whose blocks have the same size. salt: caches with
+        different salts share no blocks. A salt is no protection from a malicious tenant.
+        tenant: name of the tenant to charge for blocks that are stored or matched through this cache. Metrics and
+        `set_quota` use this name. Default: a hash of the salt. recompute_tokens_per_s: rate at which the engine
+        prefills; it limits waits for an external tier. `tenant` and this rate do not change the keys.
         Raises ValueError for a missing argument, and for impossible sizes.
         """
         _check_said(model=model, dtype=dtype, layout=layout)
@@ -101,7 +101,7 @@ class KVPool(Administration):
 
         While the directory does not answer, the result has only `failed`, `transports` (empty) and `faults`.
 
-        nodes: counts by Ray node id; a GPU's name is the node's id, "/" and the GPU's UUID.
+        nodes: counts by Ray node id. The name of a GPU's entry is the node's id, "/" and the GPU's UUID.
         socket: host and port where the directory listens, and the number of `connections` of clients and node stores;
         None if all calls go through Ray.
         failed: the reasons why nodes have no store, by Ray node id.

@@ -17,7 +17,7 @@ from raykv.protocol.clients import NOT_WRITTEN, UNTOUCHED, WRITTEN
 from raykv.protocol.location import LOCATION
 from raykv.protocol.transfers import PULLED
 
-PUSH_BYTES = 128 * MIB  # maximum bytes of one push to another node: large, as each push costs a call, and none overlap
+PUSH_BYTES = 128 * MIB  # maximum bytes of a push to another node: large, as pushes cost a call each and don't overlap
 NO_ROOM = "all memory is held, or this node is drained or has no store: see `raykv status`"
 
 
@@ -44,7 +44,7 @@ class Reservation:
         self._locations = np.frombuffer(granted.locations if granted else b"", LOCATION)
         self._staged = np.frombuffer(granted.staged if granted else b"", LOCATION)
         self._away = self._staged["slab_gen"] > 0
-        self._written = np.full(len(indices), UNTOUCHED, np.uint8)  # no commit comes before `copy_in` is done
+        self._written = np.full(len(indices), UNTOUCHED, np.uint8)  # until `copy_in`, which ends before a commit
         if granted and not len(self) and self.covered < len(keys):
             session.directory.fault("refused", f"no room for {len(keys) - self.covered} blocks: {NO_ROOM}")
         if not len(self):
@@ -69,10 +69,10 @@ class Reservation:
             self._session.directory.fault("gpu", error)
 
     def commit(self, wait: bool = False) -> int:
-        """Push blocks whose slots are on other nodes, then offer all written blocks. Ends the reservation.
+        """Push blocks to slots on other nodes, then commit all written blocks. Ends the reservation.
 
-        wait: whether to wait for the directory's answer. If so, returns the number of newly offered blocks. Without
-        `wait`, returns the number of written blocks, which the directory is about to offer.
+        wait: whether to wait for the directory's answer. If so, returns the number of newly stored blocks. Without
+        `wait`, returns the number of written blocks, although the directory has not yet confirmed them.
         """
         if not len(self):
             return 0
@@ -118,7 +118,7 @@ class Reservation:
 
 
 class Offered(NamedTuple):
-    """The number of blocks that a store added (`new`), and of leading keys stored or being written (`covered`)."""
+    """The result of a store. new: number of stored blocks. covered: number of leading keys stored or being written."""
 
     new: int
     covered: int

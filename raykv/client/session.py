@@ -38,14 +38,14 @@ REFRESH_S = 1.0  # minimum interval between two searches of a process for the po
 class Session:
     """The state that a KVPool, its caches, matches and reservations share. Thread-safe. Pickled as the pool's name.
 
-    name: name of the pool. node_id: id of this process's Ray node. secret, fingerprint: the pool's. directory: the
-    client of the directory. local: the store of this node; None while the node has no store.
+    name: name of the pool. node_id: id of this process's Ray node. secret, fingerprint: the pool's secret and its
+    fingerprint. directory: the client of the directory. local: the store of this node; None if the node has no store.
     """
 
     def __init__(self, name: str, node_id: str | None = None, gpu: str | None = None) -> None:
-        """node_id: id of the Ray node; None: ask Ray. gpu: UUID of a GPU, whose tier this process uses if there is one.
+        """node_id: id of the Ray node; None: ask Ray. gpu: UUID of a GPU; if it has a tier, the process uses it.
 
-        Raises PoolNotFound, and ArenaMismatch where this process can't see its node's shared memory.
+        Raises PoolNotFound if the pool does not run, and ArenaMismatch if this process can't see its node's memory.
         """
         settings = settings_of(name)
         self.name = name
@@ -55,7 +55,7 @@ class Session:
         self._gpu = gpu
         self.local = self._find_store()
         if self.local and not isinstance(self.local.arena, GpuArena):
-            self._gpu = None  # do not change to a GPU tier that opens later: users were told of the node's memory
+            self._gpu = None  # do not change to a GPU tier that opens later: callers already know `memory_name`
         if self.local is None and (why := internal_kv.failures(name).get(self.node_id)):
             log.warning("pool %s has no store on this node, so every block that is read here is a miss: %s", name, why)
         self.directory = DirectoryClient(
@@ -73,7 +73,7 @@ class Session:
         self._workers = Workers("raykv")
         self._asking = Workers("raykv-match")  # a match must not queue behind copies
         self._background = Workers("raykv-background")
-        Tending(self.directory)  # its thread keeps it alive
+        Tending(self.directory)  # the thread keeps this object alive
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _joined, (self.name,)
@@ -84,9 +84,9 @@ class Session:
         return self.local.name if self.local else self.node_id
 
     async def in_thread(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run a blocking function in a thread, beside the event loop. A cancelled call still waits for its end.
+        """Run a blocking function in a thread, beside the event loop. A cancelled call still waits until it ends.
 
-        The function may use the caller's memory until then. It runs in the caller's context, and therefore in its span.
+        The function may use the caller's memory until then. It runs in the caller's context, so in the caller's span.
         """
         return await _in(self._workers, partial(function, *args, **kwargs))
 
@@ -100,7 +100,7 @@ class Session:
         return self._background.submit(function, *args, **kwargs)
 
     def local_with(self, nodes: NDArray[np.uint32], epoch: int) -> LocalStore | None:
-        """Return this node's store if its memory has the locations that a directory of this epoch gave.
+        """Return this node's store if all locations from a directory of this epoch are in its memory.
 
         Otherwise return None, and look for the store again. nodes: the field `node` of these locations.
         """
@@ -111,7 +111,7 @@ class Session:
         return None
 
     def maps(self, nonces: Iterable[bytes]) -> bool:
-        """Whether all nonces are those of the mapped arena. If not, look for this node's store again."""
+        """Whether all nonces equal the mapped arena's nonce. If not, looks for this node's store again."""
         local = self.local
         if local is not None and all(nonce == local.arena.nonce for nonce in nonces):
             return True
@@ -153,7 +153,7 @@ class Session:
         return self._others.get(memory)
 
     def node_names(self, indices: list[int]) -> list[str]:
-        """Return the Ray node ids, each once, of nodes by their indices in locations, without nodes that are gone."""
+        """Return the Ray node ids, each once, of nodes with these indices in locations, except nodes that are gone."""
         if not self._names.keys() >= set(indices):
             self._names.update(self.directory.nodes())
         names = [host_of(self._names[index]) for index in indices if index in self._names]
@@ -166,12 +166,12 @@ class Session:
             self.local.arena.close()
 
     def check_root(self, of_keys: bytes) -> None:
-        """Count a fault if keys were made with another secret. of_keys: fingerprint of the secret of these keys."""
+        """Count a fault if keys were made with another secret. of_keys: fingerprint of the keys' secret."""
         if of_keys != self.fingerprint:
             self.directory.fault("strange", self._of_another_secret())
 
     def _why_strange(self) -> str:
-        """Return why the running pool is not the one that this process attached to; "" if it is, or if no pool runs."""
+        """Return why the running pool is not the pool of this session; "" if it is, or if no pool runs."""
         try:
             running = internal_kv.settings(self.name)
         except ProtocolMismatch as error:
@@ -222,7 +222,7 @@ async def _in(workers: Workers, function: Callable[[], T]) -> T:
 
 
 def settings_of(name: str) -> dict[str, Any]:
-    """Like internal_kv.settings, but raises PoolNotFound, which gives advice, if no pool of that name runs.
+    """Like internal_kv.settings, but raises PoolNotFound, with advice, if no pool of that name runs.
 
     Raises RayKVError in a process that has left its Ray cluster.
     """

@@ -1,4 +1,4 @@
-"""Ends a pool. Actors are found by name, so a stop needs nothing else of the pool."""
+"""Ends a pool. Needs only the pool's name, which is part of its actors' names."""
 
 import contextlib
 import json
@@ -17,15 +17,15 @@ from raykv.config import FLUSH_DEADLINE_S
 
 STOP_DEADLINE_S = 10.0  # deadline for each actor to answer `stop`
 DEATH_DEADLINE_S = 20.0  # deadline for actors to end: Ray takes 5 s to end an actor that does not answer
-START_DEADLINE_S = 300.0  # deadline for a start or stop that is under way in another process to end
+START_DEADLINE_S = 300.0  # deadline for another process to end its start or stop of the pool
 LOOK_S = 0.05  # interval between two checks whether an actor has ended
 
 
 def stop_pool(name: str) -> bool:
     """End the pool of that name on every node and free its memory. Returns whether there was anything to end.
 
-    Blocks that the external tier lacks are demoted first, as far as `write` and `min_hits` allow. RayKVError in a
-    process that has left its Ray cluster.
+    Blocks that the external tier lacks are demoted first, as far as `write` and `min_hits` allow. Raises RayKVError
+    in a process that has left its Ray cluster.
     """
     ray_calls.check_connected(name)
     with internal_kv.exclusive(name, START_DEADLINE_S):
@@ -88,8 +88,8 @@ def _flush(stores: list[Any]) -> None:
 def _clean_up(name: str, unstopped: set[str], silent: set[str]) -> int:
     """Remove the arenas of stores that did not answer `stop`. Returns the number of removed arenas.
 
-    unstopped: Ray node ids of living nodes without a store that answered `stop`. silent: nodes whose stores may still
-    be dying. A store may also be dying if its raylet is gone. In this case, tasks on the other raylets of its machine
+    unstopped: Ray node ids of living nodes on which no store answered `stop`. silent: nodes whose stores may still be
+    dying. A store may also be dying if its raylet is gone. In this case, tasks on the other raylets of its machine
     wait for the store's death; otherwise the arena could stay for days.
     """
     addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
@@ -107,7 +107,7 @@ def _clean_up(name: str, unstopped: set[str], silent: set[str]) -> int:
         for clean in ray_calls.wait(list(pending), timeout=max(0.0, end - time.monotonic()))[0]:
             address, found = pending.pop(clean), _removed(clean)
             removed += found or 0
-            if found:  # it cleaned the whole machine; a task that found nothing may have run after another task
+            if found:  # it cleaned the whole machine; if it found nothing, another task may have cleaned before
                 pending = {other: at for other, at in pending.items() if at != address}
     return removed
 
@@ -132,7 +132,7 @@ def _done(answer: Any) -> bool:
 
 
 def _removed(clean: Any) -> int | None:
-    """Return the number of arenas that a task removed; None if its node was lost meanwhile, or has no raykv."""
+    """Return the number of arenas that a task removed; None if the task failed."""
     try:
         return int(ray_calls.get(clean, timeout=0))
     except RayError:

@@ -18,7 +18,7 @@ from raykv.client.session import Session
 from raykv.keys import CacheId, Keys
 from raykv.protocol.transfers import data_deadline
 
-SLACK = 4  # number of a read's deadlines that a swap-in waits; blocks that are missing after that are lost
+SLACK = 4  # a swap-in waits for this many deadlines of a read; blocks that are still missing are lost
 RETRY_S = 0.05  # interval between two matches for kept blocks that were not read yet
 
 
@@ -46,7 +46,7 @@ class Swaps:
         self._session, self._cache, self._root = session, cache, root
         self._secret = secrets.token_bytes(8)  # another process may use the same request ids
         self._requests: dict[str, Swapped] = {}
-        self._numbers = itertools.count()  # for unique keys: a request id may return with other bytes, a key may not
+        self._numbers = itertools.count()  # for unique keys: a request id may return with other bytes, a key must not
         self._lock = threading.Lock()  # guards _requests
 
     def out(self, paged: Any, block_ids: Sequence[int], request_id: str) -> Future[int]:

@@ -20,7 +20,7 @@ RESTART_S = 0.05  # pause before a search for the directory: a restarting direct
 
 
 class Tending:
-    """Runs the thread. The thread ends when the client is closed or garbage-collected."""
+    """Runs a client's thread. The thread ends when the client is closed or garbage-collected."""
 
     def __init__(self, client: DirectoryClient) -> None:
         self._bell = bell = client.bell
@@ -36,7 +36,7 @@ class Tending:
             if client is None:
                 return
             if client.left:
-                client.line.close()  # the thread may have connected since
+                client.line.close()  # this thread may have connected after `close`
                 return
             if rung and not client.up:
                 time.sleep(RESTART_S)
@@ -49,7 +49,7 @@ class Tending:
             pause, connection = self._rest(client)
             try:
                 self._export(client)
-            except Exception as error:  # Ray is shutting down, or can't export: no call is a miss for that
+            except Exception as error:  # Ray is shutting down, or can't export: this makes no call a miss
                 log.debug("pool %s: its metrics: %r", client.pool, error)
             del client
 

@@ -62,7 +62,7 @@ def get(pool: str, kind: Kept, name: str = "") -> bytes | None:
 
 
 def put(pool: str, kind: Kept, value: bytes, name: str = "", overwrite: bool = True) -> bool:
-    """Set a value. Returns False if there was a value that may not be overwritten."""
+    """Set a value. Returns False if a value exists and `overwrite` is False."""
     refuse_forked()
     ray_calls.check_connected(pool)
     existed: bool = _internal_kv_put(_key(pool, kind, name), value, overwrite=overwrite, namespace=NAMESPACE.encode())
@@ -158,9 +158,9 @@ def shown(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def idle_nodes(pool: str) -> dict[str, bool]:
-    """Return the nodes from which the supervisor removes the store, because only the pool uses them.
+    """Return the nodes whose stores the supervisor removes, because only the pool uses these nodes.
 
-    The value for a Ray node id is whether its store has ended.
+    The value for each Ray node id is whether the node's store has ended.
     """
     return {node_id: get(pool, Kept.IDLE, node_id) == LEFT for node_id in names(pool, Kept.IDLE)}
 
@@ -176,7 +176,7 @@ def failures(pool: str) -> dict[str, str]:
 
 
 def put_other_tokens(pool: str, node_id: str, client: int, chunks: int) -> None:
-    """Report the number of chunks that a client on a node read, and whose tokens did not match their keys."""
+    """Report how many chunks a client on a node has read with tokens that do not match their keys."""
     put(pool, Kept.OTHER_TOKENS, str(chunks).encode(), f"{node_id}/{client}")
 
 

@@ -14,7 +14,7 @@ from raykv.errors import RayKVError
 
 
 class NotConnected(RayKVError, RayError):
-    """This process is in no Ray cluster. raykv's threads handle it as a RayError, and users as a RayKVError."""
+    """This process is in no Ray cluster. raykv's threads catch this error as a RayError, users as a RayKVError."""
 
 
 def check_connected(pool: str) -> None:

@@ -1,4 +1,4 @@
-"""A bell that wakes a resting thread. The end of a connection wakes it too, so the thread need not poll."""
+"""A bell that wakes a resting thread. The end of a connection wakes the thread too."""
 
 import os
 import select
@@ -19,12 +19,11 @@ class Bell:
     def wait(self, seconds: float | None, connection: Stream | None = None) -> bool:
         """Wait for a ring, for at most `seconds` (None: without limit). Returns whether the bell rang.
 
-        connection: a connection whose end ends the wait too. Bytes that arrive there stay unread, and do not end the
-        wait.
+        connection: the end of this connection ends the wait too. Arriving bytes stay unread and do not end the wait.
         """
         poll = select.poll()
         poll.register(self._rung, select.POLLIN)
-        if connection is not None and connection.fileno() >= 0:  # a closed connection has ended
+        if connection is not None and connection.fileno() >= 0:  # it was not closed meanwhile
             poll.register(connection, select.POLLRDHUP)
         poll.poll(None if seconds is None else seconds * 1e3)
         try:

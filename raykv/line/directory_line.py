@@ -17,7 +17,7 @@ from raykv.protocol.location import Address
 from raykv.protocol.packing import packed, unpacked
 
 log = logging.getLogger("raykv")
-SUCCESSION_S = 1.0  # time without calls through Ray after a directory's process ended, as another process replaces it
+SUCCESSION_S = 1.0  # after a directory's process ends, no call uses Ray for this time: another process replaces it
 SOCKET_AGAIN_S = 5.0  # time until a failed socket is tried again; meanwhile calls go through Ray
 
 ERRORS = (RayError, ConnectionError, TimeoutError, ValueError)  # errors of a call that the directory does not answer
@@ -97,7 +97,7 @@ class DirectoryLine:
             return None
 
     def _is_being_replaced(self) -> bool:
-        """Whether the directory's process has just ended. A call through Ray would wait for the old directory."""
+        """Whether the directory's process has just ended. Calls through Ray would then wait for the old directory."""
         return bool(self._ended_at) and time.monotonic() < self._ended_at + SUCCESSION_S
 
     def look(self) -> bool:

@@ -12,10 +12,9 @@ log = logging.getLogger("raykv")
 
 
 class DirectoryLoop(Periodic):
-    """Runs steps with a line to the directory in charge. After an error it looks for the directory again.
+    """Runs steps with a line to the directory in charge. After an error it searches for the directory.
 
-    After a single late answer it keeps its directory: a search for another directory needs Ray's GCS, which may be down
-    while the directory works.
+    A single late answer causes no search: a search needs Ray's GCS, which may be down while the directory works.
     """
 
     def __init__(
@@ -39,7 +38,7 @@ class DirectoryLoop(Periodic):
         if not self._line.look():
             raise ConnectionError("the directory closed the connection")
         if time.monotonic() >= self._due:
-            self._due = float("inf")  # unless `wake` is called meanwhile
+            self._due = float("inf")  # a call of `wake` during the step sets 0
             pause = self._ask(self._line)
             self._late = False
             if pause is not None and self._due:

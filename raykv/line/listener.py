@@ -39,7 +39,7 @@ class Unhurried(bytes):
 class Connection:
     """An accepted connection. Only the listener's thread uses it, or the thread to which it is lent.
 
-    outbox: unsent bytes, of at most one answer. events: events that the listener waits for; 0: none, as while lent.
+    outbox: unsent bytes of at most one answer. events: events that the listener waits for; 0 while lent or queued.
     side: the side that the peer has proved. frame_bytes: maximum length of a frame from the peer. greeted: whether the
     TLS handshake has begun.
     """
@@ -52,7 +52,7 @@ class Connection:
         self.frame_bytes = 0
         self.prove_until = time.monotonic() + wire.HANDSHAKE_S
         self.proven, self.greeted, self.events = False, False, selectors.EVENT_READ
-        self.gone: OSError | None = None  # the error that showed the peer gone; its earlier requests are still served
+        self.gone: OSError | None = None  # the error of a peer that is gone; its earlier requests are still served
 
     def send(self, data: bytes) -> None:
         """Send without waiting. Unsent bytes are sent later. Sends nothing to a peer that is gone."""
@@ -211,9 +211,9 @@ class Listener:
     def _greet(self, peer: socket.socket, connection: Connection) -> None:
         self.unproven[connection] = None
         if len(self.unproven) > self.most_unproven:
-            oldest = next((each for each in self.unproven if each.events), connection)  # others wait for this thread
+            oldest = next((each for each in self.unproven if each.events), connection)  # others wait for their turn
             if oldest.challenge:
-                self._attempt(self._attend, oldest)  # its proof may have come meanwhile
+                self._attempt(self._attend, oldest)  # its proof may have arrived meanwhile
             if oldest in self.unproven:
                 self._end(oldest)
         wire.prepare(peer)
@@ -231,17 +231,17 @@ class Listener:
 
     def _shake(self, connection: Connection) -> None:
         """Continue the TLS handshake. When the handshake is done, send the challenge."""
-        if connection in self.unproven and isinstance(connection.socket, TlsSocket):  # it has not ended
+        if connection in self.unproven and isinstance(connection.socket, TlsSocket):  # the connection lives
             self._watch(connection)
             connection.greeted = True
             if connection.socket.shake():
                 self._challenge(connection)
 
     def _attend(self, connection: Connection) -> None:
-        """Read bytes from a peer, or send the waiting answer to it. Until it is sent, no more requests are read."""
+        """Send the rest of an answer to a peer. If there is none, read requests from the peer and serve them."""
         if not connection.challenge:
             self._leave_alone(connection)
-            add = self._shaking.appendleft if connection.greeted else self._shaking.append  # begun handshakes go first
+            add = self._shaking.appendleft if connection.greeted else self._shaking.append  # begun handshakes first
             add(connection)
             return
         if connection.outbox:
@@ -319,7 +319,7 @@ class Listener:
             self._end(connection)
 
     def _prove(self, connection: Connection) -> None:
-        """Check a peer's proof, and answer with this side's. ConnectionError if the peer does not know the token."""
+        """Check a peer's proof, and answer with a proof. ConnectionError if the peer does not know the token."""
         if len(connection.inbox) < CHALLENGE_BYTES + PROOF_BYTES:
             return
         shown = bytes(connection.inbox[: CHALLENGE_BYTES + PROOF_BYTES])
@@ -356,7 +356,7 @@ class Listener:
         connection.socket.close()
 
     def _hang_up(self, connection: Connection) -> None:
-        """End a connection that may be lent. The thread that has it still uses the descriptor, and closes it."""
+        """End a connection that may be lent. The thread that borrowed it still uses the descriptor, and closes it."""
         with contextlib.suppress(OSError):  # the connection has ended already
             connection.socket.shutdown(socket.SHUT_RDWR)
         if connection.events:

@@ -23,7 +23,7 @@ class Periodic:
         on_error: Callable[[Exception], Pause],
         connection: Callable[[], Stream | None] = lambda: None,
     ) -> None:
-        """name: name of the thread. step: returns the pause after it. on_error: gets a step's error, returns a pause.
+        """name: name of the thread. step: returns the pause after a step. on_error: takes an error, returns a pause.
 
         connection: returns a connection whose end ends the pause, or None.
         """

@@ -55,7 +55,7 @@ class Request:
 class Pipeline:
     """A connection to a Listener. Thread-safe. Once it has failed, every request fails: make another Pipeline.
 
-    address: of the listener. socket: the connection, for watching only. alive: False once the connection has failed.
+    address: the listener's address. socket: the connection, only for watching. alive: whether the connection works.
     """
 
     def __init__(self, address: Address, side: bytes = CLIENT) -> None:
@@ -66,7 +66,7 @@ class Pipeline:
         self._readable.register(self.socket, select.POLLIN)
         self._usable.register(self.socket, select.POLLIN | select.POLLOUT)
         self._sending = threading.Lock()  # held so that requests are sent whole, and in the order of `_due`
-        self._turn: dict[str, object] = {}  # READER: who reads the socket, uses _inbox, and takes from _due
+        self._turn: dict[str, object] = {}  # READER: mark of the thread that may read, use _inbox, and take from _due
         self._due: deque[Deliver] = deque()
         self._waiting: deque[Request] = deque()  # requests of the threads in `wait`
         self._inbox, self._buffer = bytearray(), memoryview(bytearray(RECEIVE_BYTES))
@@ -79,7 +79,7 @@ class Pipeline:
         return READER in self._turn
 
     def send(self, body: bytes, deliver: Deliver) -> None:
-        """Send a request. If sending fails, raises the ConnectionError, and delivers it too.
+        """Send a request. If sending fails, raises a ConnectionError and delivers one too.
 
         deliver: must neither use this pipeline nor wait.
         """

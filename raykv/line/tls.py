@@ -19,7 +19,7 @@ TURNS = 3  # number of turns of each side after which a handshake has ended
 ADDRESS_MISMATCH = 64  # OpenSSL's X509_V_ERR_IP_ADDRESS_MISMATCH
 RECEIVE_BYTES, SEND_BYTES = 128 << 10, 128 << 10  # maximum bytes that one system call receives or sends
 HELLO_BYTES = 32 << 10  # maximum bytes of one side's handshake, and of answers that TLS itself sends
-WORN_BYTES = 1 << 38  # maximum bytes under one key: below the 2^24.5 records of RFC 8446, 5.5, as raykv renews no keys
+WORN_BYTES = 1 << 38  # maximum bytes under one key, as raykv renews no keys: below the 2^24.5 records of RFC 8446, 5.5
 
 
 def used() -> bool:
@@ -29,7 +29,7 @@ def used() -> bool:
 
 @functools.cache
 def context(purpose: ssl.Purpose) -> ssl.SSLContext:
-    """Return a context for connections to listeners (SERVER_AUTH) or clients (CLIENT_AUTH). OSError for bad files."""
+    """Return a context for connections to listeners (SERVER_AUTH) or clients (CLIENT_AUTH). OSError for a bad file."""
     missing = [name for name in FILES if not os.environ.get(name)]
     if missing:
         raise FileNotFoundError(f"RAY_USE_TLS is set, and {' and '.join(missing)} not: set them as for Ray")
@@ -67,10 +67,10 @@ def check(host: str) -> None:
 
 
 class TlsSocket:
-    """A connection in TLS, with the calls and flags of a plain socket that raykv uses.
+    """A TLS connection. It has the methods of a socket that raykv calls, with the same flags.
 
-    One thread may send while another receives. Nothing is ever sent unencrypted. plain: the plain socket; its timeout
-    and limits are those of calls.
+    One thread may send while another receives. Nothing is ever sent unencrypted. plain: the plain socket, whose timeout
+    and limits apply to all calls.
     """
 
     def __init__(self, plain: socket.socket, host: str = "") -> None:
@@ -181,7 +181,7 @@ class TlsSocket:
     def recv_into(self, buffer: Any, nbytes: int = 0, flags: int = 0) -> int:
         """Like a socket's `recv_into`.
 
-        If the buffer is below RECEIVE_BYTES, some bytes may stay in this object, where no poll sees them.
+        With a buffer of less than RECEIVE_BYTES, bytes may stay in this object, where `poll` does not see them.
         """
         view = memoryview(buffer)
         view = view[: nbytes or len(view)]

@@ -31,7 +31,7 @@ KEEPALIVE_IDLE_S = 5  # time until TCP probes an idle peer
 KEEPALIVE_S = 2  # interval between TCP's probes of a peer that does not answer
 KEEPALIVE_PROBES = 3
 VIEWS = 64  # maximum number of memory views that one system call sends or receives
-GONE_S = KEEPALIVE_IDLE_S + KEEPALIVE_PROBES * KEEPALIVE_S  # time until a peer that sends or takes nothing is gone
+GONE_S = KEEPALIVE_IDLE_S + KEEPALIVE_PROBES * KEEPALIVE_S  # a peer that sends or takes nothing for this time is gone
 
 
 def connect(address: Address, side: bytes = CLIENT) -> Stream:
@@ -125,9 +125,9 @@ def receive(peer: Stream, count: int, end: float | None = None) -> bytes:
 
 
 def set_limits(peer: Stream, seconds: float) -> None:
-    """Make a connection blocking, but limit each system call to `seconds`: one call moves many bytes.
+    """Make a connection blocking, but limit each system call to `seconds`.
 
-    A call in which no byte moved raises BlockingIOError.
+    A call that moves no byte in this time raises BlockingIOError.
     """
     peer.settimeout(None)
     if isinstance(peer, TlsSocket):
@@ -138,7 +138,7 @@ def set_limits(peer: Stream, seconds: float) -> None:
 
 
 def receive_some(peer: Stream, views: Sequence[memoryview]) -> int:
-    """Fill the first views with the bytes that arrive in time. Returns their number. ConnectionError at the end."""
+    """Fill the first views with bytes that arrive in time. Returns their number. ConnectionError if the peer closed."""
     got = peer.recvmsg_into(views[:VIEWS], 0, socket.MSG_WAITALL)[0]
     if not got:
         raise ConnectionError("the peer closed the connection")

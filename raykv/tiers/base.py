@@ -60,7 +60,7 @@ class Tier(Protocol):
 
 @runtime_checkable
 class ReadsHeads(Tier, Protocol):
-    """A tier that can read heads without bodies. A head distinguishes blocks from other things with such names."""
+    """A tier that can read heads without bodies. A head shows whether a record is a block of raykv."""
 
     def get_heads(self, keys: Sequence[bytes]) -> list[bytes | None]:
         """Return the first HEAD_BYTES under each key, fewer if the record is shorter, or None if there is no record."""

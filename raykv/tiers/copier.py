@@ -37,7 +37,7 @@ class TierCopier:
         return stored
 
     def load(self, keys: NDArray[np.uint8], arena: Arena, target: Locations) -> NDArray[np.uint8]:
-        """Copy blocks from the tier into granted slots of any arena of this node.
+        """Copy blocks from the tier into granted slots of one of this node's arenas.
 
         keys: (n, 16). target: (n,) LOCATION, all of the same size. Returns (n,) verdicts: FAILED, PULLED, or ALTERED. A
         block is ALTERED if the tier lacks the block or has different bytes.

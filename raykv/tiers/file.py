@@ -1,7 +1,7 @@
 """Stores blocks as files. Direct I/O bypasses the page cache, if the file system and the block's address allow that.
 
 A block is one file: a page with its head, then its body. A file is written under a temporary name and then renamed, so
-a file with a block's name is complete. Only after a loss of power may the file's length or checksum be wrong. The tier
+a file with a block's name is complete. Only a loss of power may leave a file with a wrong length or checksum. The tier
 keeps some deleted files and overwrites them: in a full tier, each new block takes the place of a deleted block.
 """
 
@@ -46,7 +46,7 @@ class _Pages(threading.local):
 class FileTier:
     """A folder of files.
 
-    A folder that is not shared has a subfolder for each store. A restarted store uses its earlier subfolder again.
+    A folder that is not shared has a subfolder for each store. A restarted store takes the first unused subfolder.
     """
 
     def __init__(self, url: TierUrl) -> None:
@@ -87,7 +87,7 @@ class FileTier:
         taken = self._clean_up()
         disk = os.statvfs(self._folder)
         room = disk.f_bavail * disk.f_frsize + taken
-        if disk.f_blocks and url.capacity > room:  # some file systems don't say
+        if disk.f_blocks and url.capacity > room:  # some report no size
             raise ValueError(
                 f"external={url.text}: capacity={url.capacity} bytes, but that disk has {room} free or taken by this "
                 f"pool: lower capacity, or name a folder on another disk"
@@ -140,7 +140,7 @@ class FileTier:
         if len(rows) == 1:
             return [work(rows[0])]
         tasks = [self._threads.submit(work, row) for row in rows]
-        wait(tasks)  # even if a task failed, as others still use the caller's memory
+        wait(tasks)  # even if a task failed, as other tasks still use the caller's memory
         return [task.result() for task in tasks]
 
     def _put(self, block: Block) -> bool:
@@ -181,7 +181,7 @@ class FileTier:
         return temporary, os.open(temporary, flags | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=self._folder)
 
     def _remove(self, path: str) -> None:
-        """Delete a file, or keep it to overwrite it. A late reader may get wrong bytes, which its caller detects."""
+        """Delete a file, or keep it as a spare file. A late reader may get wrong bytes, which its caller detects."""
         found = os.stat(path, dir_fd=self._folder, follow_symlinks=False)
         if not stat.S_ISREG(found.st_mode):  # a stranger
             return
@@ -259,7 +259,7 @@ class FileTier:
         return 0 if address % PAGE or body.nbytes % PAGE else self._direct
 
     def _files(self, strangers: Strangers) -> Iterator[tuple[str, os.stat_result]]:
-        """Yield files that have a block's name or a temporary name. All other things are added to `strangers`."""
+        """Yield files that have a block's name or a temporary name. Adds all other things to `strangers`."""
         for name in sorted(set(os.listdir(self._folder)) - {*FOLDERS, "lock"}):
             if not name.startswith("probe-"):  # another store that opens a shared folder writes a probe
                 strangers.add(name)
@@ -290,7 +290,7 @@ def _path(url: TierUrl) -> str:
 
 
 def _own_folder(path: str, url: TierUrl) -> tuple[int, int]:
-    """Return descriptors of the first subfolder that no other store uses, and of its lock file, which is locked."""
+    """Return descriptors of the first subfolder that no other store uses, and of its lock file. Locks this file."""
     for number in count():
         folder = _folder(path, str(number), url)
         fd = os.open("lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600, dir_fd=folder)
@@ -342,7 +342,7 @@ def _probe(folder: int, flag: int) -> None:
 
 
 def _move(call: Callable[[int, list[memoryview], int], int], fd: int, *views: memoryview) -> int:
-    """Read or write all of the views. Returns how many bytes were moved, which are fewer if the file ends early."""
+    """Read or write all views. Returns the number of moved bytes. The number is smaller if the file ends early."""
     done, rest = 0, [view for view in views if view.nbytes]
     while rest and (moved := call(fd, rest, done)):
         done += moved

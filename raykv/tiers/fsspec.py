@@ -12,7 +12,7 @@ import fsspec
 from raykv.tiers.base import HEAD_BYTES, MARKER, Block, TierUrl, batches, key_of, path_of, pieces, unpacked
 from raykv.tiers.strangers import Strangers
 
-PIECE_BYTES = 64 << 20  # bytes moved at a time: each object is a request, and many requests are in flight
+PIECE_BYTES = 64 << 20  # bytes of the objects that are requested at the same time
 AGES = ("mtime", "LastModified", "last_modified", "updated", "created")  # file systems' names for an object's time
 
 
@@ -23,7 +23,7 @@ class FsspecTier:
     """
 
     def __init__(self, url: TierUrl) -> None:
-        """Open the tier. Raises ValueError or OSError, whose text says what to change, if it can't be written."""
+        """Open the tier. Raises ValueError or OSError, whose text says what to change, if the tier can't be written."""
         if url.parts.password is not None:
             raise ValueError(f"external={url.text}: give the password in fsspec's configuration, not in the URL")
         self.shared = url.scheme != "memory" if url.shared is None else url.shared
@@ -55,7 +55,7 @@ class FsspecTier:
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
-            self._remove(list(objects))  # one of the objects is cut short
+            self._remove(list(objects))  # one of the objects may be cut short
             return False
         return True
 
@@ -109,7 +109,7 @@ class FsspecTier:
 
 
 def _open(where: str) -> tuple[Any, str]:
-    """Write and remove a probe. Returns the file system, and the path in it."""
+    """Open a file system, and write and remove a probe. Returns the file system, and the path in it."""
     # a cached listing soon becomes wrong, as other nodes write too
     store, path = fsspec.url_to_fs(where, use_listings_cache=False, skip_instance_cache=True)
     root = path.rstrip("/")
@@ -122,5 +122,5 @@ def _open(where: str) -> tuple[Any, str]:
 
 
 def _age(info: dict[str, Any]) -> str:
-    """Return a time as text, by which the objects of one file system can be sorted from old to new."""
+    """Return an object's time as text. Within one file system, these texts sort from old to new."""
     return next((str(info[name]) for name in AGES if name in info), "")

@@ -1,8 +1,8 @@
 """A node store's view of an external tier: records that verify themselves, deadlines, and back-off after failures.
 
-A record is a block's Head and its body. All blocks stored since the last clear are the tier's content, and the content
-has a name, which is in each head. A marker record has the current name, and identifies the tier's pool and secret.
-Records with another name are void.
+A record is a block's Head and its body. All blocks stored since the last clear are the tier's content. Each head
+contains the name of the block's content. A marker record contains the name of the current content, and identifies the
+tier's pool and secret. Records of another content are void.
 """
 
 import hashlib
@@ -57,8 +57,8 @@ class GuardedTier:
     """A tier behind deadlines. Except `check` and `scan`, no method raises or waits past a deadline. Thread-safe.
 
     After a failure or a late answer the tier is down: no call reaches the tier until a `probe` succeeds. If the tier is
-    down from the beginning, a `probe` opens it. If a write fails with an error, blocks are still read from the tier,
-    but for a while none are stored or deleted there.
+    down from the beginning, a `probe` opens it. If a write fails with an error, the tier is still read, but for a
+    while no blocks are stored or deleted there.
 
     up: whether calls reach the tier. content: name of the stored content, CONTENT_BYTES long. faults: number of faults
     by kind. refusal: why the last write failed; "" after a success.
@@ -70,15 +70,15 @@ class GuardedTier:
         self._make, self._fingerprint = make, fingerprint
         self._opened: Tier | None = None
         self.content = self._marked = bytes(CONTENT_BYTES)  # `_marked`: the name in the tier's marker
-        self._stored: deque[bytes] = deque(maxlen=WITNESSES)  # the first key of each of the last stores
+        self._stored: deque[bytes] = deque(maxlen=WITNESSES)  # the first key of each recent `store`
         self._witnesses: list[bytes] = []  # the keys that `_stored` had when the marker was last seen
         self.up, self._failures, self._retry_at = False, 0, 0.0
         self.refusal = ""
         self._refusals, self._write_at = 0, 0.0
         self._lock = threading.Lock()  # guards `up`, failures and times in `_fail`; taken after other locks
         self._buffers = ReadBuffers(READERS)
-        self._began: WeakKeyDictionary[Future[Any], list[float]] = WeakKeyDictionary()  # by call: [start]; []: it waits
-        self._stores: set[Future[Sequence[bool]]] = set()  # running calls
+        self._began: WeakKeyDictionary[Future[Any], list[float]] = WeakKeyDictionary()  # by call: [start] once it runs
+        self._stores: set[Future[Sequence[bool]]] = set()  # running calls that store
         self._reads = ThreadPoolExecutor(READERS, thread_name_prefix="raykv-tier-read")
         self._writes = ThreadPoolExecutor(1, thread_name_prefix="raykv-tier-write")
         self._probing: Future[bool] | None = None  # probe of a tier that is down
@@ -90,7 +90,7 @@ class GuardedTier:
 
     @property
     def storing(self) -> bool:
-        """Whether the tier still reads blocks' memory for a `store`, even one that has returned at its deadline."""
+        """Whether the tier still reads blocks' memory for a `store`, which may have returned already."""
         return bool(self._stores)
 
     @property
@@ -175,7 +175,7 @@ class GuardedTier:
             self._buffers.give_back(buffer)
 
     def _miss(self, blocks: int) -> None:
-        """Count missing blocks. As all blocks may be lost, make the next probe due, which looks for the marker."""
+        """Count missing blocks. Since all blocks may be lost, makes the next probe due. It looks for the marker."""
         self.faults.add("missing", blocks)
         with self._lock:
             if blocks and self.up:
@@ -321,7 +321,7 @@ class GuardedTier:
             late = time.monotonic() - deadline / 2
             if writes and began and asked.done() and not asked.cancelled():
                 self._refuse(what, error)
-            elif began and (asked.done() or began[0] <= late):  # else it waited for late calls, which are counted
+            elif began and (asked.done() or began[0] <= late):  # else it waited for other late calls
                 self._fail(what, error)
         return None
 
@@ -355,7 +355,7 @@ class GuardedTier:
         same = found in (self._marked, self.content)
         if self.content != self._marked:  # the pool was cleared while the tier was down, or refused writes
             self._write_late()
-        elif found is None and self._holds_content():  # the server evicted the marker alone
+        elif found is None and self._holds_content():  # the server evicted only the marker
             self._mark()
             same = True
         elif found is None:  # any store may do this first: all stores of a shared tier derive the same name

@@ -30,7 +30,7 @@ NO_HEAD = Head(b"", b"", 0, 0, 0)  # equals no head that raykv writes
 
 
 def head_of(answer: bytes | None) -> Head:
-    """Return the head in a tier's answer, or NO_HEAD if there is none or another program or version wrote it."""
+    """Return the head in a tier's answer, or NO_HEAD if the answer contains no head in this FORMAT."""
     if not isinstance(answer, bytes) or len(answer) < FORMAT.size or not answer.startswith(MAGIC):
         return NO_HEAD
     return Head(*FORMAT.unpack_from(answer)[1:])

@@ -15,7 +15,7 @@ class ReadBuffers:
         self._lock = threading.Lock()  # guards `_free`; no other lock is taken while it is held
 
     def take(self, size: int) -> mmap.mmap:
-        """Return a buffer of at least `size` bytes, if possible a used one, whose memory is already allocated."""
+        """Return a buffer of at least `size` bytes. Prefers a used buffer, as its memory is already allocated."""
         with self._lock:
             for i, buffer in enumerate(self._free):
                 if len(buffer) >= size:

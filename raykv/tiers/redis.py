@@ -1,4 +1,4 @@
-"""Stores each block in a redis or valkey server as a string of head and body. With hashes, the server copies more."""
+"""Stores each block in a redis or valkey server as a string of head and body. Hashes would cost more copies."""
 
 import os
 import re

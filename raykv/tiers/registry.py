@@ -16,8 +16,8 @@ def register_tier(scheme: str, make: Maker) -> None:
     """Let `make` open `external=` URLs of this scheme, in this process.
 
     scheme: the URLs' scheme, in upper or lower case. make: takes a TierUrl and returns an open Tier. If `make` fails,
-    it must raise ValueError or OSError with a text that says what to change. Other processes find a maker by an entry
-    point in the group "raykv.tiers" that has the scheme's name.
+    it must raise ValueError or OSError with a text that says what to change. Other processes find a maker through an
+    entry point: its group is "raykv.tiers", and its name is the scheme.
     """
     _registered[scheme.lower()] = make
 

@@ -14,7 +14,7 @@ class Strangers:
         self._named: list[str] = []
 
     def add(self, name: str) -> None:
-        """Add a stranger. name: the name by which a person finds it in the tier."""
+        """Add a stranger. name: the name by which a person finds the stranger in the tier."""
         self.count += 1
         if len(self._named) < NAMED:
             self._named.append(repr(name))

@@ -8,7 +8,7 @@ from raykv.tiers.registry import registered, tier_for
 
 
 def parse(url: str) -> TierUrl:
-    """Parse a URL. Raises a ValueError that says what to write instead, and that contains no password and no query."""
+    """Parse a URL. Raises ValueError with advice. The message contains no password and no query."""
     parts = _split(url)
     text = _text(parts)
     given = parse_qsl(parts.query, keep_blank_values=True)

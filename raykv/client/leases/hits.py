@@ -28,7 +28,7 @@ def count_found(session: Session, cache: CacheId, asked: int, found: dict[str, i
 
 
 def count_saved(session: Session, cache: CacheId, tokens: int, tokens_per_s: float) -> None:
-    """Count tokens that an engine reads instead of computing them. tokens_per_s: rate at which it computes."""
+    """Count tokens that an engine reads instead of computing them. tokens_per_s: rate at which the engine computes."""
     metrics = session.directory.metrics
     series = _of_reads(metrics, cache.model, cache.tenant, cache.is_named)
     metrics.add_each(zip(series, (tokens, tokens / tokens_per_s), strict=True))

@@ -21,7 +21,7 @@ from raykv.protocol.clients import Intent, MatchedPart
 class Part(NamedTuple):
     """The blocks of a prompt for one part of a model, such as a rank or a group of layers, and for one reader.
 
-    memory: the directory's name for the memory to read into (the reader's `Session.memory_name`). window: number of the
+    memory: the directory's name for the memory to read into (the reader's `Session.memory_name`). window: number of
     last blocks that the reader needs; 0: all. A sliding-window layer needs the blocks of its window, a model's state
     needs one block. ahead: number of blocks after the prefix that must be ready too, but are not leased. A drafter's
     layer needs one such block.
@@ -46,13 +46,13 @@ class LeasedCall(NamedTuple):
 
 
 class JointMatch:
-    """Leases on the longest prefix that all parts have. Only the blocks that readers need are leased, until `release`.
+    """Leases on the longest prefix that is ready in all parts. Only the blocks that readers need are leased.
 
-    Other processes read the blocks (`leased`), each in its own node's memory. This process need not map that memory.
+    Other processes read the blocks (see `leased`), each in its node's memory. This process need not map that memory.
 
-    pending: number of blocks that other clients are writing or will compute soon, after the ready blocks of the first
-    part. If it is above 0, nothing is leased while the caller waits. answered: whether the directory answered the last
-    call.
+    pending: number of blocks after the first part's ready blocks that other clients are writing or will compute soon.
+    If it is above 0, nothing is leased, and the caller should ask again. answered: whether the directory answered the
+    last call.
     """
 
     def __init__(self, session: Session, parts: Sequence[Part], tokens_per_s: float, request: str = "") -> None:
@@ -70,7 +70,7 @@ class JointMatch:
         self.pending, self.answered = 0, True
 
     def ask(self, computes: bool = False, wait: bool = False) -> Self:
-        """Lease the blocks, with one call for all parts if their keys fit into it.
+        """Lease the blocks, with one call for all parts if all keys fit into one call.
 
         computes: whether the caller will compute and store the blocks that are not found. Other clients may wait for
             these blocks until `end_intent`. wait: whether to lease nothing if others compute or write the next blocks:
@@ -117,7 +117,7 @@ class JointMatch:
             yield [part.keys[first : first + blocks] for part in self._parts]
 
     def _leading(self, most: int) -> list[Keys]:
-        """Return at most about `most` leading keys of all parts together, cut where blocks of all parts end."""
+        """Return the leading keys of each part, about `most` in total, up to a token where blocks of all parts end."""
         keys, tokens = [part.keys for part in self._parts], [part.keys.cache.block_tokens for part in self._parts]
         if (count := sum(map(len, keys))) <= most:
             return keys
@@ -177,7 +177,7 @@ class JointMatch:
     def fetch_external(self) -> int:
         """Make the readers' stores fetch blocks from an external tier, within the limits of staging windows and time.
 
-        Returns the number of tokens in the prefix whose needed blocks are then all in the memory of nodes.
+        Returns the number of tokens in the prefix for which all needed blocks are then in the memory of nodes.
         """
         tokens = 0
         for call in self._calls:
@@ -185,14 +185,14 @@ class JointMatch:
             if counts == list(map(len, call.leases)):
                 tokens += call.tokens
                 continue
-            # with windows, a shorter prefix would need other blocks. Its blocks ahead are among the found blocks
+            # a shorter prefix of parts with windows needs other blocks; blocks ahead are among the found blocks
             if not self._has_windows:
                 tokens += self._common(counts)
             break
         return tokens
 
     def _common(self, counts: Sequence[int]) -> int:
-        """Return the tokens of the longest prefix that ends with a block of all parts. counts: blocks of each part."""
+        """Return the tokens of the longest prefix that ends where blocks of all parts end. counts: blocks by part."""
         sizes = [part.keys.cache.block_tokens for part in self._parts]
         most = min(count * size for count, size in zip(counts, sizes, strict=True))
         return most - most % lcm(*sizes)

@@ -47,7 +47,7 @@ class Lease:
     def granted(
         cls, session: Session, keys: Keys, block_s: float, prefetch: bool, lease: int, answer: Matched | None
     ) -> Self:
-        """Make a lease from the answer to a match. keys: keys of the call. block_s: the engine's seconds for a block.
+        """Make a lease from the answer to a match. keys: keys of the call. block_s: the engine's time for a block.
 
         prefetch: see Match. lease, answer: the result of `DirectoryClient.match` for these keys.
         """
@@ -81,7 +81,7 @@ class Lease:
     def granted_part(
         cls, session: Session, memory: str, keys: Keys, block_s: float, lease: int, part: MatchedPart
     ) -> Self:
-        """Make a lease of `match_parts`, for another process. memory: the directory's name for the reader's memory."""
+        """Make another process's lease from a part of a `match_parts` answer. memory: name of the reader's memory."""
         source = np.frombuffer(part.source, LOCATION)
         name = LeaseName(part.nonce, part.node, session.directory.client, lease, 0)
         store = session.store_of(memory) if is_tier(source["node"]).any() else None
@@ -99,7 +99,7 @@ class Lease:
         return cls(session, session.local, LeasedBlocks(session.directory, block_bytes, leased.name, source, keys))
 
     def _limit_wait(self, block_s: float) -> int:
-        """Limit waits for a tier to the time of computing its blocks. Returns the number of blocks in a tier."""
+        """Limit waits for a tier to the time of computing the tier's blocks. Returns the number of these blocks."""
         external = self.blocks.found["external"]
         self._stream.wait_budget_s = block_s * external if external else None
         return external
@@ -140,12 +140,12 @@ class Lease:
         valid = np.zeros(len(self), np.bool_)
         for blocks, where in self._stream.arrivals(len(self), passes=True):
             valid[blocks] = self._copy(where, keys[blocks], rows[blocks], verify)
-        if self.blocks.name.owner != self._session.directory.client:  # report now, as the owner may soon release
+        if self.blocks.name.owner != self._session.directory.client:  # report now: the owner may soon release
             self._session.directory.heartbeat()
         return leading(valid)
 
     def fetch(self, whole: bool) -> int:
-        """Pull blocks to this node: as many as the staging window holds, or all of them (`whole`).
+        """Pull blocks to this node: all blocks if `whole`, else as many as fit into the staging window.
 
         Returns the number of leading blocks that arrived or were there already.
         """
@@ -166,7 +166,7 @@ class Lease:
         return leading(there[:stop])
 
     def fetch_external(self) -> int:
-        """If any block is in an external tier, pull blocks to this node, as many as the staging window holds.
+        """If any block is in an external tier, pull as many blocks to this node as fit into the staging window.
 
         Returns the number of leading blocks that are then in memory, on this node or on another node.
         """

@@ -24,7 +24,7 @@ class Match:
 
     If the reader sends no call to the directory for ten minutes, its leases end, and a later read may be a miss.
     num_blocks, num_tokens: number of leased blocks and tokens. After `release`, every read raises ValueError, since the
-    slots may hold other blocks by then.
+    slots may then hold other blocks.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Match:
             yield keys[first : first + KEYS_PER_CALL] if count > KEYS_PER_CALL else keys
 
     def _take(self, part: Keys, lease: int, answer: Matched | None) -> bool:
-        """Keep the lease that an answer grants. Returns whether the lease has all keys of the call."""
+        """Keep the lease that an answer grants. Returns whether the lease covers all keys of the call."""
         if self._counted and self._session.directory.requests.followed and self._record is None:
             name = lease_name(self._session.directory.client, lease)
             self._record = RequestRecord("request", self._cache, self._asked, id=name)
@@ -119,7 +119,7 @@ class Match:
 
         out: at least (num_blocks, block_bytes) uint8, contiguous and writable, numpy or torch; block i is copied to
         out[i].
-        verify: whether to check the checksums of this node's blocks too (other nodes' blocks are always checked).
+        verify: whether to check the checksums of this node's blocks too. Other nodes' blocks are always checked.
         Returns the number of leading rows that hold their blocks: num_blocks, or fewer if a node failed, or if other
         readers used up the staging window for seconds.
         Raises ValueError for an array of another shape or dtype.
@@ -129,8 +129,8 @@ class Match:
     def read_into(self, paged: Any, block_ids: Sequence[int], *, verify: bool = False) -> int:
         """Like `read`, but into paged memory: block i becomes row block_ids[i] of every array of `paged`.
 
-        paged: a (pages, bytes) uint8 array, or several (for example, one per layer) whose rows together have
-        block_bytes.
+        paged: a (pages, bytes) uint8 array, or several such arrays, for example one per layer. The rows of one page
+        have block_bytes in total.
         block_ids: (num_blocks,) int. Raises ValueError if `paged` or `block_ids` does not fit.
         """
         return self.read_rows(self._paged(paged, block_ids), verify)

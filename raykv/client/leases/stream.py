@@ -17,17 +17,17 @@ from raykv.protocol.location import Locations
 from raykv.protocol.transfers import ALTERED, PULLED, data_deadline
 
 PIECE_BYTES = 64 * MIB  # bytes of a piece: while one piece is copied out, the next piece is pulled
-FIRST = 4  # the first two pieces have a fourth of that, as readers here and on other nodes wait for them
+FIRST = 4  # the first two pieces are a fourth of PIECE_BYTES, as readers on all nodes wait for them
 PIECES_AHEAD = 2
-LATE_S = 0.5  # a pull that brings no block after a longer wait counts as late; an earlier failure is a refusal
+LATE_S = 0.5  # a pull that fails after a longer wait counts as late; a pull that fails earlier was refused
 WAIT_BUDGET_S = 0.05  # minimum deadline of a read that waits for a tier, however fast the engine computes tokens
 WINDOW_S = 2.0  # minimum deadline of a read that waits for staging slots, or for a copy that another reader pulls
-WINDOW_DEADLINES = 8  # the same minimum, in deadlines of the pool; the longer of both applies
+WINDOW_DEADLINES = 8  # the same minimum as a multiple of the pool's deadline; the longer minimum applies
 WINDOW_POLL_S = 0.005  # interval between a read's first requests for staging slots
 WINDOW_REST_S = 0.02  # interval between a read's later requests for staging slots
 
 SILENT = "its node does not answer"  # this text and the next ones appear in request lines, which also name the node
-LATE = "the pull was late", "the external tier was slower than computing would be"  # for another node; for a tier
+LATE = "the pull was late", "the external tier was slower than computing would be"  # texts for a node and for a tier
 FAILED_TO = "the pull failed", "the external tier did not give it"
 
 
@@ -37,7 +37,7 @@ def piece_blocks(block_bytes: int) -> int:
 
 
 class Pull(NamedTuple):
-    """A pull that is under way. source: LOCATION records that it reads."""
+    """A pull that has begun. source: LOCATION records of the copies that it reads."""
 
     blocks: Blocks
     source: Locations
@@ -117,7 +117,7 @@ class Stream:
             pulls.pass_by(arrived)
 
     def by_source(self, piece: Blocks) -> list[Blocks]:
-        """Split a piece into blocks of other nodes and blocks of a tier: the former must not wait for the latter."""
+        """Split a piece into blocks of other nodes and blocks of a tier, as a tier may need much longer."""
         external = self.blocks.external[piece]
         return [part for part in (piece[~external], piece[external]) if len(part)]
 
@@ -130,7 +130,7 @@ class Stream:
         return store.pull(blocks.source[part], blocks.keys[part], blocks.staged[part], bool(blocks.external[part[0]]))
 
     def _before_silence(self, store: StoreClient, stop: int) -> int:
-        """Return the number of blocks before `stop` and before any block of a silent node. Notes a silent node."""
+        """Return the number of blocks before `stop` and before a silent node's first block. Notes that node."""
         source = self.blocks.source[:stop]
         reached = reachable(store, source, self.blocks.name.node)
         if reached < stop:
@@ -178,7 +178,7 @@ class Stream:
         return True
 
     def _deadline(self, parts: list[Blocks]) -> float:
-        """Return the seconds to wait for pulls; if all are from a tier, at most the time of computing the tokens."""
+        """Return the seconds to wait for pulls. If all pulls are from a tier, `wait_budget_s` limits the wait."""
         size = self.blocks.block_bytes * sum(map(len, parts))
         if self.wait_budget_s is None or not all(self.blocks.external[part[0]] for part in parts):
             return data_deadline(size)
@@ -192,7 +192,7 @@ class Stream:
 
 
 class _Pulls:
-    """The pulls of one pass through a lease. under_way: pulls by pending answer. broken: start no more pulls."""
+    """The pulls of one pass through a lease. under_way: pulls by pending answer. broken: no more pulls may begin."""
 
     def __init__(self, stream: Stream, store: StoreClient, away: Blocks, passed: NDArray[np.bool_] | None) -> None:
         """away: the blocks to pull. passed: (n,) bool, blocks whose slots may be reused; None: keep all slots."""
@@ -207,7 +207,7 @@ class _Pulls:
         return self.broken or self._next == len(self._away)
 
     def begin(self) -> None:
-        """Start pulls while there are staging slots, until PIECES_AHEAD pulls are under way."""
+        """Start pulls while there are staging slots, until PIECES_AHEAD pulls run."""
         stream, blocks = self._stream, self._stream.blocks
         while not self.done and len(self.under_way) < PIECES_AHEAD:
             start = 0 if self._passed is None else leading(self._passed)

@@ -1,4 +1,4 @@
-"""The store of a client's own node, and the memory of it that this process maps."""
+"""The store of a client's own node, and the store's memory, which this process maps."""
 
 import weakref
 from collections.abc import Callable
@@ -49,8 +49,8 @@ class LocalStore(StoreClient):
         return epoch <= self.arena.epoch and not np.count_nonzero(nodes != self.index)
 
     def wrong(self, locations: Locations, keys: NDArray[np.uint8]) -> Locations:
-        """Return the locations to report as corrupt, out of locations where a reader could not read its block.
+        """Return the corrupt locations among locations at which a reader could not read its block.
 
-        Leaves out good blocks whose length is not the reader's block size: in this case the reader is wrong.
+        A block is not corrupt if only its length differs from the reader's block size: then the reader is wrong.
         """
         return locations[~self.arena.holds_other_length(locations, keys)]

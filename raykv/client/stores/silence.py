@@ -20,14 +20,14 @@ class Silence:
     """Tracks which nodes were late for one process, and whether its own node's store is silent. Thread-safe.
 
     A store that does not answer a ping counts as silent until it answers. The process requests nothing from a late node
-    for SUSPECT_AFTER_S. By then the directory has noticed if the node is down, and sends no reader to such a node.
+    for SUSPECT_AFTER_S. In this time the directory notices if the node is down, and then sends no reader to it.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()  # ensures one ping at a time, and guards changes of _until
         self._ping: Any = None  # ping of a store that was late; None once the store has answered
         self._asked = 0.0  # when the ping was sent
-        self._until: dict[int, float] = {}  # by index of a late node: when to use it again. Never changed in place
+        self._until: dict[int, float] = {}  # by index of a late node: when to use the node again. Replaced, not changed
 
     def ask(self, store: Any) -> None:
         """Ping a store whose answer is about to be late."""

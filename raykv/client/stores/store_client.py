@@ -55,7 +55,7 @@ class StoreClient:
         with giving_way(), contextlib.suppress(RaySystemError):  # after ray.shutdown()
             patience = max(0.0, seconds - PING_S)
             ready, _ = ray_calls.wait(answers, timeout=patience)
-            if not ready and patience > 0.0:  # a wait as short as PING_S is for a tier: then the tier is late
+            if not ready and patience > 0.0:  # a wait of at most PING_S is for a tier: only the tier is late
                 self.silence.ask(self.store)
             if not ready:
                 ready, _ = ray_calls.wait(answers, timeout=seconds - patience)

@@ -16,7 +16,7 @@ _thread = threading.local()  # seats: the Workers' semaphore that this thread's 
 
 
 class Workers:
-    """Threads, of which at most SEATS work at a time. A thread frees its seat while it waits: see `giving_way`."""
+    """Threads. Up to SEATS threads work at a time. A thread frees its seat while it waits: see `giving_way`."""
 
     def __init__(self, name: str) -> None:
         """name: prefix of the threads' names."""
