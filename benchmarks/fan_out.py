@@ -2,12 +2,12 @@
 
     python benchmarks/fan_out.py [--readers 4] [--gbit 1] [--turns 3] [--json]
 
-Each node of a Ray cluster is a network namespace, whose cable to a switch has this rate in both directions. One node
-stores 512 MiB. In one turn, one reader copies all of it to its node; in the next turn, all readers do so concurrently.
-The figure is the time of the last reader divided by the time of a single reader. If all readers read from the first
-node, the figure equals the number of readers, or reads are incomplete, since a pull may take at most 2 s, and 1 s more
-for each 100 MB. In a chain, each reader reads the copies of the previous reader. The bench needs root, iproute2, 2 GiB
-of memory per node, and processors that can move the bytes of all links at once: two processors move 8 Gbit/s.
+Each node of a Ray cluster is a network namespace with a cable to a switch. A cable has this rate in both directions.
+One node stores 512 MiB of blocks. In one turn, one reader copies all blocks to its node. In the next turn, all readers
+copy them concurrently. The figure is the time of the last reader divided by the time of a single reader. If all readers
+read from the first node, the figure equals the number of readers. Some reads may also be incomplete, since a pull may
+take only 2 s plus 1 s per 100 MB. In a chain, each reader reads the copies of the previous reader. The bench needs
+root, iproute2, 2 GiB of memory per node, and processors for the bytes of all links: two processors move 8 Gbit/s.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from raykv.bench.blocks.networks import enter, inside, namespaces, run
 
 MIB = 1 << 20
 BLOCK_BYTES, BLOCKS = 2 * MIB, 256
-MEMORY = 1024 * MIB  # bytes of memory of a node
+MEMORY = 1024 * MIB  # bytes of memory per node
 OWN = 1e9  # a locality that stores blocks on the writer's node
 PORT = 6399
 RAY = Path(sys.executable).with_name("ray")
@@ -80,7 +80,7 @@ def cluster(ends: list[int]) -> Iterator[None]:
             stack.callback(raylet.terminate)
             said = list[str]()
             assert raylet.stdout is not None
-            while not any("Ray runtime started" in line for line in said):  # else raylets may use one socket
+            while not any("Ray runtime started" in line for line in said):  # else raylets may share a socket
                 said.append(raylet.stdout.readline())
                 if not said[-1]:
                     raise RuntimeError(f"{' '.join(map(str, words))}: {''.join(said)}")
@@ -150,7 +150,7 @@ def measure(readers: int, turns: int) -> dict[str, Any]:
         came: list[float] = []
 
         def stored(turn: int) -> bool:
-            """Free the slots of the last turn, and store. Returns whether all blocks are on the writer's node."""
+            """Free the last turn's slots, and store blocks. Returns whether all blocks are on the writer's node."""
             pool.clear()
             return bool(ray.get(writer.store.remote(turn)) == 1)
 
@@ -159,7 +159,7 @@ def measure(readers: int, turns: int) -> dict[str, Any]:
             wait_for(partial(stored, turn), "room on the writer's node")
             at = time.time() + 1.0
             ends, blocks = zip(*ray.get([reader.fetch.remote(turn, at) for reader in some]), strict=True)
-            if turn >= 2:  # the first turns open the connections
+            if turn >= 2:  # the first two turns open the connections
                 (together if turn % 2 else alone).append(max(ends) - at)
                 came.append(sum(blocks) / (BLOCKS * len(some)))
         route = pool.stats()["transports"][0]["transport"]

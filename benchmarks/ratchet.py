@@ -1,17 +1,18 @@
-"""Whether raykv is as fast as before: times an earlier commit and this checkout alternately in one run.
+"""Tells whether raykv is as fast as before: times an earlier commit and this checkout alternately in one run.
 
     python benchmarks/ratchet.py [BEFORE] [--starts 3] [--worse 1.05] [--json]
 
 BEFORE is a commit; by default, the commit that benchmarks/released names. Each of the two sides has its own Ray cluster
 of two raylets, and a pool that runs from the side's files. Calls of raykv's public API are timed: a match of 512 keys;
 the look-up of a key while four clients look up keys; a store and a read of 1, 16 and 64 blocks of 2 MiB; a read of
-16 blocks of the other node; a start. So are finding 512 and inserting 1024 entries in a directory of a million entries.
+16 blocks of the other node; a start. Two calls of a directory of a million entries are also timed: finding 512 entries,
+and inserting 1024 entries.
 
-A figure is the time of this checkout divided by the other side's time, so above 1 this checkout is slower. Memory
+A figure is the time of this checkout divided by the other side's time. Above 1, this checkout is slower. Memory
 placement makes the times of equal processes differ by a third, and the times of copies by a factor of three. Other work
-on the machine only adds time. For this reason, both sides are started several times, and the fastest tenth of a start's
-times counts. The ratchet exits with 1 if this checkout takes more than --worse (1.05) times as long, both by the
-fastest start of each side and by the median of the starts. --slower-match US makes this checkout's matches slower by US
+on the machine only adds time. So both sides are started several times, and the 10th percentile of a start's times
+counts. The ratchet exits with 1 if this checkout takes more than --worse (1.05) times as long, both by the fastest
+start of each side and by the median of the starts. --slower-match US makes this checkout's matches slower by US
 microseconds, to check that the ratchet detects it. As root, the ratchet lets the kernel compact memory before each
 start, since a side without huge pages is slower.
 """
@@ -44,7 +45,7 @@ OWN = 1e9  # a locality so high that stored blocks stay on the writer's node and
 MEMORY = 1024 * MIB  # bytes per node: enough to keep the blocks of the last CALLS stores until they are read
 MATCHES, TRIES, PHASE_S, CALLS = 100, 10, 0.5, 4
 OFFERED_S = 60.0
-TURNS, FASTEST = 4, 10  # turns of a start; of FASTEST times, the fastest one counts
+TURNS, FASTEST = 4, 10  # turns per start; 1 / FASTEST of a start's times are faster than the one that counts
 ENTRIES = 1_000_000
 OFTEN = ("match", "lookup", "store 1", "store 16", "store 64", "read 1", "read 16", "read 64", "cross 16", "find")
 LAST = ("insert", "start")  # inserts evict the blocks that "find" looks for
@@ -86,7 +87,7 @@ class Client:
                 end = time.perf_counter() + self.slower_s
                 while self.slower_s and time.perf_counter() < end:  # a sleep would take longer
                     pass
-            if match.num_blocks == KEYS:  # a late match, as on a busy machine, finds fewer
+            if match.num_blocks == KEYS:  # a match that is late on a busy machine finds fewer keys
                 times.append(time.perf_counter() - begin)
         assert len(times) == MATCHES, f"{len(times)} of {TRIES * MATCHES} matches found all {KEYS} keys"
         return statistics.median(times)
@@ -174,7 +175,7 @@ class Side:
         self.clients: list[Any] = [
             made.options(scheduling_strategy=place).remote(slower_s, directories) for place in places
         ]
-        self.here, self.get = Client(slower_s, directories), ray.get  # here: on the head, as nodes[0]
+        self.here, self.get = Client(slower_s, directories), ray.get  # here: this process, on the head (nodes[0])
         self.here.fill()
         self.get([self.clients[0].fill.remote(), *(client.match.remote() for client in self.clients[1:])])
 
@@ -191,7 +192,7 @@ class Side:
         return [CLIENTS * PHASE_S / sum(self.get([client.lookups.remote() for client in self.clients]))]
 
     def _store(self, blocks: int) -> list[float]:
-        return [self.here.store(blocks)[0] for _ in range(1 + CALLS)][1:]  # the first may need slabs of another size
+        return [self.here.store(blocks)[0] for _ in range(1 + CALLS)][1:]  # the first may need other slabs
 
     def _read(self, blocks: int) -> list[float]:
         keys = [self.here.store(blocks)[1] for _ in range(CALLS)]
@@ -224,7 +225,7 @@ class Side:
 
     def _find(self, _: int) -> list[float]:
         for call in range(1 + CALLS):
-            self._load.match(KEYS, call > 0)  # the first is not counted: the CPU caches hold other data
+            self._load.match(KEYS, call > 0)  # the first call does not count: the CPU caches hold other data
         return list(self._load.match_s[KEYS][-CALLS:])
 
     def _insert(self, _: int) -> list[float]:
@@ -241,7 +242,7 @@ class Side:
 
 
 class Compared(NamedTuple):
-    """One figure: seconds of each start. before: seconds of the other side. after: seconds of this checkout."""
+    """Seconds of one figure, by start. before: the other side's seconds. after: this checkout's seconds."""
 
     before: list[float]
     after: list[float]
@@ -252,7 +253,7 @@ class Compared(NamedTuple):
 
     @property
     def best(self) -> float:
-        """The ratio of the two fastest starts."""
+        """The ratio of this checkout's fastest start to the other side's fastest start."""
         return min(self.after) / min(self.before)
 
     def is_worse(self, limit: float) -> bool:
@@ -260,7 +261,7 @@ class Compared(NamedTuple):
 
 
 Ask = Callable[[str], list[float]]  # takes a figure's name, returns seconds of several measurements
-Sides = tuple[Ask, Ask]  # of the other commit, of this checkout
+Sides = tuple[Ask, Ask]  # (the other commit's, this checkout's)
 
 
 def compare(sides: Callable[[bool], AbstractContextManager[Sides]], starts: int) -> dict[str, Compared]:

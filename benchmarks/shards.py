@@ -3,20 +3,20 @@
     python benchmarks/shards.py synthetic_trace.jsonl conversation_trace.jsonl
 
 A shard is a directory with a share of every node's slabs. One key decides which shard gets a prompt: the prompt's first
-key, or a later key if the prompts of a trace begin alike. Each shard stores the blocks before that key for itself, so
-that it has whole chains.
+key, or a later key if the prompts of a trace begin alike. Each shard stores its own copy of the blocks before that key,
+so that it has whole chains.
 
-Printed for each trace and capacity, in percent of tokens that were served:
+The table has, for each trace and capacity, the percent of tokens that were served by these pools:
 
 pool: real directories, each with a fixed share of every node.
 lru: exact LRUs, each with a fixed share.
 by age: exact LRUs that tell each other once a second how long ago their oldest block was used. If a shard's oldest
     block has been idle LOCALITY times as long as another shard's, the first shard gives a slab to the other shard.
 
-Each figure is the mean over several ways to divide keys among shards, with the worst in brackets. Further figures:
+A figure is the mean over several ways to divide keys among shards. The worst value is in brackets. Further figures:
 
 busiest: percent of all requested blocks that the busiest shard is asked for.
-moves: slabs that changed hands.
+moves: number of slabs that shards gave to other shards.
 copied: blocks that were copied within their node to empty these slabs, in percent of all stored blocks.
 """
 
@@ -34,7 +34,7 @@ from raykv.bench.trace.trace import divided
 from raykv.config import PoolConfig
 
 SLABS = 32  # slabs of a node: see `raykv.config.slab_bytes`
-PERIOD = 4  # requests, about as many as in a second of both public traces
+PERIOD = 4  # requests between two comparisons of ages; both public traces have about as many in a second
 SEEDS = 5
 LOCALITY = PoolConfig().locality
 
@@ -42,7 +42,7 @@ Choose = Callable[[Request], int]
 
 
 class Slots:
-    """The slots of one shard, in slabs."""
+    """The slots of one shard, and the slabs that they are in."""
 
     def __init__(self) -> None:
         self.free: list[int] = []  # the slab of each free slot
@@ -54,7 +54,7 @@ class Slots:
         self.free += [slab] * size
 
     def remove(self, slab: int) -> int:
-        """Remove a slab. Copies its blocks to other slabs, which need free slots for them. Returns how many blocks."""
+        """Remove a slab, and copy its blocks to free slots of other slabs. Returns the number of copied blocks."""
         self.free = [other for other in self.free if other != slab]
         del self.sizes[slab]
         blocks = [block for block, at in self.of.items() if at == slab]
@@ -72,7 +72,7 @@ class Shard:
 
     def __init__(self) -> None:
         self.slots = Slots()
-        self.used: OrderedDict[int, int] = OrderedDict()  # number of the last request by block; the oldest first
+        self.used: OrderedDict[int, int] = OrderedDict()  # number of each block's last request; the least recent first
         self.stored = 0
 
     def ask(self, ids: list[int], now: int) -> int:
@@ -90,7 +90,7 @@ class Shard:
     def evict(self, count: int) -> None:
         for _ in range(count):
             block, _ = self.used.popitem(last=False)
-            if block in self.slots.of:  # a block of a request that does not fit has no slot
+            if block in self.slots.of:  # a request larger than the shard has blocks without a slot
                 self.slots.free.append(self.slots.of.pop(block))
 
     def idle(self, now: int) -> float:
@@ -99,7 +99,7 @@ class Shard:
 
 
 class ByAge:
-    """Shards that give slabs to the shard whose evicted blocks were used most recently."""
+    """Shards that give slabs to the shard whose oldest block was used most recently."""
 
     def __init__(self, capacity: int, nodes: int, shards: int, moving: bool) -> None:
         self.shards, self.moving = [Shard() for _ in range(shards)], moving
@@ -128,10 +128,7 @@ class ByAge:
 
 
 def chooser(shards: int, depth: int, seed: int) -> Choose:
-    """Return a function that chooses a prompt's shard.
-
-    It chooses by the key of block number `depth`, or of the last block of a shorter prompt.
-    """
+    """Return a function that chooses a shard by the key of block `depth`, or by the last key of a shorter prompt."""
 
     def choose(request: Request) -> int:
         block = request.ids[min(depth, len(request.ids)) - 1]

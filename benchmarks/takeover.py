@@ -1,9 +1,9 @@
-"""For how many seconds a client finds nothing after a part of its pool is lost, over several losses of each kind.
+"""Seconds in which a client finds nothing after its pool loses a part, for several losses of each kind.
 
     python benchmarks/takeover.py [--times 5] [--json]
 
 A client matches one prompt about 200 times per second. There are three kinds of loss: SIGKILL ends the directory's
-process; SIGKILL ends all processes of the node that runs the directory and the supervisor; or the processes of this
+process; SIGKILL ends all processes of the node that runs the directory and the supervisor; or the processes of that
 node are stopped, as if its network had failed. The figure is the time from the loss to the first full hit after a miss.
 """
 
@@ -48,8 +48,8 @@ def main() -> None:
 def lost(loss: Callable[[Any], list[int]], nodes: int = 2) -> float:
     """Seconds without a full hit, for a client on the first node. loss: returns ids of processes that it stopped."""
     with local_cluster(nodes) as names:
-        # Directory and supervisor start on the head, which is this process's node and must not be lost. So let another
-        # node pass for the head.
+        # The directory and the supervisor start on the head. The head must not be lost, since this process runs there.
+        # So another node passes for the head.
         here = ray.get_runtime_context().get_node_id()
         there = next(name for name in names if name != here)
         sys.modules["raykv.start"]._head = lambda: there  # type: ignore[attr-defined]

@@ -8,7 +8,7 @@ ARGUMENT = re.compile(r"^(\w+(?:, \w+)*): (?=\S)")
 
 
 def as_markdown(docstring: str) -> str:
-    """Return a docstring in which lines that begin with `name: `, and their continuations, are a Markdown list.
+    """Return a docstring as Markdown. Lines that begin with `name: `, and their continuations, become a list.
 
     A line that is not indented ends the list if the line before it ends a sentence.
     """

@@ -30,7 +30,7 @@ def sources() -> Iterator[tuple[str, Path]]:
 
 
 def folder_of(module: str) -> str:
-    """raykv.client.cache -> client; raykv.keys -> keys."""
+    """Return the folder of a module: `client` for raykv.client.cache, `keys` for raykv.keys."""
     return module.split(".")[1]
 
 
@@ -67,7 +67,7 @@ def _folders_of(path: Path, modules: dict[str, Path], public: set[str]) -> set[s
 
 
 def reachable(edges: Graph, start: str) -> set[str]:
-    """Return all folders that `start` imports, directly or indirectly; `start` itself only if it is in a cycle."""
+    """Return all folders that `start` imports, directly or indirectly. `start` itself counts only in a cycle."""
     found: set[str] = set()
     todo = list(edges[start])
     while todo:

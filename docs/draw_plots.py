@@ -1,4 +1,4 @@
-"""Draws the plots of the pages, from docs/figures.json (of `make figures`) and docs/plots/figures.json (other figures).
+"""Draws the plots of the pages, from docs/figures.json, which `make figures` writes, and docs/plots/figures.json.
 
     python -m docs.draw_plots
 

@@ -27,7 +27,7 @@ PICTURES = ROOT / "docs/images"
 NODES, LOAD_S = 4, 150.0
 PROMPTS, PROMPT_BLOCKS, QUESTION_BLOCKS = 12, 24, 6  # number of prompts; blocks of a prompt; blocks of a question
 WIDTHS, SCHEMES = (1440, 390), ("light", "dark")
-COLORS = 256  # colors of a picture, which in full color would have twice the bytes
+COLORS = 256  # number of colors of a picture; full color would double the file size
 DRAWN_S = 6.0  # seconds until an opened page is complete
 
 

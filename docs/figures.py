@@ -1,4 +1,4 @@
-"""Measures the figures of README.md, docs/benchmarks.md and docs/scale.md into docs/figures.json.
+"""Measures the figures of README.md, docs/benchmarks.md and docs/scale.md, and writes docs/figures.json.
 
     python -m docs.figures [--trace FILE] [--agents FILE] [NAME...]
     python -m docs.tables

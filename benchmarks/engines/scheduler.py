@@ -3,10 +3,10 @@
     python benchmarks/engines/scheduler.py [--rounds 4] [--json]
 
 The engine's loop runs in this process, so that each call of the scheduler and of its connector can be timed. One engine
-has no pool; its scheduler's time is the floor (baseline). The other engine has a pool and KV events. It is timed twice:
-first while the directory always answers; then each round begins by stopping the directory in charge (SIGSTOP), and the
-other directory takes over. A round consists of 24 concurrent requests, with prompts of 300 to 1,500 tokens and answers
-of 30 tokens. Half of the prompts have a common prefix.
+has no pool; its scheduler's time is the floor (baseline). The other engine has a pool and KV events. It is timed twice.
+The first time, the directory always answers. The second time, a SIGSTOP stops the directory in charge before each
+round, and the other directory takes over. A round consists of 24 concurrent requests, with prompts of 300 to 1,500
+tokens and answers of 30 tokens. Half of the prompts have a common prefix.
 """
 
 import argparse
@@ -32,7 +32,7 @@ from raykv.config import MIB
 
 POOL, ARENA_BYTES = "bench-scheduler", 512 * MIB
 REQUESTS, TOKENS = 24, 30
-TRIES, TRY_S = 60, 5.0  # tries until two directories answer; seconds for their answers
+TRIES, TRY_S = 60, 5.0  # maximum number of tries to reach both directories; seconds for their answers
 STEP = ("schedule", "update_from_output")  # the scheduler's methods that a step calls
 CONNECTOR = (
     *("on_new_request", "get_num_new_matched_tokens", "update_state_after_alloc", "build_connector_meta"),
@@ -86,7 +86,7 @@ def engine(model: str, pool: str | None) -> Any:
 
 
 def stop_directory(pool: str, last: list[int]) -> None:
-    """End the directory in `last`, if any. Then stop the directory in charge, and keep its process id in `last`."""
+    """Kill the process in `last`, if any. Then stop the directory in charge, and add its process id to `last`."""
     if last:
         with contextlib.suppress(ProcessLookupError):
             os.kill(last.pop(), signal.SIGKILL)

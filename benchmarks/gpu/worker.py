@@ -52,9 +52,9 @@ class Figures(NamedTuple):
 
 
 def run(make: Callable[[int, int], Any], same: Callable[[Any, Any, Any], bool], size: int = GIB) -> Iterator[Figures]:
-    """make: makes a layer's tensor of random bytes on the GPU, from a number of blocks and the bytes of a page.
+    """Yield figures by tier and page size. make: takes (blocks, bytes of a page), and returns a layer's random tensor.
 
-    same: tells whether some rows of a tensor equal other rows of it. size: bytes of a job.
+    same: takes (tensor, some rows, other rows), and returns whether these rows are equal. size: bytes of a job.
     """
     with local_cluster(1):
         for tier, more in {"memory": {}, "gpu": {"gpu_memory": 6 * size}}.items():
@@ -126,7 +126,7 @@ def _measured(
 
 
 def _committed(cache: raykv.KVCache, keys: Keys) -> Keys:
-    """Wait until all blocks of the keys can be read, and return the keys. A worker commits after it reports a store."""
+    """Wait until all blocks can be read, and return the keys. A worker reports a store before it commits the blocks."""
     end = time.monotonic() + FINISHED_S
     while True:
         with cache.match(keys) as match:
@@ -151,7 +151,7 @@ class _OfVllm(types.ModuleType):
 
 
 class _Finder(MetaPathFinder, Loader):
-    """Finds each module of vLLM, and our package without its `__init__`, which imports the connector."""
+    """Imports a stand-in for each vLLM module, and our package without its `__init__`, which imports the connector."""
 
     OURS = "raykv.integrations.vllm"
 

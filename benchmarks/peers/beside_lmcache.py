@@ -6,9 +6,9 @@
 PYTHON is the interpreter of an environment with `lmcache` and vLLM (`pip install --no-deps lmcache`, since lmcache
 requires CUDA packages). Each system has two engines that share its cache: raykv's engines are on two raylets, and
 LMCache's engines use one LMCache server. An engine's own KV cache holds a fifth of the prefixes. In each pair of runs,
-all four engines get the same new prompts, one system after the other, in alternating order. The first engine of a
-system computes the prompts, and the second finds them in the cache. All engines keep running, but only one at a time
-gets requests.
+all four engines get the same new prompts. One system runs after the other, and their order alternates. The first engine
+of a system computes the prompts, and the second finds them in the cache. All engines keep running, but only one at a
+time gets requests.
 """
 
 import asyncio
@@ -42,7 +42,7 @@ PREFIXES, PREFIX_TOKENS, SUFFIX_TOKENS, OUTPUT_TOKENS = 8, 1024, 128, 8
 REQUESTS = 6 * PREFIXES
 KV_BYTES_PER_TOKEN = 64 << 10
 KV_CACHE_BYTES = PREFIXES * PREFIX_TOKENS * KV_BYTES_PER_TOKEN // 5
-MISSES, AT_A_TIME = 48, 8  # number of new prompts, and how many of them an engine gets in its turn
+MISSES, AT_A_TIME = 48, 8  # number of new prompts; number of prompts that an engine gets in one turn
 CACHE_BYTES = 4096 * MIB  # bytes of each system's cache
 WAIT_S = 300.0
 LMCACHE_PORT, LMCACHE_HTTP_PORT = 5565, 8565
@@ -233,7 +233,7 @@ def repetition(port: int, model: str, seed: int) -> Run:
 
 
 def pairs(ports: dict[str, list[int]], model: str, count: int) -> dict[str, Any]:
-    """Return requests/s and time to first token (ms) by system and engine, and the systems' ratios for each pair."""
+    """Return medians of requests/s and of milliseconds to the first token, by engine, and of the systems' ratios."""
     systems = [system for system in ("raykv", "lmcache") if system in ports]
     figures: dict[str, list[float]] = defaultdict(list)
     for turn in range(-1, count):  # the first turn is a warm-up
@@ -258,7 +258,7 @@ def pairs(ports: dict[str, list[int]], model: str, count: int) -> dict[str, Any]
 
 
 def misses(ports: dict[str, list[int]], model: str) -> dict[str, Any]:
-    """Return by how many milliseconds a connector makes an engine slower, prompt by prompt."""
+    """Return the median milliseconds that a connector adds to the first token of a new prompt."""
     first: dict[str, list[float]] = defaultdict(list)
     systems = list(ports)
     for turn in range(MISSES // AT_A_TIME + 1):

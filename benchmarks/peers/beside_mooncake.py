@@ -1,15 +1,15 @@
-"""raykv beside Mooncake Store over TCP, with a bare socket as the floor: blocks of two nodes, and questions for keys.
+"""raykv beside Mooncake Store over TCP: blocks of two nodes, and look-ups of keys. A bare socket is the floor.
 
     pip install -e '.[test]'
     python benchmarks/peers/beside_mooncake.py --mooncake PYTHON [--pairs 24] [--json]
 
-PYTHON belongs to an environment with `pip install mooncake-transfer-engine-non-cuda==0.3.13.post1 numpy`, whose wheel
-needs Debian's libibverbs1, librdmacm1 and libnuma1. Each system has two nodes, which are processes on this machine. In
-each turn the systems, one after the other, store 64 blocks of 2 MiB on one node, and read them there and on the other
-node. raykv computes a block's checksum when it stores the block. It verifies a block that comes from another node, or
-if the reader asks for that ("verified here"). Mooncake has no checksums by default. Mooncake keeps its connections, as
-vLLM's recipe for Mooncake says. raykv's reader on the same node is another process than the writer; Mooncake's reader
-is the writer.
+PYTHON belongs to an environment with `pip install mooncake-transfer-engine-non-cuda==0.3.13.post1 numpy`. Mooncake's
+wheel needs Debian's libibverbs1, librdmacm1 and libnuma1. Each system has two nodes, which are processes on this
+machine. In each turn, one system after the other stores 64 blocks of 2 MiB on one node, and reads them on both nodes.
+raykv computes a block's checksum when it stores the block. It verifies blocks from another node. It verifies blocks on
+the same node only if the reader asks ("verified here"). Mooncake has no checksums by default. Mooncake keeps its
+connections, as vLLM's recipe for Mooncake says. On the same node, raykv's reader and writer are two processes, while
+Mooncake's are one process.
 """
 
 import json
@@ -33,13 +33,13 @@ from raykv.config import MIB
 
 HOST = "127.0.0.1"
 KEYS = 512
-ASKED = 1 << 20  # turn number in the KEYS keys that Mooncake is asked for
+ASKED = 1 << 20  # turn number of the KEYS keys that Mooncake looks up
 START_S = 15.0
 
 
 class Writer(cross.Writer):
     def store_seconds(self, turn: int) -> float:
-        """Seconds to store blocks, until every reader finds them."""
+        """Store blocks. Returns the seconds until every reader finds them."""
         keys = cross._keys(self.cache, turn)
         begin = time.perf_counter()
         count = self.cache.store(keys, self.blocks, wait=True)
@@ -71,7 +71,7 @@ class Reader(cross.Reader):
         small = self.pool.cache(model="small", dtype="uint8", layout="rows", block_tokens=1, block_bytes=4096)
         keys = small.keys(np.arange(KEYS))
         assert small.store(keys, np.zeros((KEYS, 4096), np.uint8), wait=True) == KEYS
-        for _ in range(2):  # the first is not counted: earlier reads have filled the CPU caches
+        for _ in range(2):  # only the second match counts, since earlier reads have filled the CPU caches
             begin = time.perf_counter()
             with small.match(keys) as match:
                 seconds = time.perf_counter() - begin

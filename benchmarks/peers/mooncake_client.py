@@ -17,11 +17,11 @@ import numpy as np
 HOST = "127.0.0.1"
 MIB = 1 << 20
 BLOCK_BYTES, BLOCKS = 2 * MIB, 64  # as in raykv.bench.blocks.cross
-SEGMENT_BYTES, BUFFER_BYTES = 1024 * MIB, 512 * MIB  # bytes contributed to the store; bytes of the local buffer
+SEGMENT_BYTES, BUFFER_BYTES = 1024 * MIB, 512 * MIB  # bytes that a client adds to the store; bytes of its local buffer
 
 
 class Client:
-    """Puts blocks into a client's memory, and gets blocks into its own memory."""
+    """Puts blocks into the memory of any client, and reads blocks into this process's memory."""
 
     def __init__(self, master: str) -> None:
         from mooncake.store import MooncakeDistributedStore
@@ -74,7 +74,7 @@ class Client:
     def ask(self, turn: int, count: int) -> float:
         """Seconds to ask whether `count` keys exist."""
         keys = _keys(turn, count)
-        self._store.batch_is_exist(keys)  # untimed: earlier reads have filled the CPU caches
+        self._store.batch_is_exist(keys)  # not timed, since earlier reads have filled the CPU caches
         begin = time.perf_counter()
         found = self._store.batch_is_exist(keys)
         seconds = time.perf_counter() - begin

@@ -71,7 +71,7 @@ def measured(prompts: Prompts, engines: int) -> dict[str, Any]:
 
 
 def computed(names: list[list[bytes]], places: Sequence[int], blocks: int) -> int:
-    """Return how many blocks a cache of `blocks` blocks lacks for the prompts at these places."""
+    """Return how many blocks an engine computes for the prompts at these places, with a cache of `blocks` blocks."""
     cache: OrderedDict[bytes, None] = OrderedDict()
     lacking = 0
     for place in places:

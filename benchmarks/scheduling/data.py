@@ -4,11 +4,11 @@
     python -m benchmarks.scheduling.data [--prompts 2000] [--json]
 
 A prompt consists of one of 50 headers of 1,024 tokens and its own question of 32 tokens. An answer has 4 tokens. An
-engine's own KV cache holds 15 headers. The batch runs in the order of `prefix_ordered` and in random order, each with
-an initially empty pool and without a pool. Then `prefix_ordered` runs with other questions on the pool that its first
-run has filled. Each run has new engines. The time of a run is from the start of its first batch of rows to the answer
-of its last batch. The model is a small Llama with random weights. The floor (baseline) computes the tokens of each
-header once, and the tokens of each question.
+engine's own KV cache holds 15 headers. The batch runs in the order of `prefix_ordered` and in random order, each once
+with an initially empty pool and once without a pool. One more run in the order of `prefix_ordered` has other
+questions, and the pool that an earlier run filled. Each run has new engines. The time of a run is from the start of its
+first batch of rows to the answer of its last batch. The model is a small Llama with random weights. The floor
+(baseline) computes the tokens of each header once, and the tokens of each question.
 """
 
 import argparse
@@ -65,7 +65,7 @@ def main() -> None:
 def run(prompts: int) -> Figures:
     """Run the batch in all ways. order_s: seconds that `prefix_ordered` takes. ways: see `measured`."""
     with tempfile.TemporaryDirectory() as folder, local_cluster(ENGINES):
-        DataContext.get_current().wait_for_min_actors_s = 600  # both engines must start together
+        DataContext.get_current().wait_for_min_actors_s = 600  # wait until both engines have started
         model, ways = make_model(Path(folder)), dict[str, Figures]()
         tokenizer = AutoTokenizer.from_pretrained(model)
         rows = batch(range(prompts))
@@ -92,7 +92,7 @@ def batch(questions: range) -> list[dict[str, str]]:
 
 
 def measured(rows: Dataset, model: str, pool: str | None) -> Figures:
-    """rows_per_s; seconds; computed: number of computed prompt tokens; most: the busiest engine's share of rows."""
+    """Run a batch. computed: number of computed prompt tokens. most: share of the rows that the busiest engine gets."""
     engine = {
         "kv_transfer_config": kv_transfer_config(pool) if pool else None,
         "max_model_len": 2048,

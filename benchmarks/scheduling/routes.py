@@ -36,8 +36,8 @@ WORTH = 4
 class Setup(NamedTuple):
     """Numbers of engines, of blocks in each engine's cache, of blocks in the pool's memory, and of routers.
 
-    Routers get requests in turn. load, pull: time to read a token from the engine's node or from another node, as a
-    share of the time to compute it.
+    Each request goes to a random router. load, pull: time to read a token from the engine's node or from another node,
+    as a share of the time to compute a token.
     """
 
     engines: int
@@ -79,11 +79,11 @@ class Cluster:
         self.routers = [Routes() for _ in range(setup.routers)]
         self.requests = [0 for _ in engines]  # number of each engine's requests
         self.read = self.crossed = 0  # tokens from the pool, and how many of them came from another node
-        self._asked: list[dict[int, Asked]] = [{} for _ in engines]  # requests by number of the engine's job
+        self._asked: list[dict[int, Asked]] = [{} for _ in engines]  # requests by engine and job number
         self._links = [0.0 for _ in engines]  # when each engine's reads from the pool end
 
     def run(self, until: float = np.inf) -> None:
-        """Run all engines up to the time `until`. Computed prompts are stored in the pool."""
+        """Run all engines up to the time `until`, and store computed prompts in the pool."""
         for place, engine in enumerate(self.engines):
             engine.run(until)
             for job in engine.answering:
@@ -107,7 +107,7 @@ class Cluster:
         return Asked(number, request, names, Found(located.blocks * BLOCK_TOKENS, tokens))
 
     def send(self, place: int, asked: Asked) -> None:
-        """Send a request to an engine after the engine's node has read the blocks that only the pool has."""
+        """Read the blocks that only the pool has to the engine's node. Then send the request to the engine."""
         engine, request, at, read = self.engines[place], asked.request, asked.request.at, 0
         own = engine.cached(asked.names)
         if self.pool:

@@ -73,7 +73,7 @@ def first_come(waiting: list[Request], running: list[Request], budget: Budget, n
 
 
 def read(path: str | PathLike[str], slower: float = 1.0) -> list[Job]:
-    """Return a trace's requests. Raises ValueError for a malformed line, and without times or lengths of answers."""
+    """Return a trace's requests. Raises ValueError for a malformed line, or if times or answer lengths are missing."""
     trace = read_trace(path)
     if len(trace.requests) > 1 and not any(request.at for request in trace.requests):
         raise ValueError(f"{path}: no request has a `timestamp`, so all would come at once: give a trace with times")
@@ -88,7 +88,7 @@ def read(path: str | PathLike[str], slower: float = 1.0) -> list[Job]:
 
 
 def read_trace(path: str | PathLike[str]) -> formats.Trace:
-    """Read a trace with blocks of BLOCK_TOKENS. Raises ValueError for other blocks, and for a malformed line."""
+    """Read a trace with blocks of BLOCK_TOKENS tokens. Raises ValueError for other blocks, and for a malformed line."""
     trace = formats.read(path)
     if trace.block_tokens != BLOCK_TOKENS:
         raise ValueError(f"{path}: blocks of {trace.block_tokens} tokens, and the engine has blocks of {BLOCK_TOKENS}")

@@ -18,8 +18,8 @@ Policy = Callable[[list[Request], list[Request], Budget, float], list[Scheduled]
 class Job(NamedTuple):
     """A prompt. arrival: time in seconds. keys: (n, k) uint8, keys of its full blocks. output: tokens to generate.
 
-    loaded: number of its leading blocks that were read from a pool. asked: time at which its wait begins; None for its
-    arrival.
+    loaded: number of its leading blocks that were read from a pool. asked: time at which its wait begins; None if that
+    is its arrival.
     """
 
     keys: NDArray[np.uint8]
@@ -144,7 +144,7 @@ class SimulatedEngine:
         return self._pool.cached(names)
 
     def tokens_to_compute(self) -> int:
-        """Number of prompt tokens of all jobs that are not computed yet."""
+        """Number of prompt tokens that the engine still has to compute, for all jobs."""
         waiting = [*self._waiting, *(number for _, number in self._coming)]
         tokens = sum(
             self._jobs[number].tokens - self.cached(self._names[number]) * self._block_tokens for number in waiting
@@ -152,7 +152,7 @@ class SimulatedEngine:
         return tokens + sum(max(0, running.job.tokens - running.computed) for running in self._running.values())
 
     def blocks_in_use(self, names: list[bytes]) -> int:
-        """Number of blocks that the running jobs and another job, with blocks of these names, would hold."""
+        """Number of blocks that requests would hold if one more job with blocks of these names ran."""
         return self._blocks - self._pool.free + len(names) - self._pool.held(names)
 
     def run(self, until: float = np.inf) -> None:
@@ -249,7 +249,7 @@ class SimulatedEngine:
         self._pool.give_back(running.blocks - running.named)
 
     def _preempt(self) -> None:
-        """Preempt the job that started last, as no job can continue. Later, it must compute evicted blocks again."""
+        """Preempt the job that started last, as no job can continue. Its evicted blocks must be computed again."""
         place = next(reversed(self._running))
         self._stop(place)
         self._waiting.insert(0, place)

@@ -38,7 +38,7 @@ def local_cluster(nodes: int, object_store_memory: int = 256 * MIB) -> Iterator[
 
 @contextmanager
 def local_pool(name: str, cpu_memory: int, **settings: Any) -> Iterator[Any]:
-    """Run a pool on the cluster of `local_cluster`. When it is yielded, its stores offer all their memory."""
+    """Run a pool on the cluster of `local_cluster`. Yields the pool when its stores offer all their memory."""
     import raykv
 
     with undisturbed():

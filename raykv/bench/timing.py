@@ -16,7 +16,7 @@ def seconds_of(call: Callable[[], object]) -> float:
 
 @contextmanager
 def timed(owner: Any, name: str, spent: list[float]) -> Iterator[None]:
-    """Time every call of a method of an object in a `with` block. spent: receives the seconds of each call."""
+    """Time every call of an object's method in a `with` block. spent: receives the seconds of each call."""
     method = getattr(owner, name)
 
     def call(*args: Any, **kwargs: Any) -> Any:

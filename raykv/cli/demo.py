@@ -37,7 +37,7 @@ CLASSES = ("cold", "pool-local", "pool-remote")
 
 @dataclass(frozen=True)
 class Answer:
-    """An engine's figures of one request. ttft_ms: milliseconds to the first token."""
+    """An engine's figures for one request. ttft_ms: milliseconds to the first token."""
 
     tokens: list[int]
     tokens_without_pool: list[int]
@@ -112,7 +112,7 @@ class Engine:
         return Answer(tokens, plain, start.pool_tokens, start.nodes, ttft * 1e3, plain_ttft * 1e3)
 
     def _go_on(self, token: int, past: Any) -> list[int]:
-        """Generate ANSWER_TOKENS tokens greedily. token: the first of them."""
+        """Generate ANSWER_TOKENS tokens greedily. token: the first token."""
         tokens = [token]
         while len(tokens) < ANSWER_TOKENS:
             logits, past = self._step(tokens[-1:], past)
@@ -130,7 +130,7 @@ class Engine:
 def run(requests: int, nodes: int, seed: int, as_json: bool) -> bool:
     """Run the demo. Returns whether every generated token is the same without the pool.
 
-    Prints to stdout. With `as_json`, prints to stderr, and one JSON object to stdout.
+    Prints to stdout. With `as_json`, prints text to stderr and one JSON object to stdout.
     """
     if not all(find_spec(name) for name in ("torch", "transformers")):
         raise ImportError(f"the demo needs torch and transformers: {to_install('transformers')}")

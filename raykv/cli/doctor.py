@@ -31,7 +31,7 @@ class Report:
             found += nodes.findings()
             if pool:
                 found += exchange.findings(pool, self.hosts)
-                told = internal_kv.other_tokens(pool.name)  # chunks with wrong tokens, by the node of their engines
+                told = internal_kv.other_tokens(pool.name)  # number of chunks with wrong tokens, by the engines' node
                 found += [judgement.of_tokens(node, told[node]) for node in self.hosts if node in told]
                 pool.close()
         order = list(self.hosts)

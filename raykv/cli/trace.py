@@ -33,7 +33,7 @@ class Follower:
     def poll(self) -> list[dict[str, Any]]:
         """Return the entries reported since the last call, in the form that `--json` prints (docs/cli-json.md).
 
-        Returns nothing at the first call, which sets where to begin, and while no directory answers.
+        Returns nothing at the first call, which sets the starting point, and while no directory answers.
         Raises PoolNotFound if the pool has ended.
         """
         try:

@@ -25,7 +25,7 @@ class Page(NamedTuple):
 
 
 def serve(pool: str, host: str | None, port: int | None) -> Page:
-    """Start the page's actor, or find it. host, port: by default, those of the page already served, else HOST and PORT.
+    """Start the page's actor, or find it. host, port: default to those of a running page, else HOST and PORT.
 
     Raises RayKVError if the page can't be served, and ValueError if it is already served at another host or port.
     """

@@ -20,12 +20,12 @@ from raykv.doctor.facts import Facts
 from raykv.doctor.finding import OK, WRONG, Finding
 from raykv.errors import reason_of
 
-DEADLINE_S = 60.0  # deadline of every question, which is sent to all nodes at once
+DEADLINE_S = 60.0  # deadline of a question, which all nodes get at once
 CLOCK_ASKS = 3  # number of questions for a node's clock; the fastest answer is the most exact
 
 
 class Unanswered(NamedTuple):
-    """Stands for the answer of a node that did not answer."""
+    """The result for a node that did not answer."""
 
     why: str
 
@@ -34,7 +34,7 @@ def of_token() -> Finding:
     """Check whether this process and the cluster both use Ray's token, or both use none.
 
     Wrong tokens are not checked: with a wrong token, this process could not have joined. If the finding is not OK, no
-    node can answer, since this process refuses Ray's calls back.
+    node can answer, since this process refuses the calls that Ray sends back.
     """
     context = ray.get_runtime_context()
     node = context.get_node_id()

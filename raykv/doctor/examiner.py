@@ -1,7 +1,7 @@
 """The checks that run on a node. They are tasks: an actor would stay on the Actors page of Ray's dashboard.
 
-Ray sends the whole code of these functions, so they run even on nodes without raykv. Therefore they use no code of
-raykv.
+Ray sends the whole code of these functions, so they run even on nodes without raykv. They import raykv by name, when
+they run.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ def software() -> dict[str, str]:
 
 @ray.remote(num_cpus=0, max_retries=0)
 def protocol() -> int:
-    """Return the version of raykv's messages. ImportError if raykv can't be used."""
+    """Return the version of raykv's messages. Raises ImportError if raykv can't be used."""
     for what in ("raykv.actors.store.node_store", "raykv.doctor.facts"):
         importlib.import_module(what)
     return int(importlib.import_module("raykv.protocol.calls").VERSION)
@@ -43,7 +43,7 @@ def protocol() -> int:
 
 @ray.remote(num_cpus=0, max_retries=0)
 def facts() -> Any:
-    """Return `raykv.doctor.facts.Facts`. ImportError if raykv can't be used."""
+    """Return `raykv.doctor.facts.Facts`. Raises ImportError if raykv can't be used."""
     return importlib.import_module("raykv.doctor.facts").look()
 
 
@@ -55,14 +55,14 @@ def clock() -> float:
 
 @ray.remote(num_cpus=0, max_retries=0, _generator_backpressure_num_objects=1)  # type: ignore[call-overload, untyped-decorator]
 def listen() -> Iterator[tuple[str, int]]:
-    """Listen as this node's store would for other stores, while the generator is kept. Yields (host, port).
+    """Listen at a port, as this node's store would, until the caller drops the generator. Yields (host, port).
 
-    OSError if the node can't listen.
+    Raises OSError if the node can't listen.
     """
     host = ray.util.get_node_ip_address()
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.create_server((host, 0), family=family, backlog=1024) as door:  # the kernel accepts connections
-        for _ in range(2):  # Ray continues when somebody asks for the second answer, or drops the generator
+        for _ in range(2):  # Ray continues when the caller asks for the second answer, or drops the generator
             yield host, int(door.getsockname()[1])
 
 

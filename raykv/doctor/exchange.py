@@ -17,10 +17,10 @@ from raykv.cluster import internal_kv
 from raykv.doctor.finding import OK, WRONG, Finding
 from raykv.errors import reason_of
 
-BLOCK_BYTES, BLOCKS = 512 << 10, 8  # together half of the smallest arena
+BLOCK_BYTES, BLOCKS = 512 << 10, 8  # all blocks together fill half of the smallest arena
 TURNS = 3  # number of reads: the first one makes the connections, and the fastest one counts
 DEADLINE_S = 60.0  # deadline for a task on another node
-RATE = 1.0  # computed tokens per second: so low that a read waits for a tier instead of having blocks computed
+RATE = 1.0  # tokens that an engine computes per second; so low that a read always waits for a tier
 
 
 class Reading(NamedTuple):
@@ -40,7 +40,7 @@ def store(pool: str, seed: int) -> int:
 
 @ray.remote(num_cpus=0, max_retries=0)
 def read(pool: str, seed: int) -> Reading:
-    """Read, on this node, the blocks that another node stored with that seed."""
+    """Read the blocks that another node stored with this seed."""
     cache = opened(pool)
     keys, blocks = content(cache, seed)
     out = np.zeros_like(blocks)
@@ -53,14 +53,14 @@ def read(pool: str, seed: int) -> Reading:
 
 @lru_cache(1)
 def opened(pool: str) -> raykv.KVCache:
-    """Return the cache of these blocks. A node's tasks mostly run in one worker, which attaches once."""
+    """Return a cache for these blocks. Tasks on a node mostly run in one worker, which attaches once."""
     return raykv.attach(pool).cache(
         model="raykv doctor", dtype="uint8", layout="rows", block_tokens=1, block_bytes=BLOCK_BYTES
     )
 
 
 def content(cache: raykv.KVCache, seed: int) -> tuple[Any, Any]:
-    """Return keys and blocks for that seed."""
+    """Return keys and blocks that depend only on the seed."""
     random = np.random.default_rng(seed)
     tokens = random.integers(0, 1 << 31, BLOCKS)
     return cache.keys(tokens), random.integers(0, 256, (BLOCKS, BLOCK_BYTES), np.uint8)
@@ -108,6 +108,6 @@ def _exchange(pool: raykv.KVPool, hosts: dict[str, str], reader: str, source: st
 
 
 def _at(node: str, task: Any, *args: Any) -> Any:
-    """Run a task on that node. Returns its result."""
+    """Run a task on a node. Returns the task's result."""
     pinned = NodeAffinitySchedulingStrategy(node, soft=False)
     return ray.get(task.options(scheduling_strategy=pinned).remote(*args), timeout=DEADLINE_S)

@@ -23,13 +23,13 @@ HUGE_PAGES = "/sys/kernel/mm/transparent_hugepage/shmem_enabled"
 class Facts(NamedTuple):
     """Facts about one node.
 
-    machine: id of the machine, equal for nodes that share memory. room: free memory; total: all memory; shm: size of
-    /dev/shm; in bytes. left: bytes that dead stores left in /dev/shm, by pool. alive: pools in `left` that also have a
-    live store here. kernels: folder of compiled kernels. unwritable: better folders for kernels; not used, because
-    other users can write there or this user can't. huge_pages: Linux's setting for files in memory, or "". gpus: number
-    of GPUs that raykv can use. driver: version of NVIDIA's driver, or "". no_nixl: why NIXL can't be used, or "". rdma:
-    whether there is an RDMA card. niceness: niceness of Ray's workers. tls: whether Ray uses TLS. no_tls: why the pool
-    can't use TLS although Ray does, or "".
+    machine: id of the machine, equal for nodes that share memory. room: free memory, in bytes. total, shm: bytes of all
+    memory, and of /dev/shm. left: bytes that dead stores left in /dev/shm, by pool. alive: pools in `left` that also
+    have a live store here. kernels: folder of compiled kernels. unwritable: preferred folders that can't keep the
+    kernels, because this user can't write there or other users can. huge_pages: Linux's setting for files in memory, or
+    "". gpus: number of GPUs that raykv can use. driver: version of NVIDIA's driver, or "". no_nixl: why NIXL can't be
+    used, or "". rdma: whether there is an RDMA card. niceness: niceness of Ray's workers. tls: whether Ray uses TLS.
+    no_tls: why the pool can't use TLS although Ray does, or "".
     """
 
     machine: str
@@ -85,7 +85,7 @@ def _no_tls() -> str:
 
 
 def _found(path: str, pattern: str) -> str:
-    """Return the pattern's group in one of the kernel's files; "" if the file or the match is missing."""
+    """Return the text that the pattern's group matches in a kernel file; "" if the file or a match is missing."""
     try:
         match = re.search(pattern, Path(path).read_text(encoding="utf-8"))
     except OSError:

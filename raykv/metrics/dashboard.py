@@ -183,7 +183,7 @@ ALERTS = (
 
 
 def expression(text: str, pool: str = "") -> str:
-    """Return PromQL with the metric's full name for every `@name`. KeyError for an unknown metric.
+    """Return PromQL with the metric's full name for every `@name`. Raises KeyError for an unknown metric.
 
     pool: a selector to add to each metric, such as `{pool=~"$pool"}`; "" selects all pools.
     """

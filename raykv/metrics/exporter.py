@@ -9,7 +9,7 @@ from raykv.metrics.metric import METRICS, PREFIX, SECONDS
 
 EXPORT_S = 5.0  # interval between two exports; Ray forgets a gauge that was not set for 20 s
 OBSERVED_MAX = 10_000  # maximum number of a histogram's values between two flushes
-LABELS_MAX = 50  # maximum values, by kind and process, of a tag that users choose: each value costs storage
+LABELS_MAX = 50  # maximum number of values of each kind in a process: users choose the values, and each costs storage
 OTHER = "other"  # the tag's value once LABELS_MAX is reached
 
 T = TypeVar("T")
@@ -26,8 +26,8 @@ class Exporter:
         self._added: dict[Series, float] = defaultdict(float)
         self._set: dict[Series, float] = {}
         self._observed: dict[Series, list[float]] = {}
-        self._totals: dict[Series, float] = {}  # last totals of counters that are given as totals
-        self._labels: dict[str, set[str]] = {}  # values so far, by kind
+        self._totals: dict[Series, float] = {}  # latest total of each counter that callers give as a total
+        self._labels: dict[str, set[str]] = {}  # different values so far, by kind
         self._metrics: dict[str, Any] = {}  # Ray's metrics; only the thread that flushes uses them
 
     def label(self, kind: str, value: str) -> str:
@@ -51,7 +51,7 @@ class Exporter:
                     self._added[series] += value
 
     def total(self, name: str, value: float, **tags: str) -> None:
-        """Increase a counter to its total since this process began. Ignores a total below the last one."""
+        """Increase a counter by the growth of its total since the last call. Ignores a total that did not grow."""
         series = name, tuple(tags.items())
         with self._lock:
             new = value - self._totals.get(series, 0.0)
@@ -79,7 +79,7 @@ class Exporter:
     def flush(self) -> None:
         """Pass the figures since the last flush to Ray. One thread of a process calls this.
 
-        Raises Ray's first error. Figures that Ray did not accept are passed again by the next flush.
+        Raises Ray's first error. The next flush again passes figures that Ray did not accept.
         """
         with self._lock:
             added, self._added = self._added, defaultdict(float)
@@ -116,12 +116,12 @@ class Exporter:
                 self._observed[series] = [*values, *self._observed.get(series, ())][:OBSERVED_MAX]
 
     def forget(self, tag: str, value: str) -> None:
-        """Forget totals with this tag: they will not be given any more."""
+        """Forget totals with this tag. Call this when the totals will not be given any more."""
         with self._lock:
             self._totals = {series: total for series, total in self._totals.items() if (tag, value) not in series[1]}
 
     def _tags(self, name: str, tags: Tags) -> dict[str, str]:
-        """Return the tags with the pool, and with this process's node if the metric has a node."""
+        """Add the pool to tags, and this process's node if the metric has a node. Returns the tags as a dict."""
         return {"pool": self._pool, **({"node": self._node} if "node" in METRICS[name].tags else {}), **dict(tags)}
 
     def _metric(self, name: str) -> Any:

@@ -4,12 +4,12 @@ from typing import NamedTuple
 
 PREFIX = "raykv_"  # Ray puts `ray_` before it
 SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)  # upper bounds of histograms' buckets
-
-CALL_SECONDS = (1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1, 0.5)  # for its calls
+# upper bounds of the buckets for calls of the directory
+CALL_SECONDS = (1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1, 0.5)
 
 
 class Metric(NamedTuple):
-    """kind: counter, gauge or histogram. tags: without `pool`, which all metrics have. by: the exporting process."""
+    """kind: counter, gauge or histogram. tags: all tags except `pool`. by: the process that exports it."""
 
     kind: str
     by: str

@@ -11,7 +11,7 @@ OFF: AbstractContextManager[None] = nullcontext()
 def span(name: str, **attributes: Any) -> AbstractContextManager[Any]:
     """Make a span `raykv.<name>` around a `with` block, as a child of the current span.
 
-    The `with` block gets the span, or None if the process has no tracer provider; this costs little.
+    The `with` block gets the span. If the process has no tracer provider, the block gets None, at little cost.
     attributes: attributes of the span, with the names `raykv.<attribute>`.
     """
     trace = sys.modules.get("opentelemetry.trace")
@@ -23,7 +23,7 @@ def span(name: str, **attributes: Any) -> AbstractContextManager[Any]:
         made: AbstractContextManager[Any] = provider.get_tracer("raykv").start_as_current_span(
             f"raykv.{name}", attributes=_named(attributes)
         )
-    except Exception:  # another thread is importing it, or the environment names a provider that can't be loaded
+    except Exception:  # another thread is importing OpenTelemetry, or a provider of the environment can't be loaded
         return OFF
     return made
 
@@ -51,7 +51,7 @@ def _attached(context: Any, parent: Any) -> Iterator[None]:
 
 
 def tell(it: Any, **attributes: Any) -> None:
-    """Add attributes to a span that `span` made. None is ignored."""
+    """Add attributes to a span that `span` made. Does nothing for None."""
     if it is not None:
         it.set_attributes(_named(attributes))
 

@@ -65,7 +65,7 @@ class PageActor:
         return self._place
 
     def _state(self, after: float) -> dict[str, Any]:
-        """The page's JSON: History.since, `time`, `run` (the process id) and `trouble` (why the last look failed)."""
+        """The page's JSON: History.since, `time`, `run` (the process id), and `trouble` (why the last look failed)."""
         if time.monotonic() > self._asked + OPEN_S:
             self._loop.wake()
         self._asked = time.monotonic()

@@ -10,7 +10,7 @@ TOLERANCE_S = 5.0  # tolerance in comparisons of uptimes: the clocks of Ray's he
 
 
 class Event(NamedTuple):
-    """t: Unix time when it was seen. kind: "bad", "good" or "note"."""
+    """t: Unix time when the event was seen. kind: "bad", "good" or "note"."""
 
     t: float
     kind: str

@@ -16,9 +16,9 @@ from raykv.ui.pool_actors import Actor, look_up
 from raykv.ui.ray_nodes import SHORT, RayNode, living_nodes, short_ids
 
 ANSWER_S = 1.0  # seconds for the directory, its successor and the supervisor to answer
-UPKEEP = ("directory", "successor", "supervisor")  # roles of which a pool has one actor each, on some node
+UPKEEP = ("directory", "successor", "supervisor")  # roles with one actor per pool, on any node
 TIERS = {"cpu": "memory", "gpu": "gpu"}
-FAULTS = {  # texts that follow a number
+FAULTS = {  # texts to print after the number of faults, by kind
     "corrupt": "blocks dropped that were not what was stored",
     "corrupt_on_arrival": "blocks altered on their way",
     "tier_refused": "blocks refused by the external tier",
@@ -73,7 +73,7 @@ class Overview:
 
     @property
     def summary(self) -> list[str]:
-        """How many nodes are alive, then the faults of UPKEEP, in words."""
+        """Lines of text: the number of living nodes, then the faults of UPKEEP."""
         alive = sum(member.state == "alive" for member in self.members.values())
         wrong = [f"{role} {why}" for role, why in self.upkeep.items() if why]
         return [f"{alive} of {len(self.members)} nodes alive", *wrong]
@@ -84,7 +84,7 @@ class Overview:
         return memory["limit"] * memory["slab_bytes"] if memory else None
 
     def memory_name(self, name: str) -> str:
-        """The displayed name of a node's memory. For a GPU, it includes the end of the GPU's UUID."""
+        """The name of a node's memory for users. For a GPU, it includes the end of the GPU's UUID."""
         node_id, _, gpu = name.partition("/")
         return self.shown.get(node_id, node_id) + (f" (gpu {gpu[-8:]})" if gpu else "")
 
@@ -133,8 +133,8 @@ class Overview:
         bytes) of each of its tiers.
         counts: the directory's counts; empty while it does not answer. hit_curve: hit rates by multiples of the memory,
         and with unlimited memory (`ceiling`); empty before the first look-up.
-        routes: pairs of memories, of which one reads from the other. bytes, failed: counts by transport, since the
-        reader's store started.
+        routes: pairs of memories; in a pair, one memory reads from the other. bytes, failed: counts by transport, since
+        the reader's store started.
         prefixes: the prefixes that provided the most blocks to look-ups. key: the last block's key, in hex. blocks:
         number of blocks. bytes: size of the blocks. hits: number of look-ups that found exactly this prefix. idle_s:
         seconds since the latest of these look-ups. nodes: short ids of the nodes whose memory has the last block.
@@ -186,7 +186,7 @@ def fault_text(kind: str) -> str:
 
 
 def look(pool: str) -> Overview:
-    """Ask Ray, the directory and the stores. The result also says which of them did not answer in time."""
+    """Ask Ray, the directory and the stores. The result also says which actors did not answer in time."""
     nodes = living_nodes()
     upkeep = _upkeep_actors(pool)
     wrong = _what_is_wrong(upkeep)

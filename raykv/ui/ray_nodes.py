@@ -63,5 +63,5 @@ def find_node(asked: str, nodes: Sequence[RayNode]) -> RayNode:
 
 
 def _common(one: str, other: str) -> int:
-    """Length of the common prefix."""
+    """Return the length of the common prefix of two texts."""
     return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))

@@ -34,7 +34,7 @@ Answer = Callable[[Request], Awaitable[Response]]
 
 
 def application(state: Callable[[float], dict[str, Any]], host: str) -> Starlette:
-    """The page's application. state: returns the JSON of what is later than a Unix time; see History.since.
+    """The page's application. state: returns JSON of all data later than a Unix time; see History.since.
 
     host: the address on which the server listens.
     """
@@ -86,7 +86,7 @@ _WHY = {
 
 
 def _refusal(request: Request) -> HTTPStatus | None:
-    """Return why a request is refused. None if it has Ray's token in a header, or the right cookie."""
+    """Return why a request is refused; None if the request has Ray's token in a header, or the right cookie."""
     if not is_token_auth_enabled():
         return None if _is_ours(request) else HTTPStatus.MISDIRECTED_REQUEST
     if request.scope["path"] in BEFORE_TOKEN:  # not `request.url`: it contains the Host header of the client

@@ -41,7 +41,7 @@ class Shape(NamedTuple):
 
 
 class Times(NamedTuple):
-    """Seconds of a call, and of a memcpy of the same number of bytes, by one thread and by an arena's threads."""
+    """Seconds of a call, of a memcpy of the same bytes by one thread, and of a memcpy by an arena's threads."""
 
     call: float
     one: float
@@ -81,7 +81,7 @@ class Worker:
         self.filled = FILL // shape.block_bytes
         self.keys = self.cache.keys(np.arange((self.filled + 2 * shape.pairs * shape.blocks) * 16))
         block = np.random.default_rng(0).integers(0, 255, shape.block_bytes, np.uint8)
-        self.buffers = np.tile(block, (BUFFERS // shape.block_bytes, 1))  # equal, so memcpy may overwrite any
+        self.buffers = np.tile(block, (BUFFERS // shape.block_bytes, 1))  # all equal: memcpy may overwrite them
 
     def fill(self) -> None:
         """Store blocks until every slot has been used. Later stores evict the oldest blocks."""
@@ -101,7 +101,7 @@ class Worker:
             stored = self.cache.store(keys, blocks)
             seconds = time.perf_counter() - begin
             if stored < len(keys):
-                store_all(self.cache, keys, blocks)  # the readers expect all blocks
+                store_all(self.cache, keys, blocks)  # the readers need all blocks
             return seconds, stored
 
         turns, rows = self._pairs(
@@ -144,11 +144,11 @@ class Worker:
         raise AssertionError(f"{len(rows)} of {turn + 1} calls were whole: {self.pool.session.directory.faults}")
 
     def _find(self, stop: int) -> None:
-        """Find the slots of the newest SPAN bytes of blocks before keys[stop]. A read maps the slots."""
+        """Find the slots of the SPAN bytes of blocks before keys[stop], and map these slots by a read."""
         first, step = stop - SPAN // self.shape.block_bytes, CHUNK // self.shape.block_bytes
         self.slots = []
-        # in pieces: a match touches its blocks from last to first, so a single match of all blocks would reverse the
-        # order of eviction
+        # several matches: a match touches its blocks from last to first, so a single match of all blocks would reverse
+        # the order of eviction
         for at in range(first, stop, step):
             runs = self._views(self.keys[at : min(at + step, stop)])
             self.slots += [block for run in runs for block in run.reshape(-1, self.shape.block_bytes)]

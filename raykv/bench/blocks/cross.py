@@ -38,7 +38,7 @@ class Writer:
         return self.blocks
 
     def listen(self) -> int:
-        """Listen for one TCP peer, and answer each of its bytes with all blocks. Returns the port."""
+        """Listen for one TCP peer, and answer each byte from the peer with all blocks. Returns the port."""
         server = socket.create_server(("127.0.0.1", 0))
 
         def serve() -> None:
@@ -106,7 +106,7 @@ def run(transport: str) -> dict[str, Any]:
         reader = on_node(Reader, here, writer)
         ray.get(reader.connect.remote(ray.get(writer.listen.remote())))
         for turn in range(WARM + PAIRS):
-            pool.clear()  # so that the writer's node has room, and no block is stored on the reader's node
+            pool.clear()  # gives the writer's node room, so that it stores all blocks itself
             assert ray.get(writer.store.remote(turn)) == BLOCKS
             reads = reader.pool_read.remote(turn), reader.ray_read.remote(), reader.socket_read.remote()
             rounds.append(ray.get(list(reads)))

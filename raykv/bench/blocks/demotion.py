@@ -21,9 +21,9 @@ from raykv.config import MIB
 T = TypeVar("T")
 POOL = "bench-demotion"
 CPU_MEMORY = 4096 * MIB
-CAPACITY = "3GiB"  # capacity of the tier; two backlogs fill it, and later demoted blocks evict older blocks from it
-BACKLOG = 48  # batches of 32 MiB
-READ = 12  # batches that windows read in turn
+CAPACITY = "3GiB"  # capacity of the tier; two backlogs fill it, and later backlogs evict blocks from it
+BACKLOG = 48  # number of batches, of 32 MiB each
+READ = 12  # number of batches that windows read in turn
 STORES, READS, MATCHES = 6, 6, 24  # calls per window
 WINDOWS = 4  # maximum number of windows while a backlog is demoted
 WARM, PAIRS = 2, 8
@@ -135,7 +135,7 @@ def run(directory: str) -> dict[str, float]:
     import ray
 
     with tempfile.TemporaryDirectory(dir=directory, prefix="raykv-bench-") as folder:
-        settings: dict[str, Any] = {"write": "through", "min_hits": 1, "deadline": 10.0}  # slow calls count too
+        settings: dict[str, Any] = {"write": "through", "min_hits": 1, "deadline": 10.0}  # lets slow calls count
         settings["external"] = f"file://{folder}?capacity={CAPACITY}"
         with local_cluster(1) as (node,), local_pool(POOL, CPU_MEMORY, secret=b"bench", **settings) as pool:
             engine = on_node(Engine, node)

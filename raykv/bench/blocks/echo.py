@@ -1,4 +1,4 @@
-"""The floor (baseline) of a call to another process: an actor and a socket whose answers have the same size."""
+"""The floor (baseline) of a call to another process: an actor and a socket, with answers of the same size."""
 
 import socket
 import threading
@@ -10,7 +10,7 @@ from raykv.protocol.packing import packed
 
 
 class Echo:
-    """An actor that only answers, with as many bytes as the directory's answer to a match has."""
+    """An actor whose answers have as many bytes as the directory's answers to matches."""
 
     def __init__(self, answer_bytes: int) -> None:
         self.answer = (1, bytes(answer_bytes), b"")

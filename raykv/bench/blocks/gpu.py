@@ -38,7 +38,7 @@ def run() -> dict[str, Any]:
 
     Blocks are scattered at the source and at the target. Both raykv and the copy by hand hash blocks in host memory;
     the copy by hand does so after all copies. `pages_...`: raykv copies an engine's pages of LAYER_BYTES, and the copy
-    by hand copies whole blocks. Raises ValueError if this process can use no GPU.
+    by hand copies whole blocks. Raises ValueError if this process has no GPU.
     """
     gpu = device.device(device.uuid_of(0))
     fast = GpuArena.open_new("bench-gpu", bytes(16), gpu, SLAB, SLABS)
@@ -117,7 +117,7 @@ def _nccl_to_self(gpu: str, fast: GpuArena) -> dict[str, float]:
 
 
 def _nccl_between_two(gpu: str, fast: GpuArena) -> dict[str, float]:
-    """Copy by NCCL between two processes on one GPU. NCCL treats them as two hosts and uses sockets: only a check."""
+    """Copy by NCCL between two processes on one GPU. NCCL treats them as two hosts and uses sockets."""
     os.environ.update(NCCL_HOSTID="reader", NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1")
     turns, unique, context = _Turns(), nccl_pair.new_unique(), get_context("spawn")
     pipe, theirs = context.Pipe()
@@ -184,7 +184,7 @@ class _Turns:
         self._order = np.random.default_rng(0).permutation(2 * BLOCKS).reshape(2, BLOCKS)
 
     def locations(self, into: int = 0) -> Locations:
-        """into: 0 or 1, the number of one of two disjoint sets of slots."""
+        """into: 0 or 1; selects one of two disjoint sets of slots."""
         self._gen += 1 << 10
         at = np.zeros(BLOCKS, LOCATION)
         at["slab"], at["slot"] = np.divmod(self._order[into], SLAB // BLOCK_BYTES)
@@ -204,7 +204,7 @@ def _table(to: NDArray[np.int64], of: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def _hand(gpu: str, table: NDArray[np.int64]) -> None:
-    """Make the copies that a table lists one by one, by cudaMemcpyAsync on a stream."""
+    """Make the copies of a table one after another, by cudaMemcpyAsync on a stream."""
     cupy = cuda.cupy()
     runtime = cupy.cuda.runtime
     stream = _streams.setdefault(gpu, cupy.cuda.Stream(non_blocking=True))

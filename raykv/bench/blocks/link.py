@@ -197,7 +197,7 @@ def _read(offer: list[Any]) -> None:
 
 
 def run(text: str) -> dict[str, Any]:
-    """Return median GB/s (1e9 bytes) over the link. Raises ValueError for a bad text, RuntimeError without a link."""
+    """Return median GB/s (1e9 bytes) over a link. Raises ValueError for a bad text, RuntimeError if a command fails."""
     link = parse(text)
     command = [sys.executable, "-m", "raykv.bench.blocks.link"]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}

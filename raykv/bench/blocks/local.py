@@ -27,7 +27,7 @@ BATCHES = 24  # 768 MiB: far more than a processor's caches hold
 ROUNDS = 3  # the first round is a warm-up
 MATCH_KEYS, MATCH_CALLS, MATCH_TURN = 512, 400, 5
 
-Times = tuple[float, float, float]  # seconds of a batch: of its copies, of the whole call, of memcpy
+Times = tuple[float, float, float]  # seconds of a batch's copies, of the whole call, and of memcpy
 
 
 class Worker:
@@ -43,7 +43,7 @@ class Worker:
         assert self.pool.session.local is not None
         self.arena = self.pool.session.local.arena
         block = np.random.default_rng(0).integers(0, 255, BLOCK_BYTES, np.uint8)
-        self.buffers = [np.tile(block, (BATCH, 1)) for _ in range(8)]  # equal: memcpy may overwrite any
+        self.buffers = [np.tile(block, (BATCH, 1)) for _ in range(8)]  # all equal: memcpy may overwrite them
         self.floor = Memcpy(block_copy.THREADS)  # as many threads as the arena uses
 
     def keys(self, batch: int) -> Keys:
@@ -125,7 +125,7 @@ class Worker:
 
 
 def run(shapes: list[Shape] | None = None) -> dict[str, Any]:
-    """Return median GB/s (1e9 bytes), microseconds and keys/s. shapes: shapes to measure for the table `results`."""
+    """Return median GB/s (1e9 bytes), microseconds and keys/s. shapes: shapes of the table `results`."""
     import ray
 
     with local_cluster(1) as (node,):

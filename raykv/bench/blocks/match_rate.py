@@ -70,7 +70,7 @@ def stored_keys(cache: KVCache, count: int) -> Keys:
 
 @contextlib.contextmanager
 def _without_socket(line: DirectoryLine) -> Iterator[None]:
-    """Send the line's calls through Ray, as if its socket could not connect. Keeps its connection for later."""
+    """Send the line's calls through Ray, as if its socket could not connect. Restores its connection at the end."""
     pipeline, line._pipeline = line._pipeline, None
     line.find = lambda: True  # type: ignore[method-assign]  # keeps the line from connecting after a late answer
     try:

@@ -27,7 +27,7 @@ def namespaces(count: int, tools: Sequence[str] = ()) -> Iterator[list[int]]:
             holder = stack.enter_context(subprocess.Popen(HOLD))
             stack.callback(holder.kill)
             pids.append(holder.pid)
-        while any(_namespace(pid) == _namespace("self") for pid in pids):  # until unshare has done its work
+        while any(_namespace(pid) == _namespace("self") for pid in pids):  # until `unshare` has made the namespaces
             time.sleep(0.01)
         yield pids
 

@@ -24,24 +24,24 @@ from raykv.protocol.stores import ArenaDescription, Inventory
 KeyArray = NDArray[np.uint64]  # (n, 2)
 
 LENGTHS = (64, 512, 8192)  # numbers of keys of a match
-SHORT, LONG = 512, 8192  # blocks of a chain: short chains have half of the entries, long chains the other half
+SHORT, LONG = 512, 8192  # blocks per chain; half of the entries are in short chains, half in long chains
 MIN_ENTRIES = 200_000
-FLOOR_ENTRIES = 1_000_000  # maximum for the plain model, which would take minutes and gigabytes for more
+FLOOR_ENTRIES = 1_000_000  # maximum entries of the plain model; more would take minutes and gigabytes
 MIN_NODES, NODE_BLOCKS = 8, 1_000_000
 SLAB_SLOTS = 16_384
 BLOCK_BYTES = 4096
 PER_CALL = 4096  # keys per call while the directory is filled
 STORE = 1024  # blocks of a timed store: a prompt of 16,384 tokens
 TURNS = 12
-IN_A_TURN = 5  # calls of one side; the first is not counted, since the CPU caches hold the other side's data
-WRITERS = 16 * LONG  # blocks of the chains that grow concurrently, interleaved at random
+IN_A_TURN = 5  # calls of one side; the first call does not count: the CPU caches hold the other side's data
+WRITERS = 16 * LONG  # total blocks of chains that grow at the same time, interleaved at random
 CHURN = 0.4  # share of blocks that are replaced before the first timing
 
 
 def run(entries: int) -> dict[str, Any]:
     """Measure a directory of `entries` blocks. floor: figures of the plain model with at most a million blocks.
 
-    match_us, release_us: by number of keys, for chains that were not used recently. insert_per_s: stored blocks per
+    match_us, release_us: by number of keys, for the least recently used chains. insert_per_s: stored blocks per
     second, in stores of `store_blocks` new blocks that evict the same number of blocks. remove_node_ms: time to remove
     a node of `remove_node_blocks` blocks. metrics: see `metrics_cost.cost`. Times are medians. The directory and the
     model are timed in turn. Raises ValueError below 200,000 entries.
@@ -309,7 +309,7 @@ class _Load:
 
 
 def _keys(chain: NDArray[np.int64], block: NDArray[np.int64]) -> KeyArray:
-    """(n, 2) keys as random as hashes: splitmix64 of (chain, block), twice."""
+    """Return (n, 2) keys that are as random as hashes: two splitmix64 hashes of (chain, block)."""
     x = (chain.astype(np.uint64) << np.uint64(20)) + block.astype(np.uint64)
     keys = np.empty((len(x), 2), np.uint64)
     for i in range(2):

@@ -28,7 +28,7 @@ TAKES = takers(MATCH)
 
 
 class _Timed(DirectoryServer):
-    """A server and a connection to it. It records its thread's processor time at the first and at the last call.
+    """A server and a connection to it. The server records its thread's processor time at the first and last call.
 
     The same thread answers counted and uncounted calls, since two threads might run on unequal processors.
     """
@@ -45,7 +45,7 @@ class _Timed(DirectoryServer):
         return super()._answer(connection, request)
 
     def seconds(self, requests: list[bytes]) -> float:
-        """Mean processor seconds of the directory's thread for one of these calls, including the socket."""
+        """Send these calls. Returns mean processor seconds of the directory's thread per call, with the socket."""
         self._began = 0.0
         for body in requests:
             request = Request()
@@ -76,8 +76,8 @@ def cost(directory: Directory, request: Callable[[int], Message]) -> dict[str, A
 
     request: returns the arguments of the match with a given number. plain_us: the thread's processor time for a call
     over the socket. with_metrics_us: the same for counted calls. Both are first quartiles of turns. calls_percent: the
-    difference in percent. export_ms: mean processor time of an export. Exports run every 5 s, and every other one looks
-    at every slot. percent: share of a fully loaded directory's time that counting and exports take.
+    difference in percent. export_ms: mean processor time of an export. Exports run every 5 s, and every second export
+    looks at every slot. percent: percent of a fully loaded directory's time that counting and exports take.
     """
     server = _Timed(directory)
     sides: tuple[list[float], list[float]] = ([], [])

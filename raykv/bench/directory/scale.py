@@ -1,4 +1,4 @@
-"""`raykv bench scale`: how many nodes one directory carries, and how fast another takes over after a SIGKILL.
+"""`raykv bench scale`: how many nodes one directory can serve, and how fast another directory takes over.
 
 The directory's server runs without Ray, in its own process, with its socket and kernels. A few processes simulate the
 nodes (scale_load.py). Each number of nodes gets a new directory and new nodes.
@@ -28,8 +28,8 @@ from raykv.protocol.location import Address
 
 LOADS = 2  # processes that simulate nodes
 WARM_S = 3.0
-P99_MS = 20.0  # milliseconds; a directory carries its nodes only if the p99 of its matches is below this
-CARRIED = 0.95  # a directory carries its nodes only if it answers at least this share of the offered calls
+P99_MS = 20.0  # milliseconds; a directory carries its nodes only if the p99 of its match times is below this
+CARRIED = 0.95  # a directory carries its nodes only if it answers at least this share of the calls that become due
 SPAWN = multiprocessing.get_context("spawn")
 
 
@@ -97,8 +97,8 @@ def run(nodes: list[int], entries: int, seconds: float, take_over: int = 0) -> d
     entries: total number of blocks of all nodes. seconds: how long to measure each number of nodes.
     take_over: number of nodes of a pool whose directory is killed; 0 to kill no directory.
 
-    Returns a dict. results: figures for each number of nodes. largest_nodes: the largest of these numbers of nodes that
-    one directory carries; 0 if it carries none of them. take_over: figures of the take-over, if there was one.
+    Returns a dict. results: figures for each number of nodes. largest_nodes: the largest measured number of nodes that
+    one directory carries; 0 if there is none. take_over: figures of the take-over, if there was one.
     """
     results = [_measured(count, entries, seconds) for count in nodes]
     carried = [row["nodes"] for row in results if row["carried"]]
@@ -143,7 +143,7 @@ def _figures(figures: list[Figures], nodes: int, busy: float, seconds: float) ->
 
 
 def _killed(nodes: int, entries: int, seconds: float) -> dict[str, Any]:
-    """Seconds from the successor's order to take charge until the first match, the last inventory, and a low p99."""
+    """Kill a directory. Returns seconds until its successor answers a match, has every inventory, and has a low p99."""
     with _pool(nodes, entries) as (server, loads, _), _running(serve, 3) as successor:
         successor.orders.recv()
         _watched(server, loads, seconds)
@@ -165,7 +165,7 @@ def _killed(nodes: int, entries: int, seconds: float) -> dict[str, Any]:
 
 
 def _until_joined(loads: list[Process], nodes: int, seconds: float) -> list[Figures]:
-    """Wait until all stores have joined, and `seconds` more. Return the figures of that time."""
+    """Wait until all stores have joined, and then `seconds` longer. Return the figures of the whole time."""
     while len(_array(_collect(loads), "joined")) < nodes:
         time.sleep(0.2)
     time.sleep(seconds)

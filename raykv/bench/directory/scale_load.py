@@ -1,8 +1,8 @@
 """A process that simulates nodes for `raykv bench scale`, and sends their calls to a directory by its protocol.
 
-A node consists of a store, which has a connection for its inventory and heartbeats, and of ENGINES clients. Each client
+A node consists of a store and ENGINES clients. The store has a connection for its inventory and heartbeats. Each client
 has its own connection, as in production. Each second, RATE requests of an engine become due, even if earlier requests
-still wait for answers. A request matches KEYS keys, the first half of which earlier requests have stored. Then the
+still wait for answers. A request matches KEYS keys. Earlier requests have stored the first half of these keys. Then the
 request reserves slots for the second half, and commits these keys without waiting for the answer.
 """
 
@@ -29,7 +29,7 @@ from raykv.protocol.packing import packed, unpacked
 from raykv.protocol.stores import ArenaDescription, Inventory, Joined, SlabReport
 
 ENGINES, RATE = 8, 5.0  # engines per node; requests per second of an engine
-KEYS = 200  # keys of a request; the engine has stored the first half
+KEYS = 200  # number of keys of a request; the engine has already stored the first half
 PROMPTS = 32  # maximum number of stored prompts that an engine asks for in turn; small nodes store fewer
 BLOCK_BYTES, SLAB_SLOTS = 2 << 20, 512
 MIN_WINDOW, WINDOW_SHARE = 128, 50  # staging slots: one for each WINDOW_SHARE blocks, at least MIN_WINDOW
@@ -63,7 +63,7 @@ class Figures(NamedTuple):
     errors: int  # refused calls, and connections that failed or ended
     matched: bytes  # when each match was answered (time.monotonic())
     waited: bytes  # seconds from the due time of each match to its answer
-    joined: bytes  # when the directory had adopted each inventory
+    joined: bytes  # when the directory finished adopting each inventory
 
 
 class Line:
@@ -140,7 +140,7 @@ class Store(Line):
         self.slab_gens = (epoch << 40) + np.arange(1, self.slabs + 1)
 
     def prompt(self, number: int) -> bytes:
-        """Keys of a stored prompt, by its number. The prompts are the node's youngest blocks."""
+        """Keys of the stored prompt with this number. The prompts consist of the node's newest blocks."""
         stop = np.count_nonzero(self.gens) - number * KEYS // 2
         return self.keys[stop - KEYS // 2 : stop].tobytes()
 
@@ -176,7 +176,7 @@ class Store(Line):
         self.slab_gens[locations["slab"]] = locations["slab_gen"]
 
     def inventory(self) -> Inventory:
-        """Return an inventory of all blocks. Blocks that were stored later have later stamps."""
+        """Return an inventory of all blocks. Newer blocks have later stamps."""
         for written, keys in self.written:
             self._note(np.frombuffer(written, LOCATION), keys)
         self.written.clear()
@@ -193,7 +193,7 @@ class Store(Line):
 
 
 class Engine(Line):
-    """A client that sends one request at a time. Requests that become due in the meantime wait."""
+    """A client that sends one request at a time. Other requests that become due wait."""
 
     period = 1 / RATE
 
@@ -246,7 +246,7 @@ class Engine(Line):
             self._match(self.waiting.popleft())
 
     def _keys_at(self, indices: bytes) -> bytes:
-        """Keys that were granted a slot; normally all new keys."""
+        """Keys for which the directory granted a slot; normally all new keys."""
         if len(indices) == len(self.new) // KEY_BYTES * 4:
             return self.new
         return np.frombuffer(self.wanted, np.uint64).reshape(-1, 2)[np.frombuffer(indices, np.int32)].tobytes()

@@ -18,7 +18,7 @@ SETTLE_S = 0.2  # seconds for the blocks of earlier prompts to be stored
 
 
 class Answers(NamedTuple):
-    """Answers to equal prompts. computed: computed tokens of all prompts. last_ms: until all have a first token."""
+    """Answers to equal prompts. computed: computed tokens. last_ms: milliseconds until all have a first token."""
 
     computed: int
     last_ms: float
@@ -38,7 +38,7 @@ class Engine(ttft.Engine):
 
 
 def run() -> dict[str, Any]:
-    """Return the median number of computed prompts of REQUESTS, and median milliseconds until all have a first token.
+    """Return the median number of computed prompts, and the median milliseconds until all have a first token.
 
     alone_ms: milliseconds until the first token of a single request to one engine.
     """
@@ -74,7 +74,7 @@ def run() -> dict[str, Any]:
 def _round(turn: int, pool: Any, engines: dict[str, list[Any]]) -> dict[str, float]:
     """Run a round. First one engine computes a prompt alone.
 
-    In warm-up rounds every engine computes the prompt, to learn its own speed.
+    In warm-up rounds, every engine computes a prompt alone, to learn its own speed.
     """
     import ray
 

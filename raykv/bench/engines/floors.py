@@ -36,7 +36,7 @@ class Bytes:
 
 
 class Lane:
-    """An actor that stores the same number of bytes in a pool, to time how the pool moves them to another node."""
+    """An actor that stores a prompt's bytes in a pool, to time how the pool moves them to another node."""
 
     def __init__(self, pool: str, size: int) -> None:
         import raykv

@@ -45,8 +45,8 @@ class Engine(ttft.Engine):
 def run() -> dict[str, Any]:
     """Return median milliseconds until the decode engine's first token, by the delay of its request.
 
-    The floor is the time of a hit in this engine's own prefix cache, plus FLOOR_FACTOR times the time that Ray takes to
-    move the same number of bytes from the other node.
+    The floor is the time of a hit in the decode engine's own prefix cache, plus FLOOR_FACTOR times the time that Ray
+    takes to move the same number of bytes from the other node.
     """
     import ray
 

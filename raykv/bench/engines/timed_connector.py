@@ -13,7 +13,7 @@ from raykv.integrations.vllm.connector import RayKVConnector
 
 
 def kv_transfer_config(pool: str, folder: str, role: str = "kv_both") -> dict[str, Any]:
-    """Like the integration's function. folder: each process of the engine keeps its total seconds in a file there."""
+    """Like the integration's function. folder: where each process of the engine keeps its total seconds in a file."""
     transfer = connector.kv_transfer_config(pool, role)
     transfer["kv_connector_extra_config"]["seconds"] = folder
     return {**transfer, "kv_connector": TimedConnector.__name__, "kv_connector_module_path": __name__}
@@ -32,7 +32,7 @@ class TimedConnector(RayKVConnector):
 def _timed(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def timed(self: TimedConnector, *args: Any, **kwargs: Any) -> Any:
-        if self.inside:  # a timed method calls this one
+        if self.inside:  # called by another timed method
             return method(self, *args, **kwargs)
         self.inside = True
         begin = time.perf_counter()

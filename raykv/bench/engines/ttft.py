@@ -20,15 +20,15 @@ from raykv.config import MIB
 
 POOL = "bench-ttft"
 PROMPT_TOKENS, BLOCK_TOKENS = 3529, 32
-ARENA_BYTES = 2048 * MIB  # an eighth of the memory is staging: room for a whole prompt
+ARENA_BYTES = 2048 * MIB  # bytes per node; an eighth of them is staging, with room for a whole prompt
 LANE_FACTOR = 1.1  # the floor of a hit on another node includes the pool's own transfer time, times this factor
 IDLE_S = 0.2  # seconds for the last engine to store its blocks, which keeps cores busy
 WARM, ROUNDS = 1, 8
 AFTER = WARM + ROUNDS + 2  # the first turn whose prompts no earlier turn has used
 PAUSE_S = 0.05  # seconds between two stores of filler blocks
-WINDOWS = 10  # staging windows that a prompt fills in a reader with little memory; a window is an eighth of the memory
+WINDOWS = 10  # staging windows that a prompt fills on a node with little memory; a window is an eighth of it
 LLAMA = "llama-shape"
-# by name: fields to change to make the models of `shapes` as large as this Llama
+# by model: fields that make a model of `shapes` as large as this Llama
 MODELS: dict[str, dict[str, Any]] = {
     LLAMA: {},
     "gpt-oss-shape": {"sliding_window": 128},
@@ -68,7 +68,7 @@ class Engine:
     def __init__(
         self, model: str, folder: str, pool: str = POOL, role: str = "kv_both", dtype: str = "float32"
     ) -> None:
-        """folder: where the connector sums its time; "" for no connector. pool, role: settings of the connector.
+        """folder: where the connector writes its time; "" for no connector. pool, role: settings of the connector.
 
         dtype: float32 by default, since bfloat16 is three times slower on processors without bfloat16 instructions.
         """
@@ -252,7 +252,7 @@ def _have_stored(turn: int, pool: Any, kept: Kept, writer: Any, reader: Any) -> 
     """Wait until the whole prompt is in the pool. Then clear the engines' own caches."""
     import ray
 
-    while pool.stats().get("keys", 0) < kept.keys:  # asks again, since a store may be lost if a call is late
+    while pool.stats().get("keys", 0) < kept.keys:  # asks again, since a late call may lose a store
         ray.get(writer.answer.remote(turn))
     ray.get([engine.reset.remote() for engine in (writer, reader)])  # waits until all blocks are offered
 

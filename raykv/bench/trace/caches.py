@@ -11,7 +11,7 @@ from collections.abc import Container, Sequence
 
 from raykv.bench.trace.formats import Request
 
-NEVER = 1 << 60  # number of the next request for a block that no later request asks for
+NEVER = 1 << 60  # a block's next request, if no later request asks for the block
 
 
 def leading(request: Request, cache: Container[int]) -> int:
@@ -20,7 +20,7 @@ def leading(request: Request, cache: Container[int]) -> int:
 
 
 def lru(requests: Sequence[Request], capacities: list[int], nodes: Sequence[int]) -> list[int]:
-    """Isolated LRUs. nodes: index of the LRU of each request. A request touches its blocks from last to first."""
+    """Isolated LRUs. nodes: index of each request's LRU. A request touches its blocks from last to first."""
     caches: list[OrderedDict[int, None]] = [OrderedDict() for _ in capacities]
     hits = []
     for request, node in zip(requests, nodes, strict=True):
@@ -51,7 +51,7 @@ def optimum(requests: Sequence[Request], capacity: int) -> list[int]:
         hits.append(leading(request, due))
         for depth, (block, again) in enumerate(zip(request.ids, later, strict=True)):
             due[block] = again
-            heapq.heappush(farthest, (-again, -depth, block))  # of blocks due together, children are evicted first
+            heapq.heappush(farthest, (-again, -depth, block))  # if blocks are due together, the last is evicted first
         while len(due) > capacity:
             again, _, block = heapq.heappop(farthest)
             if due.get(block) == -again:  # otherwise the entry is outdated: the block was requested again

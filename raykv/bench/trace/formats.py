@@ -22,7 +22,7 @@ SESSION_IDS = 1 << 32  # size of a session's own range of ids, if each session o
 class Request(NamedTuple):
     """A prompt. ids: ids of its blocks. tokens: number of its tokens; the last block may be shorter than the others.
 
-    at: time in seconds. output: number of tokens of the answer. session: None if the trace does not name it. last:
+    at: time in seconds. output: number of tokens of the answer. session: None if not in the trace. last:
     whether the trace shows that this is the session's last request.
     """
 
@@ -44,7 +44,7 @@ class Trace(NamedTuple):
 def read(path: str | PathLike[str]) -> Trace:
     """Read a trace in any of the formats.
 
-    Raises ValueError for a malformed line, whose number it names, and for a trace without requests.
+    Raises ValueError for a trace without requests, and for a malformed line. The error names the line's number.
     """
     requests, sizes, parents = list[Request](), set[int](), dict[int, int]()
     with open(path, encoding="utf-8") as file:
@@ -94,7 +94,7 @@ def _of_session(given: Mapping[str, Any], session: int) -> Iterator[Request]:
 
 
 def _nested(requests: list[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
-    """Yield the requests of a session and of its sub-agents, whose times use the session's clock, too."""
+    """Yield the requests of a session and of its sub-agents. All times use the session's clock."""
     for request in requests:
         if request.get("type") == "subagent":
             yield from _nested(request["requests"])

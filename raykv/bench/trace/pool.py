@@ -16,9 +16,9 @@ from raykv.protocol.location import ALIGN, KEY_BYTES, LOCATION
 from raykv.protocol.stores import ArenaDescription, Inventory
 from raykv.protocol.tiers import DemotionReport, ExistingBlocks, TierReport
 
-BLOCK_BYTES = 4 * MIB - ALIGN  # a block and its header take 4 MiB in a tier, so tiers have few spare slots
+BLOCK_BYTES = 4 * MIB - ALIGN  # a block and its header take 4 MiB in a tier, so blocks fill a tier's slabs exactly
 CLIENT = 1
-PLAN_EVERY = 50  # requests between two plans, in which the directory decides where stored blocks should go
+PLAN_EVERY = 50  # requests between two plans of the directory on how to use a full memory
 LONG_WAIT_S = 10.0  # seconds; a session that waits longer waits for a person, not for a tool
 MIN_WINDOW = 64  # minimum number of staging slots of a node
 
@@ -28,7 +28,7 @@ KeyArray = NDArray[np.uint64]  # (n, 2)
 class Served(NamedTuple):
     """Percent of a trace's tokens that were read: in all, on the reader's node, and from other nodes.
 
-    crossed_bytes: bytes read from other nodes, per token read, if blocks have BLOCK_BYTES.
+    crossed_bytes: bytes from other nodes per token read, if a block has BLOCK_BYTES bytes.
     """
 
     percent: float
@@ -122,7 +122,7 @@ class Pool:
         missing = remote & (staged["slab_gen"] == 0)
         read, pulled = 0, b""
         while True:
-            first = read + int(np.argmax(np.append(missing[read:], True)))  # the next block without a staging slot
+            first = read + int(np.argmax(np.append(missing[read:], True)))  # next block that lacks a staging slot
             pulled = staged[read:first][staged[read:first]["slab_gen"] > 0].tobytes()
             read = first
             if read == len(source):
@@ -135,7 +135,7 @@ class Pool:
             pulled = b""
             if missing[read]:
                 break
-        self.directory.client_heartbeat(self._call(pulled=pulled), self.now)  # ends the lease, which it does not list
+        self.directory.client_heartbeat(self._call(pulled=pulled), self.now)  # lists no lease, so the lease ends
         return read, int(np.count_nonzero(remote[:read]))
 
     def store(self, node: int, keys: KeyArray, start: int) -> None:
@@ -157,7 +157,7 @@ class Pool:
             start = granted.covered
 
     def _demote(self) -> None:
-        """Demote all due blocks at once, as node stores do over time."""
+        """Demote all due blocks at once. Node stores do this over time."""
         for node in self.directory.nodes:
             demoted = self.directory.demote(node, DemotionReport(b"", b"", b"", 0, False), self.now)
             while demoted.source:

@@ -24,7 +24,7 @@ def run(path: str | PathLike[str], nodes: int, capacities: list[int], external: 
     ceiling: hit percent of a cache that never evicts.
     results: one row for each capacity. Caches: exact_lru, isolated, optimum (a cache that knows all later requests).
     Pools: pool_strict (locality 1) and pool. If all requests go to one node: pool_one_writer, pool_one_writer_strict.
-    local_stores: percent of the pool's stores that stayed on the writer's node. hit_curve: the pool's own estimate of
+    local_stores: percent of the stored blocks that stayed on the writer's node. hit_curve: the pool's own estimate of
     exact_lru, in percent of blocks. `pool` has three more figures: the other fields of `Served`.
     If the trace has sessions, there are two more pools: `sticky`, in which each session stays on a node (with the same
     three figures), and `told`, in which sessions report long waits and their end.
@@ -87,7 +87,7 @@ def run(path: str | PathLike[str], nodes: int, capacities: list[int], external: 
 
 
 def sticky(trace: Trace, nodes: int) -> list[int]:
-    """Return the node of each request. Sessions are assigned to nodes in turn. [] if requests have no session."""
+    """Return the node of each request, or [] if requests have no session. Sessions get nodes in turn."""
     homes = dict[int, int]()
     if any(request.session is None for request in trace.requests):
         return []

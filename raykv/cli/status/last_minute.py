@@ -34,7 +34,7 @@ class LastMinute:
         self._last = overview, now
 
     def _add_counts(self, before: Overview, after: Overview, seconds: float) -> None:
-        """Add None if a new directory took charge, since its counts start from 0."""
+        """Add the rates between two looks; None if a new directory took charge, since it starts from older counts."""
         old, new = before.counts, after.counts
         same = bool(old and new) and old["epoch"] == new["epoch"]
         asked = new["lookups"] - old["lookups"] if same else 0
@@ -53,9 +53,9 @@ def _pulled(before: Overview, after: Overview, seconds: float) -> dict[str, floa
 
 
 def sparkline(values: Sequence[float | None], width: int, top: float = 0.0) -> str:
-    """Draw the latest `width` values as bars, the newest on the right; None as a blank.
+    """Draw the latest `width` values as bars, the newest on the right. A None is drawn as a blank.
 
-    top: a bar of full height stands for at least this value, so that small values have low bars.
+    top: minimum value of a bar of full height, so that small values have low bars.
     """
     shown = list(values)[-width:]
     highest = max([top, *(value for value in shown if value is not None)])

@@ -24,7 +24,7 @@ Row = dict[str, str]  # cells by column
 
 
 def show(overview: Overview) -> None:
-    """Print a status. Raises ClickException after that if the directory does not answer."""
+    """Print a status. Raises ClickException afterwards if the directory does not answer."""
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
     click.echo("\n".join(lines(overview, width)))
     if not overview.counts:
@@ -121,14 +121,14 @@ def colored(line: str, member: Member) -> str:
 
 
 def _growing(counts: dict[str, Any]) -> Iterator[str]:
-    """Say how much memory the nodes already offer, while they still prepare slabs."""
+    """Yield a line on the memory that the nodes offer so far, if they still prepare slabs."""
     offered, planned = growth(counts)
     if offered < planned:
         yield f"{size_text(offered)} of {size_text(planned)} of memory are there: the nodes are preparing the rest"
 
 
 def _upkeep(overview: Overview) -> Iterator[str]:
-    """Where the directory, its successor and the supervisor are, and their faults."""
+    """Yield lines on the directory, its successor and the supervisor: their nodes and faults."""
     for role, wrong in overview.upkeep.items():
         there = [node_id for node_id, member in overview.members.items() if role in member.roles]
         where = f" on {overview.shown[there[0]]}" if there else ""
@@ -144,7 +144,7 @@ def _listens(counts: dict[str, Any]) -> str:
 
 
 def _tiers(overview: Overview) -> Iterator[str]:
-    """Facts about external tiers for which the table has no column."""
+    """Yield a line for each external tier: its state, size and blocks."""
     for name, tier in overview.counts.get("tiers", {}).items():
         whose = f"of {overview.shown.get(name, name)}" if name else "of all nodes"
         state = {"up": "answers", "down": "does not answer", "listing": "is being listed"}[tier["state"]]
@@ -156,7 +156,7 @@ def _tiers(overview: Overview) -> Iterator[str]:
 
 
 def _routes(overview: Overview) -> Iterator[str]:
-    """Which memories read from which others, and how."""
+    """Yield a line for each memory that reads from another memory: the transport, the rate, and failures."""
     for route in overview.transports:
         reader, source = (overview.memory_name(route[end]) for end in ("reader", "from"))
         failed = "".join(f", {name} failed {count} times" for name, count in route["failed"].items())
@@ -183,14 +183,14 @@ def hit_rate(counts: dict[str, Any]) -> str:
 
 
 def hit_curve(counts: dict[str, Any]) -> Iterator[str]:
-    """A line with the hit rates that other sizes of memory would give, if these rates are known."""
+    """Yield a line with the hit rates of other sizes of memory, if these rates are known."""
     if curve := counts.get("hit_curve"):
         names = {"0.5": "half", "1": "as now", "2": "twice", "4": "four times", "ceiling": "any"}
         yield "hit rate by memory: " + ", ".join(f"{names[times]} {rate:.1%}" for times, rate in curve.items())
 
 
 def _tenants(counts: dict[str, Any]) -> Iterator[str]:
-    """A line for each tenant, if any tenant has a quota."""
+    """Yield a line for each tenant with a quota, and one for all other tenants, if any tenant has a quota."""
     for row in quota_rows(counts["tenants"]) if len(counts.get("tenants", ())) > 1 else ():
         yield (
             f"tenant {row['tenant']}: {row['used']} used, minimum {row['minimum']}, maximum {row['maximum']}, "

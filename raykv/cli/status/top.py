@@ -73,7 +73,7 @@ class Watch:
             try:
                 self._look_once()
                 self._error = None
-            except Exception as error:  # Ray raises errors while a cluster changes; shown until a look succeeds
+            except Exception as error:  # an error of Ray while a cluster changes; it is shown until a look succeeds
                 self._error = error
 
     def _look_once(self) -> None:
