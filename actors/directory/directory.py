@@ -1,4 +1,4 @@
-"""The directory as a Ray actor. It answers calls on a socket or through Ray, and saves state for later directories.
+"""The directory as a Ray actor. It answers calls through a socket or Ray, and saves state for successors in Ray's KV.
 
 Ray's overhead per call is ten times the cost of computing the answer. So each client and node store keeps a connection
 to a socket of the directory. One thread serves all these connections; a lock makes it take turns with Ray's thread.

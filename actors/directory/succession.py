@@ -83,7 +83,7 @@ class Succession:
         return max(0.0, self._pinged + HEARTBEAT_S - time.monotonic())
 
     def _watched_connection(self) -> Stream | None:
-        """Return the connection to the directory in charge, or None while serving. It closes if that process ends."""
+        """Return the connection to the directory in charge; None while serving. It closes when that directory ends."""
         return None if self._serves else self._line.connection
 
     def _on_error(self, error: Exception) -> float:

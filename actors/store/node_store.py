@@ -92,7 +92,7 @@ class NodeStore:
         report, on_reply = self._resizer.report, self._resizer.on_directory_reply
         self._memory = NodeMemory(node_id, self._arena, transports, report, on_reply)
         self._memories, self._gpu_demoters = [self._memory], list[GpuDemoter]()
-        self._heartbeats = [self._heartbeat_of(self._memory)]  # one thread per memory, so that memories don't wait
+        self._heartbeats = [self._heartbeat_of(self._memory)]  # one thread per memory, so no memory waits for another
         memory, transport = settings["gpu_memory"], settings["transport"]
         self._gpu_tier = partial(open_gpus, pool, node_id, pool_fingerprint, memory, transport, self._cluster)
         self._gpus = Periodic("raykv-gpus", self._open_gpus_again, self._without_gpus)

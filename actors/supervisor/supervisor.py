@@ -328,7 +328,7 @@ def _nodes() -> tuple[set[str], bool]:
 
 
 def _noticed() -> dict[str, float]:
-    """Return the nodes that are about to leave according to Ray, and the seconds until each node's deadline."""
+    """Return the nodes that Ray says are about to leave, and the seconds left for each; NOTICE_S without a deadline."""
     client, now = _gcs(ray.get_runtime_context().gcs_address), time.time() * 1000
     return {
         node_id: (deadline - now) / 1000 if deadline > now else NOTICE_S

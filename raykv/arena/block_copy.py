@@ -19,7 +19,7 @@ from raykv.arena.buffers import Rows
 Copies = NDArray[np.int64]  # (blocks, parts, 3): target address, source address, bytes
 T = TypeVar("T")
 
-SEGMENT = 2 << 20  # maximum bytes that a thread copies in one step if no checksum is computed
+SEGMENT = 2 << 20  # bytes; without checksums, longer parts of blocks are copied in pieces of this size
 SPLIT = 8 << 20  # minimum total bytes for which several threads share the copies
 SHARE = 16 << 20  # bytes that a GPU copies before a thread hashes them
 THREADS = min(4, len(os.sched_getaffinity(0)))

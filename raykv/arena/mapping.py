@@ -48,7 +48,7 @@ class Mapping:
         layout = superblock.layout(self.slab_bytes, self.slabs)
         self._shape = (self.slab_bytes, layout.headers // 8, layout.payload, self.slabs)
         self._size = layout.size
-        # Guards changes of `_memory`, and the owner's changes of epoch and floor. May be taken after `_slab_lock`.
+        # Guards changes of `_memory`, and the owner's changes of epoch and floor. May be taken under `_slab_lock`.
         self._mutex = threading.Lock()
         # Guards which slabs are offered, given back, discarded and registered. Held while the owner faults in a slab.
         self._slab_lock = threading.Lock()

@@ -37,7 +37,7 @@ class PageLocks:
         return missing
 
     def lock(self, gpu: str, slab: int, version: int) -> None:
-        """Page-lock a slab with this version. If CUDA refuses, notes this, unless a later call may succeed."""
+        """Page-lock a slab. version: the slab's present version. Notes a refusal, unless a later call may succeed."""
         try:
             device(gpu).register(self._first + slab * self._slab_bytes, self._slab_bytes)
         except DeviceError as error:

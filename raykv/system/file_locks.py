@@ -112,7 +112,7 @@ class SlotLocks:
 
     @contextmanager
     def locked_range(self, start: int, stop: int) -> Iterator[bool]:
-        """Lock all slots from start to stop - 1, or none. Yields whether they are locked. Other threads then wait."""
+        """Lock all slots from start to stop - 1, or none. Yields whether they are locked. Other threads must wait."""
         with self._mutex:
             got = not self._closed and not any(start <= i < stop for i in self._held) and self._lock(start, stop)
             try:

@@ -23,7 +23,7 @@ class Peer(NamedTuple):
 
     name: str  # the memory's name in the directory: see `raykv.protocol.location.host_of`
     store: Any  # handle of the node store's actor
-    external: bool = False  # whether to read the node's external tier; such slow reads have their own threads
+    external: bool = False  # whether to read the node's external tier; its store has separate threads for this
 
 
 class PullRequest(NamedTuple):

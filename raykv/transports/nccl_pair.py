@@ -202,7 +202,7 @@ class Pair:
             time.sleep(POLL_S)
 
     def _abort(self) -> None:
-        """Abort the transfer, and wait for its end. Another thread frees the communicator, as this call may hang."""
+        """Abort the transfer, and wait for its end. Another thread frees the communicator, as freeing may hang."""
         with self._mutex:
             comm, self._comm = self._comm, None
         if comm is not None:

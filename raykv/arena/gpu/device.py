@@ -171,7 +171,7 @@ class Device:
             cupy.cuda.runtime.hostUnregister(address)
 
     def bounce_buffer(self) -> NDArray[np.uint8]:
-        """Return a page-locked buffer of BOUNCE_BYTES, for copies from and to other host memory. Drop it after use."""
+        """Return a page-locked buffer of BOUNCE_BYTES for copies from or to pageable memory. Drop it after use."""
         with cuda.on(self.ordinal) as cupy:
             return cuda.page_locked(cupy, BOUNCE_BYTES)
 

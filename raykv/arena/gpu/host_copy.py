@@ -31,7 +31,7 @@ def copy(gpu: str, table: Copies, registered: bool, to_gpu: bool, after: Sequenc
         return
     begin, end = (checksum.copy, far) if to_gpu else (far, checksum.copy)
     parts = list(batches(table.reshape(-1, 3)))
-    buffers = [device(gpu).bounce_buffer() for _ in parts[:2]]  # `steps` contains only addresses
+    buffers = [device(gpu).bounce_buffer() for _ in parts[:2]]  # kept here, as `steps` has only their addresses
     steps = [_through(buffers[number % 2], part) for number, part in enumerate(parts)]
     if len(steps) == 1:
         begin(steps[0][0])

@@ -40,7 +40,7 @@ def oldest_lease(state: State) -> float:
 
 
 def coldest(state: State, name: str) -> int:
-    """Return the tick of a node's oldest block in use (see `State.tick`); -1 if no block is in use."""
+    """Return the tick (`State.tick`) of the last use of a node's oldest block in use; -1 if no block is in use."""
     node = state.nodes.get(name)
     ticks = [state.size_classes.oldest_tick_in_use(number) for number in node.size_classes.values()] if node else []
     return min((tick for tick in ticks if tick >= 0), default=-1)

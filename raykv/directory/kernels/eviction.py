@@ -265,9 +265,9 @@ def _passed_over(c, which, last):
     """Make a list's oldest rows younger after an eviction passed over these rows. Their order stays the same.
 
     Without kept rows, n evictions would have evicted the n oldest rows. So after every n evictions, each row gets the
-    age of the n-th next younger row, and the youngest row gets `last`, the age of the evicted row. Thus the oldest row
-    is at least as old as it would be without kept rows, and a tenant's hints cost no other tenant a block. n is an
-    eighth of the number of rows, so that an eviction changes eight ages on average.
+    age of the n-th next younger row, and the youngest of them gets `last`, the age of the evicted row. Thus the oldest
+    row is at least as old as it would be without kept rows, and a tenant's hints cost no other tenant a block. n is an
+    eighth of the number of these rows, so that an eviction changes eight ages on average.
     """
     c.lists[which].passes += 1
     count, age = c.lists[which].kept_count, c.rows[c.lists[which].kept].last

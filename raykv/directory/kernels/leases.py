@@ -392,7 +392,7 @@ def _succeed(c, row):
 
 @kernel(C, INT, INT, ROWS)
 def promote_replicas(c, base, slots, promoted):
-    """Replace each primary in a slab of a leaving node or a GPU by a replica on a staying node, if there is one.
+    """For each primary in a slab of a leaving node or GPU, make a replica on a staying node the new primary, if any.
 
     promoted: see `pulled`.
     """

@@ -128,7 +128,7 @@ def give_up_list(c, size_class, tenant):
         link_between(c, target, younger, row, older)
         row = after
     row = np.int64(c.lists[target].head)
-    while row >= 0:  # rows of both lists may have the same age: make all ages different
+    while row >= 0:  # kept rows may have got the ages of the other list's rows: make all ages different
         older = np.int64(c.rows[row].next)
         if older >= 0:
             c.rows[older].last = min(c.rows[older].last, c.rows[row].last - 1)

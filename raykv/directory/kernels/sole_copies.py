@@ -32,7 +32,7 @@ def count(c, base, slots, tier):
 
 @kernel(C, INT, INT, ROWS, ROWS, INT)
 def in_lists(c, size_class, tier, heads, out, n):
-    """Append a size class's sole copies to out[n:], youngest first: see `_is_sole_copy`.
+    """Append a size class's primaries that are sole copies to out[n:], youngest first: see `_is_sole_copy`.
 
     tier: index of an external tier that outlives the node, -1 if there is none. heads: scratch space, an entry for each
     tenant. Returns the new n.
@@ -58,7 +58,7 @@ def in_lists(c, size_class, tier, heads, out, n):
 
 @kernel
 def _is_sole_copy(c, row, tier):
-    """Whether a row's key has a copy neither on a node that stays nor in the external tier with index `tier`."""
+    """Whether a row's key has no copy on a node that stays, and no copy in the external tier with index `tier`."""
     other = first_of(c, row)
     while other >= 0:
         state = c.rows[other].state

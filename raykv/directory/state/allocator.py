@@ -147,7 +147,7 @@ class Allocator:
                 del self.lacking[size_class]
 
     def promote_replicas(self, node: Node) -> None:
-        """Replace each primary on this node by a replica on a staying node, if there is one."""
+        """For each primary on this node, make a replica on a staying node the new primary, if there is one."""
         promoted = np.zeros(len(self._c.size_classes), np.int64)
         for record in node.slabs.values():
             leases.promote_replicas(self._c, *self._size_classes.span(record), promoted)

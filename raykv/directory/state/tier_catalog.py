@@ -133,7 +133,7 @@ class TierCatalog:
                 slabs.clear_rows(self._c, *self._size_classes.span(record))
 
     def report_existing(self, node: str, keys: KeyArray, sizes: NDArray[np.int64], last: bool) -> None:
-        """Adopt blocks that a node found in its tier, oldest first. Deletes blocks for which there is no room."""
+        """Adopt blocks that a node found in its tier, oldest first. Deletes blocks without room. sizes: block_bytes."""
         tier = self.tier_of(node)
         if tier is None or tier.listed or tier.lister != node:
             return
@@ -301,7 +301,7 @@ class TierCatalog:
     # ------------------------------------------------------------------ slabs
 
     def _size_class(self, tier: ExternalTier, stride: int) -> int:
-        """Return the tier's size class for slots of `stride` bytes, with a header of ALIGN bytes; -1 for a bad size."""
+        """Return the tier's size class for slots of `stride` bytes, ALIGN of them a header; -1 for a bad size."""
         if not ALIGN < stride <= tier.slab_bytes:
             return -1
         if stride not in tier.size_classes:
