@@ -5,9 +5,10 @@
 
 The benchmark watches a Ray cluster of one node twice. The first time, it has an empty detached actor, a process
 that only joined the cluster, and an engine without the connector. The second time, it also has a pool, clients of the
-pool, and an engine with the connector. 1.0 is one busy core. `in all` is the time that the pool adds. `over Ray` is
-this time less the time of an empty actor or process in the same minute, since a busy machine increases both times. A
-node that is not the head has only the pool's store, and possibly the standby directory.
+pool, and an engine with the connector. 1.0 is one busy core. `in all` is the time that the pool adds. `over Ray`
+also leaves out, for each actor and process of the pool, the time of an empty actor or process in the same minute, since
+a busy machine increases both times. A node that is not the head has only the pool's store, and possibly the standby
+directory.
 """
 
 import json

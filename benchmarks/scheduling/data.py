@@ -5,9 +5,9 @@
 
 A prompt consists of one of 50 headers of 1,024 tokens and its own question of 32 tokens. An answer has 4 tokens. An
 engine's own KV cache holds 15 headers. The batch runs in the order of `prefix_ordered` and in random order, each once
-with an initially empty pool and once without a pool. One more run in the order of `prefix_ordered` has other
-questions, and the pool that an earlier run filled. Each run has new engines. The time of a run is from the start of its
-first batch of rows to the answer of its last batch. The model is a small Llama with random weights. The floor
+with an initially empty pool and once without a pool. One more run, in the order of `prefix_ordered`, has other
+questions, and the pool that the first run has filled. Each run has new engines. The time of a run is from the start of
+its first batch of rows to the answer of its last batch. The model is a small Llama with random weights. The floor
 (baseline) computes the tokens of each header once, and the tokens of each question.
 """
 

@@ -152,7 +152,7 @@ class SimulatedEngine:
         return tokens + sum(max(0, running.job.tokens - running.computed) for running in self._running.values())
 
     def blocks_in_use(self, names: list[bytes]) -> int:
-        """Number of blocks that requests would hold if one more job with blocks of these names ran."""
+        """Number of blocks that running jobs would hold if one more job, with blocks of these names, ran."""
         return self._blocks - self._pool.free + len(names) - self._pool.held(names)
 
     def run(self, until: float = np.inf) -> None:

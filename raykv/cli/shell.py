@@ -19,7 +19,7 @@ def join(name: str) -> None:
 
 
 def confirm(question: str, yes: bool) -> None:
-    """Ask the user. Raises click.Abort if the answer is no. Does nothing if `yes` is true, or without a terminal."""
+    """Ask the user. Raises click.Abort unless the answer is yes. Does nothing if `yes`, or without a terminal."""
     if not yes and sys.stdin.isatty():
         click.confirm(question, abort=True, err=True)
 

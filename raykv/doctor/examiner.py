@@ -1,7 +1,7 @@
 """The checks that run on a node. They are tasks: an actor would stay on the Actors page of Ray's dashboard.
 
-Ray sends the whole code of these functions, so they run even on nodes without raykv. They import raykv by name, when
-they run.
+Ray sends the whole code of these functions, so they run even on nodes without raykv. The functions import raykv by
+name, only when they run.
 """
 
 import contextlib

@@ -38,7 +38,7 @@ def run() -> dict[str, Any]:
 
     Blocks are scattered at the source and at the target. Both raykv and the copy by hand hash blocks in host memory;
     the copy by hand does so after all copies. `pages_...`: raykv copies an engine's pages of LAYER_BYTES, and the copy
-    by hand copies whole blocks. Raises ValueError if this process has no GPU.
+    by hand copies whole blocks. Raises ValueError if this process can use no GPU.
     """
     gpu = device.device(device.uuid_of(0))
     fast = GpuArena.open_new("bench-gpu", bytes(16), gpu, SLAB, SLABS)
@@ -117,7 +117,7 @@ def _nccl_to_self(gpu: str, fast: GpuArena) -> dict[str, float]:
 
 
 def _nccl_between_two(gpu: str, fast: GpuArena) -> dict[str, float]:
-    """Copy by NCCL between two processes on one GPU. NCCL treats them as two hosts and uses sockets."""
+    """Copy by NCCL between two processes on one GPU, only as a check: NCCL sees two hosts and uses sockets."""
     os.environ.update(NCCL_HOSTID="reader", NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1")
     turns, unique, context = _Turns(), nccl_pair.new_unique(), get_context("spawn")
     pipe, theirs = context.Pipe()
