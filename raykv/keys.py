@@ -120,10 +120,9 @@ class Keys(np.ndarray[Any, np.dtype[np.uint8]]):  # not NDArray: from numpy 2.5 
     @property
     def cache(self) -> CacheId:
         """Identity of the cache that these keys belong to. ValueError if there is none."""
-        cache = _cache_of(self)
-        if cache is None:
+        if self._cache is None or not self._are_rows():
             raise ValueError(f"{self.dtype} of shape {self.shape}, taken from Keys, is not rows of keys any more")
-        return cache
+        return self._cache
 
     def _are_rows(self) -> bool:
         return self.ndim == 2 and self.shape[1] == KEY_BYTES and self.dtype == np.uint8

@@ -46,38 +46,27 @@ def one_at_a_time(method: Callable[..., T]) -> Callable[..., T]:
     Callers pass plain values, which are converted according to the type hints. Other values raise ValueError.
     """
     name, clock, take = method.__name__, time.perf_counter, takers(method)
-    every, least = timed_every(name), len(take) - len(method.__defaults__ or ())
-    answer = _bounded(method) if CALLS[name].few else method
+    every, least, few = timed_every(name), len(take) - len(method.__defaults__ or ()), CALLS[name].few
 
     @functools.wraps(method)
     def locked(self: "DirectoryServer", *args: Any) -> T:
         if not least <= len(args) <= len(take):
             raise ValueError(f"{name}: {len(args)} arguments: give {len(take)}")
         given = [one(arg) for one, arg in zip(take, args, strict=False)]
+        if few and (size := len(getattr(given[1], "keys", given[1]))) > KEYS_PER_CALL * KEY_BYTES:
+            raise ValueError(f"{size // KEY_BYTES} keys in a call: give at most {KEYS_PER_CALL}")
         with self._lock:
             calls = self._metrics.calls
             calls[name] = number = calls[name] + 1
             if number % every:
-                return answer(self, *given)
+                return method(self, *given)
             begin = clock()
             try:
-                return answer(self, *given)
+                return method(self, *given)
             finally:
                 self._metrics.called(name, clock() - begin)
 
     return locked
-
-
-def _bounded(method: Callable[..., T]) -> Callable[..., T]:
-    """Make a method raise ValueError for too many keys, as all other callers wait while the method runs."""
-
-    def answer(self: "DirectoryServer", call: Call, request: Any, *rest: Any) -> T:
-        size = len(request if isinstance(request, bytes) else request.keys)
-        if size > KEYS_PER_CALL * KEY_BYTES:
-            raise ValueError(f"{size // KEY_BYTES} keys in a call: give at most {KEYS_PER_CALL}")
-        return method(self, call, request, *rest)
-
-    return answer
 
 
 _name, _arena = taker(str), taker(ArenaDescription)

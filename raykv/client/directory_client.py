@@ -49,12 +49,6 @@ FORGET_S = 2.5  # minimum deadline for the directory to forget blocks: nobody wa
 
 A = TypeVar("A", Matched, MatchedParts, Window, Reserved, Counted, Stored)
 F = TypeVar("F", Matched, MatchedParts)
-M = TypeVar("M", bound=tuple[Any, ...])
-
-
-def plain(message: M) -> M:
-    """Convert a message to the plain tuple that the line sends. For mypy, it keeps the message's type."""
-    return cast(M, tuple(message))
 
 
 def _to_match(
@@ -145,11 +139,10 @@ class DirectoryClient:
         leases = [next(self._ids) for _ in keys]
         asked = zip(leases, readers, keys, needs, strict=True)
         requests = tuple(
-            plain(_to_match(lease, reader, part, 0, window, ahead=ahead))
-            for lease, reader, part, (window, ahead) in asked
+            _to_match(lease, reader, part, 0, window, ahead=ahead) for lease, reader, part, (window, ahead) in asked
         )
         held = [*leases, intent.intent] if intent and intent.intent else leases
-        answer = self._ask(MatchedParts, "match_parts", requests, intent and plain(intent), hold=held)
+        answer = self._ask(MatchedParts, "match_parts", requests, intent, hold=held)
         return leases, self._noticed(answer)
 
     def _noticed(self, answer: F | None) -> F | None:
@@ -192,7 +185,7 @@ class DirectoryClient:
             with self.lock:
                 if self.closed:
                     return 0
-                self.line.tell("commit", self._call(), plain(request), deliver=partial(self._on_committed, expected))
+                self.line.tell("commit", self._call(), request, deliver=partial(self._on_committed, expected))
         except ERRORS as error:
             self.down("directory", f"a commit could not be sent: {error}")
             return 0
@@ -362,12 +355,11 @@ class DirectoryClient:
         self, kind: type[A], method: str, *request: Any, seconds: float | None = None, hold: Sequence[int] = ()
     ) -> A | None:
         """Send a call, and wait for the answer. seconds: deadline of the call; None: the pool's deadline."""
-        plain_request = [plain(part) if isinstance(part, tuple) else part for part in request]
         try:
             with self.lock:  # calls must arrive in the order in which their lists of held ids were made
                 if self.closed:  # a grant now would last until the directory notices that the client is gone
                     return None
-                sent = self.line.send(method, self._call(hold), *plain_request)
+                sent = self.line.send(method, self._call(hold), *request)
             answer = self.line.wait(sent, self.deadline if seconds is None else seconds)
             return self._believed(cast(A, CALLS[method].meant(answer)))
         except ERRORS as error:
@@ -397,7 +389,7 @@ class DirectoryClient:
         """Make the next Call. The caller must hold the lock. hold: ids to hold from now on."""
         self._rouse()
         self.last_call = time.monotonic()
-        return plain(self.held.next_call(hold))
+        return self.held.next_call(hold)
 
     def _rouse(self) -> None:
         """Wake the client's thread if it rests. The caller must hold the lock."""

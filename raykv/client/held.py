@@ -31,7 +31,8 @@ class Held:
     def next_call(self, hold: Sequence[int]) -> Call:
         """Return the first argument of the next call. hold: ids to hold from now on."""
         self._ids.update(hold)
-        pulled, corrupt = _joined(self._pulled), _joined(self._corrupt)
+        pulled = _joined(self._pulled) if self._pulled else b""
+        corrupt = _joined(self._corrupt) if self._corrupt else b""
         self.news = bool(self._pulled or self._corrupt)
         return Call(self._client, next(self._seq), array("Q", self._ids).tobytes(), pulled, corrupt)
 
@@ -53,8 +54,6 @@ class Held:
 
 def _joined(parts: list[Locations]) -> bytes:
     """Remove the first KEYS_PER_CALL locations from `parts`, and return them as bytes. Later calls send the rest."""
-    if not parts:
-        return b""
     whole = np.concatenate(parts)
     parts[:] = [whole[KEYS_PER_CALL:]] if len(whole) > KEYS_PER_CALL else []
     return whole[:KEYS_PER_CALL].tobytes()

@@ -87,8 +87,8 @@ class Reservation:
 
     def release(self) -> None:
         """Release slots that were not committed. The next call tells the directory."""
-        self._ended = True
         self._session.directory.release(self._id)
+        self._ended = True
 
     def __del__(self) -> None:
         if not self._ended:
@@ -114,7 +114,8 @@ class Reservation:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.release()
+        if not self._ended:
+            self.release()
 
 
 class Offered(NamedTuple):

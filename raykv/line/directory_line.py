@@ -117,7 +117,7 @@ class DirectoryLine:
         """Call a method. ConnectionError if sending is known to fail."""
         pipeline = self._pipeline
         if pipeline is None:
-            return Sent(method, getattr(self._found(), method).remote(*arguments))
+            return Sent(method, self._remote(method, arguments))
         request = Request()
         pipeline.send(packed((method, *arguments)), request.deliver)
         return Sent(method, None, request, pipeline)
@@ -137,7 +137,7 @@ class DirectoryLine:
         pipeline = self._pipeline
         if pipeline is None:
             async with asyncio.timeout(seconds):
-                return await getattr(self._found(), method).remote(*arguments)
+                return await self._remote(method, arguments)
         return _result(method, await pipeline.answer(packed((method, *arguments)), seconds))
 
     def tell(self, method: str, *arguments: Any, deliver: Callable[[Any], None] | None = None) -> None:
@@ -148,7 +148,7 @@ class DirectoryLine:
         """
         pipeline = self._pipeline
         if pipeline is None:
-            ref = getattr(self._found(), method).remote(*arguments)
+            ref = self._remote(method, arguments)
             if deliver is not None:
                 ref.future().add_done_callback(lambda done: deliver(None if done.exception() else done.result()))
             return
@@ -166,10 +166,16 @@ class DirectoryLine:
         if pipeline is not None:
             pipeline.close()
 
-    def _found(self) -> Any:
+    def _remote(self, method: str, arguments: tuple[Any, ...]) -> Any:
+        """Call a method through Ray. Returns Ray's reference to the result."""
         if self.actor is None or not ray.is_initialized():  # a call would make Ray join a cluster
             raise ConnectionError(f"pool {self._pool!r} has no directory")
-        return self.actor
+        return getattr(self.actor, method).remote(*plain(arguments))
+
+
+def plain(argument: Any) -> Any:
+    """Convert messages to plain tuples, which Ray pickles fastest. msgpack packs both alike."""
+    return tuple(map(plain, argument)) if isinstance(argument, tuple) else argument
 
 
 def _ray_get(ref: Any, seconds: float) -> Any:

@@ -54,7 +54,7 @@ class Match:
                     if not self._take(part, *directory.match(node, part, self._stage, self._counted)):
                         break
                 hits = found_tokens(self._leases, self._cache)
-                tell(it, hit_tokens=self.num_tokens, **hits)
+                tell(it, hit_tokens=sum(hits.values()), **hits)
             self._count(hits, time.monotonic() - begin)
         except BaseException:  # a signal handler or the span's exporter raised: nobody else would release the leases
             self.release()

@@ -11,7 +11,7 @@ from raykv.directory.state.arrays import split_keys
 from raykv.directory.state.holds import Client
 from raykv.directory.state.state import State
 from raykv.protocol.clients import Call, Counted
-from raykv.protocol.location import LOCATION, Locations
+from raykv.protocol.location import LOCATION
 
 PINNED_SHARE = 0.5  # maximum share of all memory that may be pinned
 NO_LOCATIONS = np.zeros(0, LOCATION)
@@ -20,7 +20,8 @@ NO_LOCATIONS = np.zeros(0, LOCATION)
 def on_call(state: State, call: Call, now: float) -> Client:
     """Process the fields that every call carries: pulled blocks, corrupt blocks, and the client's present holds."""
     check(state, now)
-    pulled, corrupt = _locations(call.pulled), _locations(call.corrupt)
+    pulled = np.frombuffer(call.pulled, LOCATION) if call.pulled else NO_LOCATIONS
+    corrupt = np.frombuffer(call.corrupt, LOCATION) if call.corrupt else NO_LOCATIONS
     client = state.clients.seen(call.client, now)
     if len(pulled):
         promoted = np.zeros(len(state.c.size_classes), np.int64)
@@ -124,7 +125,3 @@ def preempted(state: State, call: Call, keys: bytes, now: float) -> Counted:
         return Counted(state.epoch)
     client.swapped.update(dict.fromkeys(names))
     return Counted(state.epoch, len(names))
-
-
-def _locations(data: bytes) -> Locations:
-    return np.frombuffer(data, LOCATION) if data else NO_LOCATIONS

@@ -77,15 +77,12 @@ class HitCurve:
     @property
     def overdue(self) -> bool:
         """Whether more than USES_MOST uses were counted since the last check."""
-        return self._uses_since() > USES_MOST
-
-    def _uses_since(self) -> int:
-        return int(self._sample.state[USES]) - self._uses
+        return bool(self._sample.state[USES] - self._uses > USES_MOST)
 
     def check(self, now: float) -> None:
         """Count the waiting uses. Halves the sample if it has too many uses, and halves old counts."""
         hit_curve.count(self._arguments, self._horizon)
-        uses = self._uses_since()
+        uses = int(self._sample.state[USES]) - self._uses
         if uses > USES_MOST:
             hit_curve.halve(self._arguments)
             self._halved += 1

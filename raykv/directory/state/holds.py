@@ -76,7 +76,8 @@ class Clients(dict[int, Client]):
         """End holds that a call does not list. Holds that the client requested after this call stay."""
         if client.holds:
             held = set(memoryview(call.held).cast("Q"))
-            self.end_all(client, [i for i, hold in client.holds.items() if i not in held and hold.seq < call.seq])
+            ended = [i for i, hold in client.holds.items() if i not in held and hold.seq < call.seq]
+            self.release(map(client.holds.pop, ended))
 
     def disconnect(self, client: int) -> Client | None:
         """Remove a client that disconnects. The client no longer writes to any slot."""

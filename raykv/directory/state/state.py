@@ -90,7 +90,7 @@ class State:
 
     @property
     def epoch(self) -> int:
-        return int(self.c.state[EPOCH])
+        return int(self.size_classes.c.state[EPOCH])
 
     @property
     def tick(self) -> int:

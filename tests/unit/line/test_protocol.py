@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raykv.actors.directory.directory import DirectoryActor
-from raykv.client.directory_client import plain
+from raykv.line.directory_line import plain
 from raykv.protocol.calls import CALLS
 from raykv.protocol.clients import Call, Counted, Matched, MatchedParts, MatchRequest, Reserved
 from raykv.protocol.packing import packed, unpacked
@@ -50,6 +50,7 @@ def test_every_answer_of_the_directory_begins_with_its_epoch() -> None:
 def test_messages_are_sent_as_plain_tuples() -> None:
     for message in (Call(1, 2, b"held"), MatchRequest(3, "node", b"keys", 4096, 9)):
         assert type(plain(message)) is tuple and type(message)(*plain(message)) == message
+        assert packed(message) == packed(plain(message))
 
 
 @pytest.mark.parametrize("head", [b"\xdd", b"\xdf"], ids=["arrays", "dicts"])

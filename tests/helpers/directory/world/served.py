@@ -14,7 +14,7 @@ from helpers.pools import PATIENCE_S
 from raykv.actors.directory.metrics import DirectoryMetrics
 from raykv.actors.directory.server import DirectoryServer
 from raykv.directory.directory import Directory
-from raykv.line.directory_line import DirectoryLine
+from raykv.line.directory_line import DirectoryLine, plain
 from raykv.line.pipeline import Pipeline
 from raykv.protocol.calls import ADMINISTRATOR, CALLS, CLIENT, STORE
 from raykv.protocol.stores import ArenaDescription, Heartbeat, Joined, SlabReport
@@ -102,7 +102,7 @@ class ServedWorld(World):
         if self.way is None or self.way.directory is not directory:
             self.close()
             self.way = self.kind(directory)
-        return _meant(directory, name, self.way.ask(name, *map(_plain, _arguments(directory, name, args))))
+        return _meant(directory, name, self.way.ask(name, *plain(tuple(_arguments(directory, name, args)))))
 
 
 class SocketWorld(ServedWorld):
@@ -147,10 +147,6 @@ def _meant(directory: Directory, name: str, answer: Any) -> Any:
         floor, answer = answer
         assert floor == directory.floor
     return CALLS[name].meant(answer)
-
-
-def _plain(argument: Any) -> Any:
-    return tuple(map(_plain, argument)) if isinstance(argument, tuple) else argument
 
 
 def _pickled(message: Any) -> Any:
