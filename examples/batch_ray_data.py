@@ -43,7 +43,7 @@ def build(model: str, pool: str | None, engines: int = ENGINES) -> Processor:
         },
         concurrency=(engines, engines),
         batch_size=2,  # at most the number of rows in a block of prefix_ordered
-        max_concurrent_batches=1,  # an engine reserves twice this number of blocks, even if they suit the other engine
+        max_concurrent_batches=1,  # an engine reserves twice this number of blocks, even if they suit another engine
         # omit the next four options on nodes with GPUs and more than two CPUs
         placement_group_config={"bundles": [{"CPU": 1}]},
         chat_template_stage=SMALL,

@@ -49,9 +49,9 @@ class PoolConfig:
         NIXL over RDMA, else TCP between node stores. While that transport fails, the pair uses Ray's object store.
         "nixl": NIXL over any network. "tcp": no NIXL. "object_store": only Ray's object store, for networks that only
         Ray may use. If Ray uses TLS, TCP uses TLS with Ray's certificates, and "nixl" is refused.
-    external: URL of the external tier. "file:///mnt/nvme/raykv?capacity=200GiB" is a tier for each node; append
-        "&shared=1" for a shared mount. "redis://host:6379?capacity=50GiB" and "s3://bucket/prefix?capacity=1TiB" are
-        tiers for all nodes. The tier outlives the pool, so the pool needs a `secret`.
+    external: URL of the external tier. "file:///mnt/nvme/raykv?capacity=200GiB" gives each node its own tier; append
+        "&shared=1" for a shared mount. "redis://host:6379?capacity=50GiB" or "s3://bucket/prefix?capacity=1TiB" is one
+        tier for all nodes. The tier outlives the pool, so the pool needs a `secret`.
     write: which blocks are demoted, that is, copied to the external tier. "back": a node's oldest blocks, before their
         memory is needed; "through": every block soon after it is stored; "never": none.
     min_hits: number of matches that must have asked for a block before it is demoted.
@@ -174,7 +174,7 @@ def parse_size(name: str, given: Size) -> float | int:
 
 
 def _number(text: str) -> float | int | None:
-    """Convert the text of a size to a number, to an int if there is a unit. Returns None for other text."""
+    """Convert a size's text to a number: to a float only if it has a point and no unit. Returns None for other text."""
     match = _SIZE.fullmatch(text.strip())
     if match is None or (match[3] and not match[2]):
         return None

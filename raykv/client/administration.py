@@ -18,7 +18,7 @@ from raykv.system import raylets
 
 ADMIN_DEADLINE_S = 10.0  # deadline for each answer to an administrator; a resize has this time after its own deadline
 STORES_DEADLINE_S = 1.0  # deadline for all stores to send their counts; stores that hang are left out
-DRAIN_GRACE_S = 60.0  # added to twice a drain's deadline, for the drain's last round of copies
+DRAIN_GRACE_S = 60.0  # a caller of `drain` waits twice the drain's deadline, plus this time
 
 
 class Administration:

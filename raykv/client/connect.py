@@ -74,7 +74,7 @@ def _check_address(address: str) -> None:
 
 
 def _check_token() -> None:
-    """Raise RayKVError if the cluster that `ray.init("auto")` would join asks for a token that this process lacks.
+    """Raise RayKVError if the cluster for `ray.init("auto")` refuses this process's token, or asks for a missing token.
 
     Ray itself would retry for half a minute, and then report that there is no cluster. Raises ConnectionError if no
     cluster answers.

@@ -170,7 +170,7 @@ class DirectoryClient:
         return reservation, self._ask(Reserved, "reserve", request, hold=(reservation,))
 
     def commit(self, reservation: int, locations: bytes, keys: bytes, written: bytes, wait: bool = True) -> int:
-        """Make the written blocks of a reservation visible to readers. Returns the number of visible blocks.
+        """Make the written blocks of a reservation visible to readers. Returns how many blocks became visible.
 
         Without `wait`, returns the number of written blocks at once; later calls of this process arrive after this
         call. If the directory then makes fewer blocks visible, that counts as a fault. See CommitRequest.

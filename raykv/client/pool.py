@@ -62,7 +62,8 @@ class KVPool(Administration):
         different salts share no blocks. A salt is no protection from a malicious tenant.
         tenant: name of the tenant to charge for blocks that are stored or matched through this cache. Metrics and
         `set_quota` use this name. Default: a hash of the salt. recompute_tokens_per_s: rate at which the engine
-        prefills; it limits waits for an external tier. `tenant` and this rate do not change the keys.
+        prefills; it limits waits for an external tier. `tenant` and this rate do not change the keys: tenants share
+        equal blocks.
         Raises ValueError for a missing argument, and for impossible sizes.
         """
         _check_said(model=model, dtype=dtype, layout=layout)

@@ -44,7 +44,7 @@ class Reservation:
         self._locations = np.frombuffer(granted.locations if granted else b"", LOCATION)
         self._staged = np.frombuffer(granted.staged if granted else b"", LOCATION)
         self._away = self._staged["slab_gen"] > 0
-        self._written = np.full(len(indices), UNTOUCHED, np.uint8)  # until `copy_in`, which ends before a commit
+        self._written = np.full(len(indices), UNTOUCHED, np.uint8)  # `copy_in` sets the values, before any commit
         if granted and not len(self) and self.covered < len(keys):
             session.directory.fault("refused", f"no room for {len(keys) - self.covered} blocks: {NO_ROOM}")
         if not len(self):
@@ -119,7 +119,7 @@ class Reservation:
 
 
 class Offered(NamedTuple):
-    """The result of a store. new: number of stored blocks. covered: number of leading keys stored or being written."""
+    """The result of a store. new: number of new blocks. covered: number of leading keys stored or being written."""
 
     new: int
     covered: int

@@ -45,7 +45,8 @@ class Session:
     def __init__(self, name: str, node_id: str | None = None, gpu: str | None = None) -> None:
         """node_id: id of the Ray node; None: ask Ray. gpu: UUID of a GPU; if it has a tier, the process uses it.
 
-        Raises PoolNotFound if the pool does not run, and ArenaMismatch if this process can't see its node's memory.
+        Raises PoolNotFound if the pool does not run, and ArenaMismatch if this process can't see its node's shared
+        memory.
         """
         settings = settings_of(name)
         self.name = name
@@ -73,7 +74,7 @@ class Session:
         self._workers = Workers("raykv")
         self._asking = Workers("raykv-match")  # a match must not queue behind copies
         self._background = Workers("raykv-background")
-        Tending(self.directory)  # the thread keeps this object alive
+        Tending(self.directory)  # its thread keeps it alive
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _joined, (self.name,)
@@ -84,7 +85,7 @@ class Session:
         return self.local.name if self.local else self.node_id
 
     async def in_thread(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run a blocking function in a thread, beside the event loop. A cancelled call still waits until it ends.
+        """Run a blocking function in a thread, beside the event loop. A cancelled call waits until the function ends.
 
         The function may use the caller's memory until then. It runs in the caller's context, so in the caller's span.
         """
@@ -100,7 +101,7 @@ class Session:
         return self._background.submit(function, *args, **kwargs)
 
     def local_with(self, nodes: NDArray[np.uint32], epoch: int) -> LocalStore | None:
-        """Return this node's store if all locations from a directory of this epoch are in its memory.
+        """Return this node's store if its memory has all of the locations that a directory of this epoch gave.
 
         Otherwise return None, and look for the store again. nodes: the field `node` of these locations.
         """

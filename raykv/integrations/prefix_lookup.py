@@ -48,7 +48,7 @@ class PrefixLookup:
         return found
 
     def look(self) -> None:
-        """Search for the directory and the announcements again, in the background."""
+        """Search for the directory and the announcements again, in the background. Until then, old ones are used."""
         if self._search is None or self._search.done():
             self._search = asyncio.get_running_loop().create_task(self._look())
 

@@ -95,9 +95,9 @@ class PrefixRouter(PowerOfTwoChoicesRequestRouter):  # type: ignore[misc]
         return self.lookup.announced
 
     async def keys(self, request: PendingRequest, announced: dict[str, Any]) -> NDArray[np.uint8]:
-        """Compute the keys of a request's prompt, (n, 16) uint8. n is 0 if the prompt fills no block.
+        """Compute the keys of a request's prompt, (n, 16) uint8. n is 0 if the prompt is missing or fills no block.
 
-        announced: the fields that a replica announced. If this raises ValueError, the session alone decides.
+        announced: the fields that a replica announced. If this raises ValueError, only the request's session counts.
         """
         token_ids = request.kwargs.get("token_ids")
         if token_ids is None or len(token_ids) < announced["block_tokens"]:
@@ -123,10 +123,10 @@ class PrefixRouter(PowerOfTwoChoicesRequestRouter):  # type: ignore[misc]
             return by_chance
 
     async def _ranked(self, candidates: list[RunningReplica], request: PendingRequest) -> list[list[RunningReplica]]:
-        """Rank the candidates for a request. Returns [] if they can't be compared."""
+        """Rank the candidates for a request. Returns [] to let Serve choose."""
         adapter = request.metadata.multiplexed_model_id  # loading the adapter would take longer than computing a prefix
         able = [replica for replica in candidates if not adapter or adapter in replica.multiplexed_model_ids]
-        if not hasattr(request, "raykv_asked"):  # Serve asks again if no replica had room
+        if not hasattr(request, "raykv_asked"):  # look it up only once: Serve asks again if no replica had room
             request.raykv_asked = await self._ask(request, able)
         prompt, found = request.raykv_asked
         if len(able) < 2 or not (prompt.keys or prompt.session):

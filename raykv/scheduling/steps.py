@@ -56,7 +56,7 @@ class Scheduled(NamedTuple):
 def plan(
     waiting: Sequence[Request], running: Sequence[Request], budget: Budget, now: float, patience: float
 ) -> list[Scheduled]:
-    """Choose the requests for the next step: running before waiting requests, and the least to compute first.
+    """Choose the requests for the next step: running before waiting requests, each with the least to compute first.
 
     A waiting request starts if there are blocks for everything that it must compute, including later steps. It waits
     while another request computes its next block. Requests that have waited `patience` seconds come before other

@@ -46,7 +46,8 @@ class _Pages(threading.local):
 class FileTier:
     """A folder of files.
 
-    A folder that is not shared has a subfolder for each store. A restarted store takes the first unused subfolder.
+    A folder that is not shared has a subfolder for each store. A restarted store takes the first unused subfolder,
+    which is usually its earlier subfolder.
     """
 
     def __init__(self, url: TierUrl) -> None:
@@ -87,7 +88,7 @@ class FileTier:
         taken = self._clean_up()
         disk = os.statvfs(self._folder)
         room = disk.f_bavail * disk.f_frsize + taken
-        if disk.f_blocks and url.capacity > room:  # some report no size
+        if disk.f_blocks and url.capacity > room:  # some file systems report no size
             raise ValueError(
                 f"external={url.text}: capacity={url.capacity} bytes, but that disk has {room} free or taken by this "
                 f"pool: lower capacity, or name a folder on another disk"

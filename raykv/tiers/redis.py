@@ -1,4 +1,4 @@
-"""Stores each block in a redis or valkey server as a string of head and body. Hashes would cost more copies."""
+"""Stores each block in redis or valkey, as a string of head and body. With a redis hash, the server would copy more."""
 
 import os
 import re

@@ -27,7 +27,7 @@ class Silence:
         self._lock = threading.Lock()  # ensures one ping at a time, and guards changes of _until
         self._ping: Any = None  # ping of a store that was late; None once the store has answered
         self._asked = 0.0  # when the ping was sent
-        self._until: dict[int, float] = {}  # by index of a late node: when to use the node again. Replaced, not changed
+        self._until: dict[int, float] = {}  # by index of a late node: when to use the node again. Never mutated
 
     def ask(self, store: Any) -> None:
         """Ping a store whose answer is about to be late."""

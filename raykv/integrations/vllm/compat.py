@@ -2,7 +2,7 @@
 
 | vLLM | difference |
 | --- | --- |
-| before 0.30 | workers report failed loads by block, for one KV cache group; vLLM stores a last token without KV |
+| before 0.30 | workers report failed loads by block, for only one KV cache group; vLLM stores a last token without KV |
 | before 0.31 | a KV cache has no `kv_tp_replicas`; extra keys of a block's hash are published unchanged |
 | before 0.31 | a request can't limit how many tokens are loaded, and has no `kv_hints` |
 | before 0.32 | a continued session keeps hashes of dropped tokens, so raykv stores no further chunks of the session |

@@ -53,7 +53,7 @@ def identify(vllm_config: Any, kv_cache_config: Any) -> None:
     if has_drafter(vllm_config):
         revision = f"{extra['cache']['revision']}/{drafter_name(vllm_config)}"
         extra["drafter"] = extra["cache"] | {"revision": revision}
-        if not any(map(any, extra["drafts"])):  # the names of layers do not show which model they belong to
+        if not any(map(any, extra["drafts"])):  # layer names do not show which layers are the drafter's
             extra["cache"] = extra["drafter"]
 
 

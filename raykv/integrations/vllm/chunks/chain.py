@@ -73,7 +73,7 @@ class Chain:
 
     @property
     def tail_now(self) -> Tail | None:
-        """The tail, or None if the prompt has no tail, or once generated tokens have filled the tail's chunk."""
+        """The tail if it comes right after `keys`, else None. Generated tokens turn the tail into a full chunk."""
         if self.tail is None or self.tail.number != len(self.keys[get_offload_group_idx(self.tail.key)]):
             return None
         return self.tail

@@ -44,7 +44,7 @@ class Contents:
         self._tokens, self._per_chunk, self._request_of = tokens, per_chunk, request_of
         self._held: dict[int, bytes] = {}  # digests by block
         self._tables: dict[str, Table] = {}
-        self._left: dict[str, dict[int, bytes]] = {}  # digests by block, for each request that has just finished
+        self._left: dict[str, dict[int, bytes]] = {}  # digests by block, for requests finished since the last step
         self._asked: dict[str, int] = {}  # number of tokens in vLLM's own cache, by waiting request
         self._loaded: set[str] = set()  # requests whose prefix this connector loaded, not another connector
 

@@ -1,4 +1,4 @@
-"""Hints of requests about their chunks: whether they will be needed again, and how long to keep them."""
+"""Hints of requests about their chunks: whether the chunks will be needed again, and how long to keep them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ log = logging.getLogger("raykv")
 SESSION, DONE, KEEP = "raykv_session", "raykv_done", "raykv_keep_s"  # keys in a request's kv_transfer_params
 ENVELOPE = "kv_hint"  # key in kv_transfer_params for an envelope, which Dynamo's router writes for vLLM before 0.31
 AGAIN = "again"
-ACTIONS: dict[str, bool | str] = {"kv.deref@1.0": True, "kv.demote@1.0": AGAIN}  # and their values of `DONE`
+ACTIONS: dict[str, bool | str] = {"kv.deref@1.0": True, "kv.demote@1.0": AGAIN}  # actions, as values of `DONE`
 SESSIONS = 10_000  # maximum number of sessions that are remembered
 NAME_CHARS = 256
 
@@ -88,7 +88,7 @@ def _warn(session: str, done: str, keep_s: str) -> None:
 
 
 class Sessions:
-    """The first own token of each session, which is the first token that the session's first request did not find."""
+    """The first own token of each session: the first token that its first request in this engine did not find."""
 
     def __init__(self) -> None:
         self._starts: dict[tuple[str, str | None], int] = {}

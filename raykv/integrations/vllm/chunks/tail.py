@@ -34,7 +34,7 @@ class Tail(NamedTuple):
         """Whether to ask for the tail.
 
         computed: number of tokens that the engine has. found: number of further tokens in the pool. If only the tail is
-        missing and is shorter than an engine block, computing it is as fast as loading it.
+        missing, and it is shorter than an engine block, the engine computes it, which is as fast as loading it.
         """
         if not self.start <= computed + found < self.stop - 1:
             return False

@@ -1,6 +1,6 @@
 """vLLM's KV events for chunks in the pool. They tell routers which prefixes an engine need not compute.
 
-An engine publishes each chunk that it stored or read, once the directory says that the pool has the chunk. It
+When the directory says that the pool has a chunk, an engine that stored or read the chunk publishes it. The engine
 publishes a removal when the directory says that the chunk is gone. A thread asks the directory, and the scheduler's
 loop only takes finished events. vLLM's own tracker of such events stays off: it keeps every chunk's tokens as Python
 objects, and never repeats an event.

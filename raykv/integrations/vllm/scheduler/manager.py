@@ -408,7 +408,7 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
         begin = {index: start // step * step // of_chunk for index, of_chunk in tokens.items()}
         keys = {index: chain.since(index, begin[index], of_chunk, ahead) for index, of_chunk in tokens.items()}
         self._counts[ASKED] += len(keys[self._groups[0].group_idx])
-        if computing := self._computing.pop(request, None):  # the request was preempted, and may wait for others
+        if computing := self._computing.pop(request, None):  # preempted; while it waits, no engine may wait for it
             computing.ask.end_intent()
         computes = self._stores and self._threshold is None and chain.resets == self.resets and not chain.limited
         ask = Ask(keys, begin, chain.origin, computes)

@@ -10,7 +10,7 @@ MOST = 1e6  # maximum `patience`; a dead engine is noticed long before
 UNMEASURED = 1000.0  # assumed tokens per second before a measurement; low, as waiting is better than computing twice
 ASKS = 64  # approximate number of questions in this engine's computing time; each costs the directory about 0.1 ms
 PAUSES_S = (0.005, 0.1)  # first and longest pause between two questions for chunks that other engines compute
-GROWTH = 1.25  # factor between two pauses; the first pauses are short, as the chunks may be almost there
+GROWTH = 1.25  # factor between two pauses; the first pauses are short, as the chunks may already be being written
 
 
 class Wait:

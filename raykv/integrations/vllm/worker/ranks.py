@@ -103,7 +103,7 @@ def check_heads(kv_caches: Mapping[str, torch.Tensor], heads: int) -> None:
 
 
 def engine_name(vllm_config: Any) -> str:
-    """Return a name for one start of an engine. It is more than an engine_id, which several engines may share."""
+    """Return a name for one start of an engine. Its engine_id is not enough, as several engines may share it."""
     return f"{vllm_config.kv_transfer_config.engine_id}-{vllm_config.instance_id}"
 
 
