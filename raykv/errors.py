@@ -18,7 +18,7 @@ class ProtocolMismatch(RayKVError):
 
 
 class ArenaMismatch(RayKVError):
-    """This process sees different shared memory from the memory of its node's store."""
+    """This process can't see the shared memory that its node's store uses."""
 
 
 class DeviceError(RayKVError):

@@ -25,10 +25,10 @@ class Facts(NamedTuple):
 
     machine: id of the machine, equal for nodes that share memory. room: free memory, in bytes. total, shm: bytes of all
     memory, and of /dev/shm. left: bytes that dead stores left in /dev/shm, by pool. alive: pools in `left` that also
-    have a live store here. kernels: folder of compiled kernels. unwritable: preferred folders that can't keep the
-    kernels, because this user can't write there or other users can. huge_pages: Linux's setting for files in memory, or
-    "". gpus: number of GPUs that raykv can use. driver: version of NVIDIA's driver, or "". no_nixl: why NIXL can't be
-    used, or "". rdma: whether there is an RDMA card. niceness: niceness of Ray's workers. tls: whether Ray uses TLS.
+    have a live store here. kernels: folder of compiled kernels. unwritable: folders that raykv prefers for
+    kernels, but that are not writable by this user alone. huge_pages: Linux's setting for files in memory, or "".
+    gpus: number of GPUs that raykv can use. driver: version of NVIDIA's driver, or "". no_nixl: why NIXL can't be used,
+    or "". rdma: whether there is an RDMA card. niceness: niceness of Ray's workers. tls: whether Ray uses TLS.
     no_tls: why the pool can't use TLS although Ray does, or "".
     """
 

@@ -68,7 +68,7 @@ def of_clock(node: str, ahead: float, unsure: float) -> Finding:
 
 
 def of_tokens(node: str, chunks: int) -> Finding:
-    """Report chunks whose tokens do not match their keys. chunks: number of them that the node's engines read."""
+    """Report chunks whose tokens do not match their keys. chunks: how many of these chunks the node's engines read."""
     text = (
         f"{chunks} chunks held other tokens than their keys stand for; engines with verify_tokens dropped and computed "
         f"them. That is a fault of raykv or of the engine: keep the engines' logs, and report it. `raykv clear` counts "
@@ -96,7 +96,7 @@ def _memory(node: str, facts: Facts, neighbours: int) -> Finding:
 
 
 def _left(node: str, left: dict[str, int], alive: set[str]) -> Iterator[Finding]:
-    """Yield findings on memory that dead stores left in /dev/shm. None is WRONG: `_memory` judges free memory."""
+    """Yield findings on memory that dead stores left in /dev/shm. No finding is WRONG: `_memory` judges free memory."""
     for pool, size in sorted(left.items()):
         text = f"{gib(size)} in /dev/shm of pool {pool}, "
         if pool in alive:

@@ -88,8 +88,8 @@ def model_cache(
 ) -> KVCache:
     """Return the cache of `pool` that engines with this model share.
 
-    pool: from raykv.start or raykv.attach. block_tokens: number of tokens per block, equal in all engines that share.
-    model: a causal language model of transformers, on one device, with full attention in every layer.
+    pool: from raykv.start or raykv.attach. model: a causal language model of transformers, on one device, with full
+    attention in every layer. block_tokens: number of tokens per block, equal in all engines that share blocks.
     name, revision: must distinguish this model's weights and settings from those of any other model. By default, name
     is the place from which the model was loaded, and revision is its commit on the hub.
     tenant: the tenant that is charged for the blocks (see KVPool.cache).

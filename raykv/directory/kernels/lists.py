@@ -128,7 +128,7 @@ def give_up_list(c, size_class, tenant):
         link_between(c, target, younger, row, older)
         row = after
     row = np.int64(c.lists[target].head)
-    while row >= 0:  # kept rows may have got the ages of the other list's rows: make all ages different
+    while row >= 0:  # evictions may have given a kept row the age of a row of the other list: make all ages different
         older = np.int64(c.rows[row].next)
         if older >= 0:
             c.rows[older].last = min(c.rows[older].last, c.rows[row].last - 1)
@@ -161,7 +161,7 @@ def link_between(c, which, younger, row, older):
 
 @kernel
 def pass_over_none(c, which):
-    """Have the next eviction look for kept rows from the list's old end on."""
+    """Make the next search for a row that is not kept begin at the list's old end."""
     c.lists[which].kept = -1
     c.lists[which].kept_count = c.lists[which].passes = 0
 
@@ -368,7 +368,7 @@ def stored(state):
 
 @kernel(C, ROWS)
 def replace_by_stored(c, found):
-    """Replace found[i], the first row of a key or -1, by 1 if a row of the key stores the block, else by 0."""
+    """Set found[i] to 1 if a row of a key stores the block, else to 0. found, in: the keys' first rows; -1: no row."""
     for i in range(len(found)):
         row = np.int64(found[i])
         while row >= 0 and not stored(c.rows[row].state):
@@ -387,7 +387,7 @@ def taken(c, first):
 
 @kernel
 def in_external_tier(c, row):
-    """Whether a row's key is in an external tier, or being demoted to one (not from a GPU to memory)."""
+    """Whether a row's key is in an external tier, or on its way there. Demotion from a GPU to memory does not count."""
     other = first_of(c, row)
     while other >= 0:
         if c.rows[other].state == EXTERNAL or (c.rows[other].state == DEMOTING and is_tier_row(c, other)):
@@ -480,7 +480,7 @@ def grant(c, row, k0, k1, state, holds):
     c.rows[row].holds = holds
     if state == STAGING:
         c.size_classes[size_class_of(c, row)].staging += 1
-        c.rows[row].last = c.state[CLOCK]  # not GIVEN_UP: other readers may wait for this copy
+        c.rows[row].last = c.state[CLOCK]  # any value but GIVEN_UP, so that other readers may wait for this copy
 
 
 @kernel

@@ -58,8 +58,8 @@ def _missing(c, firsts, start):
 def reserve(c, keys, firsts, writer, blocks, granted, places, found):
     """Grant slots: see `_grant_missing`. places, out: entry j is the location of the slot of keys[granted[j]].
 
-    found: whether `find` has filled `firsts` already. If `found` is False and the writer's size class lacks room for
-    the missing keys, nothing is granted. Then the first number is minus the number of missing keys.
+    found: whether `find` has filled `firsts` already. If `found` is False and the writer's size class lacks room for n
+    missing keys, this function grants nothing and returns (-n, 0).
     """
     writer, blocks, places = Writer(*writer), Blocks(*blocks), Places(*places)
     if not found:
@@ -112,7 +112,7 @@ def _grant_missing(c, keys, firsts, writer, source, staged, granted):
             continue
         ahead = next_ahead(c, ahead)
         can_leave = can_stage(c, size_class)
-        may_leave = can_leave or elsewhere > 0  # else other calls fill the window: store the key here or not at all
+        may_leave = can_leave or elsewhere > 0  # False if other calls fill the window: the key needs a slot here
         leaving, target = np.int64(-1), np.int64(-1)
         if room(c, size_class) > 0 and not is_full(c, tenant, c.size_classes[size_class].charge):
             target = size_class
@@ -145,7 +145,7 @@ def _grant_missing(c, keys, firsts, writer, source, staged, granted):
         granted[grants] = i
         grants += 1
         if not has_room and room(c, target) < 0:
-            evict_surplus(c, target)  # replicas that became primaries have used up its staging window
+            evict_surplus(c, target)  # replicas that became primaries have used up the staging window of `target`
     return n, grants
 
 

@@ -57,7 +57,7 @@ def open_rows(c, base, slots):
 
 @kernel(C, INT, INT)
 def close_rows(c, base, slots):
-    """Remove a slab's rows from table and lists, even held rows. Holders of a row will see its changed generation."""
+    """Remove a slab's rows, even held rows, from table and lists. A row's holders will see its changed generation."""
     for row in range(base, base + slots):
         ahead = row + AHEAD
         if ahead < base + slots and stored(c.rows[ahead].state):
@@ -75,7 +75,7 @@ def close_rows(c, base, slots):
 
 @kernel
 def _take_out(c, row):
-    """Remove a row that has a key from table and lists. Returns whether the row had a key."""
+    """Take a row out of the table and its list if the row has a key. Returns whether the row had a key."""
     state = c.rows[row].state
     if stored(state):
         forget(c, row)
@@ -129,7 +129,7 @@ def reopen(c, base, slots):
 def census(c, base, slots, counts):
     """Add the number of a slab's rows in each state to `counts`.
 
-    Returns (tick of the slab's newest block or -1, whether any row is held, QUARANTINED or DEMOTING).
+    Returns the tick of the slab's newest block (-1: no block), and whether any row is held, QUARANTINED or DEMOTING.
     """
     newest, held = np.int64(-1), False
     for row in range(base, base + slots):
@@ -146,8 +146,8 @@ def census(c, base, slots, counts):
 def adopt(c, rows, keys, gens, floor):
     """Adopt blocks found in free slots of a joining node, oldest first. The first copy of a key becomes the primary.
 
-    The blocks become older than all rows in the node's lists, since an inventory's youngest piece comes first.
-    floor: tick before the tick of the oldest block. rows, in and out: set to -1 where a block was not adopted.
+    A node reports its younger blocks first, so these blocks become older than all rows in the node's lists.
+    floor: the tick of the oldest of these blocks, minus 1. rows, in and out: set to -1 where a block was not adopted.
     """
     for i in range(len(rows)):
         row = np.int64(rows[i])
@@ -157,7 +157,7 @@ def adopt(c, rows, keys, gens, floor):
         unlink(c, list_of(c, row, FREE), row)
         role = REPLICA if taken(c, first_row(c, keys[i, 0], keys[i, 1])) else READY
         fill(c, row, keys[i, 0], keys[i, 1], gens[i], role)
-        c.rows[row].last = floor + i + 1  # so that blocks of nodes adopted one after another are mixed by age
+        c.rows[row].last = floor + i + 1  # ticks of different nodes overlap, so the nodes' blocks are mixed by age
     for j in range(len(rows)):
         row = np.int64(rows[len(rows) - 1 - j])
         if row >= 0:

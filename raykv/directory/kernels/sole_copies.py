@@ -11,7 +11,7 @@ from raykv.system.jit import kernel
 
 @kernel(C, INT, INT, INT, ROWS, INT)
 def held(c, base, slots, tier, out, n):
-    """Like `in_lists`, but for primaries of a slab that are in no list because somebody holds them."""
+    """Like `in_lists`, but for a slab's primaries that are in no list. Only held primaries are in no list."""
     for row in range(base, base + slots):
         if n < len(out) and c.rows[row].state == READY and not listed(c, row) and _is_sole_copy(c, row, tier):
             out[n] = row

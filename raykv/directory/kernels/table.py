@@ -153,7 +153,7 @@ def find(c, keys, out):
             out[i] = (entry & 0xFFFFFFFF) - 1
             if entry != 0:
                 prefetch(c.rows, out[i])
-                prefetch(c.pages, out[i] >> PAGE_BITS)  # callers need the row's size class too
+                prefetch(c.pages, out[i] >> PAGE_BITS)  # callers look up the row's size class by its page
         for i in range(start, stop):
             row = out[i]
             if row >= 0 and (c.rows[row].k0 != keys[i, 0] or c.rows[row].k1 != keys[i, 1]):

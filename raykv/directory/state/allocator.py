@@ -37,7 +37,7 @@ class Node:
     limit: int  # number of slabs that the node should have
     state: str = "joining"  # then "alive" or "suspect", and in the end "dead"
     leaving: bool = False
-    floor: int = -1  # tick before the tick of its inventory's oldest block; -1 until the first piece arrives
+    floor: int = -1  # its inventory's oldest block gets the tick after this tick; -1: no piece has arrived
     offered: int = 0  # number of slabs that the node has allocated
     withdrawn: set[int] = field(default_factory=set)  # offered slabs that the node gave back or must give back
     closing: set[int] = field(default_factory=set)  # slabs to withdraw as soon as nobody holds a slot in them
@@ -45,7 +45,7 @@ class Node:
     size_classes: dict[int, int] = field(default_factory=dict)  # by slot size
     slabs: dict[int, int] = field(default_factory=dict)  # slab record by slab number
     copies: float = 0.0  # share of its slots to reserve for copies of other nodes' blocks
-    checked: dict[int, int] = field(default_factory=dict)  # size class -> its evictions at the last `_oldest_slab`
+    checked: dict[int, int] = field(default_factory=dict)  # by size class: evictions up to its last search for a slab
 
     @cached_property
     def host(self) -> str:
@@ -265,8 +265,8 @@ class Allocator:
         """Take slabs of other sizes until `measure(size_class)` is `need`. Returns whether it took any slab.
 
         While this size has no block to evict for the tenant, any slab may be taken. Otherwise the slab's newest block
-        must be older than this size's oldest evictable block. A search for a slab looks at all rows. So a size class
-        with evictable blocks must evict as many blocks as a slab has slots before each search.
+        must be older than this size's oldest evictable block. Each search for a slab looks at all rows. So while this
+        size has evictable blocks, the next search waits until this size has evicted as many blocks as a slab has slots.
         """
         took = False
         while len(node.size_classes) > 1 and measure(size_class) < need:

@@ -10,13 +10,13 @@ from raykv.directory.state.arrays import KeyArray
 
 KEYS = 32_768  # maximum number of keys in the sample, which takes 4 MiB
 MULTIPLES = (0.5, 1.0, 2.0, 4.0)  # multiples of the pool's memory for which `figures` has hit rates
-CEILING = 16  # multiple of the pool's memory; a use at a longer distance from the last use may count as a first use
+CEILING = 16  # multiple of the pool's memory: a use with a longer reuse distance may count as a first use
 USES_MOST, LOOK_S = 50_000, 10.0  # the sample is halved after USES_MOST uses in LOOK_S seconds; a use costs 0.1 us
 CALM_S = 600.0  # seconds of few look-ups, after which the hit curve begins anew with all keys
 HALF_LIFE_S = 1800.0  # seconds in which the counts of the hit curve lose half of their weight
 PLANNED_FROM = 20_000  # number of uses of sampled keys before the first plan
-LEAST_COPIES, MOST_COPIES, STEP = 0.125, 0.5, 1 / 32  # shares of a node's slots; less room saves few reads
-PRICE = 0.0075  # maximum loss of hit rate for the room for copies
+LEAST_COPIES, MOST_COPIES, STEP = 0.125, 0.5, 1 / 32  # shares of a node's slots; a smaller share saves few reads
+PRICE = 0.0075  # maximum hit rate that the pool gives up to have room for copies
 SHORT = 0.01  # the pool evicts like one LRU over all nodes if that LRU's hit rate would be higher by more than this
 SPARE_LOCALITY = 2.0  # minimum `locality` while room is reserved for copies
 
@@ -87,7 +87,7 @@ class HitCurve:
             hit_curve.halve(self._arguments)
             self._halved += 1
         if uses > USES_MOST or now - self._checked >= LOOK_S:
-            if uses << self._halved > USES_MOST // 2:  # too many uses, if the sample had not been halved
+            if uses << self._halved > USES_MOST // 2:  # without halving, the sample would have too many uses
                 self._calm = now
             self._checked, self._uses = now, int(self._sample.state[USES])
         if self._halved and now - self._calm > CALM_S:

@@ -31,7 +31,7 @@ class Hold:
     used: float  # when the hold began, or when its reader last asked for staging slots (same clock)
     held_up: float | None = None  # when its reader began to wait for slots that others hold (same clock)
     waits: float | None = None  # when its reader began to wait for another reader's copy (same clock)
-    waits_gen: int = 0  # newest generation at the time `waits`
+    waits_gen: int = 0  # newest generation when `waits` was set
     gave_up: int = 0  # newest generation of copies for which its reader no longer waits
 
     def cut(self, n: int) -> "Hold":

@@ -22,8 +22,8 @@ class Pins(dict[bytes, tuple[int, int]]):
     def pin(self, keys: list[bytes], limit: int | None = None) -> int:
         """Pin keys that are stored.
 
-        limit: maximum bytes of nodes' memory for all pins. Beyond the limit, the last of `keys` get no new pin. Earlier
-        pins stay. Returns how many of `keys` are pinned.
+        limit: maximum bytes of nodes' memory for all pins. If the limit is reached, keys at the end of `keys` get no
+        new pin. Earlier pins stay. Returns how many of `keys` are pinned.
         """
         new = self._hold(keys)
         if limit is not None:
@@ -31,7 +31,7 @@ class Pins(dict[bytes, tuple[int, int]]):
         return sum(key in self for key in keys)
 
     def _beyond(self, limit: int, keys: list[bytes]) -> list[bytes]:
-        """Return the last of these newly pinned keys, which must be unpinned to keep all pins within `limit` bytes."""
+        """Return the keys to unpin so that all pins fit in `limit` bytes, last keys first. keys: newly pinned keys."""
         over, beyond = self._bytes - limit, list[bytes]()
         for key in reversed(keys if over > 0 else ()):
             if over > 0 and self._sizes[key]:

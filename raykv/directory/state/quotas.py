@@ -20,7 +20,7 @@ class Quotas(dict[str, Quota]):
         self._capacity = 0  # bytes of memory that quotas divide
 
     def number(self, tenant: str) -> int:
-        """Return the number of a tenant in kernels."""
+        """Return the number by which kernels know a tenant."""
         return self._numbers.get(tenant, 0)
 
     def set(self, tenant: str, quota: Quota) -> None:

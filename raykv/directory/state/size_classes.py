@@ -147,7 +147,7 @@ class SizeClasses:
 
     def _reset_heap(self, stride: int) -> None:
         heaps = np.zeros((self.tenants, len(self.classes[stride])), columns.HEAP)
-        heaps["size_class"] = self.classes[stride]  # valid heaps: ticks of 0 are a lower bound
+        heaps["size_class"] = self.classes[stride]  # their ticks are 0, a lower bound: see `eviction.coldest`
         self.heaps[stride] = heaps
 
     # ------------------------------------------------------------------ tenants

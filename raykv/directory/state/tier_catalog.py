@@ -41,7 +41,7 @@ class ExternalTier:
     demoting: dict[str, tuple[RowArray, RowArray]] = field(default_factory=dict)  # by node: rows of its last answer
     lister: str | None = None  # the node that lists the blocks which the tier had before this directory knew it
     listed: bool = False  # whether the lister has listed all these blocks
-    cleared: bool = False  # whether the tier was cleared before that: then blocks that are listed later are deleted
+    cleared: bool = False  # whether the tier was cleared while not `listed`: then blocks listed later are deleted
     # By node: number of the last answer to the node, and the keys to delete that this answer named
     deleting: dict[str, tuple[int, list[bytes]]] = field(default_factory=dict)
     answers: int = 0  # number of answers so far; also the number of the last answer
@@ -301,7 +301,7 @@ class TierCatalog:
     # ------------------------------------------------------------------ slabs
 
     def _size_class(self, tier: ExternalTier, stride: int) -> int:
-        """Return the tier's size class for slots of `stride` bytes, ALIGN of them a header; -1 for a bad size."""
+        """Return the tier's size class for slots of `stride` bytes, with a header of ALIGN bytes; -1 for a bad size."""
         if not ALIGN < stride <= tier.slab_bytes:
             return -1
         if stride not in tier.size_classes:

@@ -29,7 +29,7 @@ class HostPages(Pages):
     def __init__(self, pool: KVPool, host: Any, name: str, caches: dict[str, Any]) -> None:
         """host: a HostKVCache of SGLang. name: the host pool's name. caches: the other arguments of `KVPool.cache`.
 
-        Propagates the error of a `host` that can't give the addresses of pages in its layout.
+        Propagates the error of `host.get_page_buffer_meta` if it does not support the host pool's layout.
         """
         self._host, self._page_size = host, host.page_size or 1
         addresses, sizes = host.get_page_buffer_meta(torch.arange(self._page_size))

@@ -68,7 +68,7 @@ class RayKVStorage(HiCacheStorage):  # type: ignore[misc]
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: str) -> None:
         """Register another host pool.
 
-        Propagates the pool's error if it can't give the addresses of its pages, for example of states with layer_first.
+        Propagates the error of a host pool without page addresses, for example a pool of states in layout layer_first.
         """
         super().register_mem_host_pool_v2(host_pool, host_pool_name)
         if host_pool_name != KV:
@@ -200,7 +200,7 @@ class RayKVStorage(HiCacheStorage):  # type: ignore[misc]
         return self._pages[name]
 
     def _read(self, cache: KVCache, keys: Keys, rows: Rows) -> int:
-        """Read leading pages. Returns how many were read. Counts no look-up: `batch_exists` has counted it."""
+        """Read leading pages. Returns the number of read pages. Counts no look-up, as `batch_exists` has counted it."""
         with Match(self._session, keys, cache.recompute_tokens_per_s).ask() as match:
             return match.read_rows(rows)
 

@@ -2,7 +2,8 @@
 
 | vLLM | difference |
 | --- | --- |
-| before 0.30 | workers report failed loads by block, for only one KV cache group; vLLM stores a last token without KV |
+| before 0.30 | workers report failed loads by block, for only one KV cache group |
+| before 0.30 | vLLM stores a block that ends with a request's last token, whose KV was never computed |
 | before 0.31 | a KV cache has no `kv_tp_replicas`; extra keys of a block's hash are published unchanged |
 | before 0.31 | a request can't limit how many tokens are loaded, and has no `kv_hints` |
 | before 0.32 | a continued session keeps hashes of dropped tokens, so raykv stores no further chunks of the session |
@@ -49,7 +50,7 @@ def _minor(version: str) -> tuple[int, int] | None:
 
 
 def knows_strides(version: str) -> bool:
-    """Whether decode context parallelism works with a connector. vLLM 0.29's attention reads another interleave."""
+    """Whether decode context parallelism works with a connector. In 0.29, attention reads KV by a wrong interleave."""
     return (_minor(version) or NEWEST) >= (0, 30)
 
 

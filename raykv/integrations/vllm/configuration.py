@@ -73,7 +73,7 @@ def cut_of(vllm_config: Any, kv_cache_config: Any) -> Cut:
 
 
 def block_bytes(vllm_config: Any, kv_cache_config: Any) -> int:
-    """Return the bytes of an engine block on one rank (of a pipeline's shortest stage), without a drafter's layers."""
+    """Return the bytes of an engine block on a rank of the pipeline's shortest stage, without a drafter's layers."""
     here = kv_cache_config.kv_cache_tensors[0].size // kv_cache_config.num_blocks
     groups = kv_cache_config.kv_cache_groups
     if has_drafter(vllm_config):

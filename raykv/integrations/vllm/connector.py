@@ -10,10 +10,10 @@ arena.
 
 A pool block is a chunk of `blocks_per_chunk` engine blocks. A chunk contains one engine block after the other, and
 each engine block contains its page of every KV tensor. By default a chunk has enough blocks to make 1 MiB, or fewer if
-a sliding window is shorter. `blocks_per_chunk` in the configuration sets another number, which must be equal in engines
-that share. With tensor or pipeline parallelism, each rank has a part of every chunk, in the memory of its node. A chunk
-is a hit if the pool has all of its parts (see `ranks`). Layers with different kinds of KV have separate chunks (see
-`groups`). A `kv_producer` stores its prompts up to the last token (see `tail`).
+a sliding window is shorter. `blocks_per_chunk` in the configuration sets another number. Engines that share chunks must
+have the same number. With tensor or pipeline parallelism, each rank has a part of every chunk, in the memory of its
+node. A chunk is a hit if the pool has all of its parts (see `ranks`). Layers with different kinds of KV have separate
+chunks (see `groups`). A `kv_producer` stores its prompts up to the last token (see `tail`).
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ class RayKVConnector(Connector):  # type: ignore[misc]
     def _waits_for_adapter(self, request: Any, chain: Chain, computed: int) -> bool:
         """Whether the request must wait until the workers have reported their loaded adapters.
 
-        computed: number of tokens in vLLM's own cache. Their KV may mix old and new weights while older requests run.
+        computed: number of tokens in vLLM's own cache, whose KV may mix old and new weights while older requests run.
         """
         if not self._adapters.answered(chain.question):
             return True
@@ -254,7 +254,7 @@ class RayKVConnector(Connector):  # type: ignore[misc]
                 continue
             scheduler.manager.on_load_failed(request_id)
             for state in status.group_states:
-                state.next_stored_chunk_idx = 0  # these chunks will be computed, and then stored
+                state.next_stored_chunk_idx = 0  # the request will compute its chunks, and then store all of them
         super().update_connector_output(connector_output)
         if told := getattr(connector_output.kv_connector_worker_meta, "adapters", None):
             for name in self._adapters.tell(told):
@@ -278,9 +278,9 @@ class RayKVConnector(Connector):  # type: ignore[misc]
                 self._unnamed.discard(request_id)
 
     def _name_adapter(self, status: Any) -> bool:
-        """Try to name a request's chunks. Returns whether they have names.
+        """Try to name a request's chunks by the weights of its adapter. Returns whether the chunks have names.
 
-        If so, chunks that were computed before are stored too.
+        If they have names, chunks that the request computed earlier are stored too, except in windows.
         """
         chain = status.req_context.get_state(Chain)
         if not self._adapters.answered(chain.question):
@@ -358,7 +358,7 @@ class RayKVConnector(Connector):  # type: ignore[misc]
 
     def get_finished(self, finished_req_ids: set[str]) -> Any:
         worker = self.connector_worker.worker
-        # vLLM's second model runner has left its forward context here, so the metadata say whether the step computes
+        # vLLM's second model runner calls this outside its forward context, so `computes` comes with the metadata
         worker.computes() if self._connector_metadata.computes else worker.pause()
         return super().get_finished(finished_req_ids)
 

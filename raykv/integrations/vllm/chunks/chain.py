@@ -18,12 +18,11 @@ class Chain:
 
     keys: vLLM's hashes in order, by group. These are the scheduler's own lists, which grow.
     resets: number of resets when the request began. Chunks computed before a later reset have old weights.
-    tail: the tail of the prompt, if tails are stored or read.
-    limited: whether vLLM offers only some of the chunks to store. hint: the request's hint about its session.
-    most: maximum number of tokens to load, see `loadable`. start: the first token that neither the engine's own cache
-    nor the pool had. adapter: vLLM's id of the request's LoRA adapter. question: number of the question that asks the
-    workers for their adapters. loads: by rank, the number of the adapter load that the request uses. trusted:
-    whether the keys name the KV that the request computes.
+    tail: the prompt's tail, if tails are stored or read. limited: whether vLLM offers only some of the chunks to store.
+    hint: the request's hint about its session. most: maximum number of tokens to load, see `loadable`.
+    start: the first token that neither the engine's own cache nor the pool had. trusted: whether the keys name the KV
+    that the request computes. adapter: vLLM's id of the LoRA adapter. question: number of the request's question to the
+    workers, see `ToldAdapters.ask`. loads: by rank, the `number` of the adapter's Load that the request uses.
     """
 
     keys: dict[int, list[bytes]]
@@ -79,9 +78,9 @@ class Chain:
         return self.tail
 
     def since(self, group: int, first: int, tokens: int, ahead: int) -> list[bytes]:
-        """Return a group's chunks from number `first` up to `most` tokens, and then the tail if `tail_now` has it.
+        """Return a group's chunks from number `first` on, and then the tail if `tail_now` belongs to the group.
 
-        tokens: number of tokens per chunk. ahead: number of chunks to include beyond `most` tokens.
+        Includes only `ahead` of the chunks that begin after `most` tokens. tokens: number of tokens per chunk.
         """
         stop = None if self.most is None else -(-self.most // tokens) + ahead
         keys, tail = self.keys[group][first:stop], self.tail_now

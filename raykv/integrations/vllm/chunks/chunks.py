@@ -57,7 +57,7 @@ class ChunksToLoad(LoadStoreSpec):  # type: ignore[misc]
 class ChunksOfLayers(NamedTuple):
     """Chunks of some layers to store. keys: the chunks' keys, by part. position: the first chunk's number in its chain.
 
-    tail: number of engine blocks that a prompt's tail begins or fills; 0: no tail.
+    tail: number of engine blocks with tokens of a prompt's tail; 0: no tail.
     """
 
     keys: dict[int, bytes]

@@ -1,4 +1,4 @@
-"""Digests for `verify_tokens`. They cover the actual content of an engine's blocks, and the content that keys name.
+"""Computes digests for `verify_tokens`: of the actual content of an engine's blocks, and of the content that keys name.
 
 A key says which tokens a chunk should hold. This module follows each step of vLLM's scheduler, and records which tokens
 were computed into which block. Each stored chunk gets a digest of these tokens. A reader compares this digest with the
@@ -222,7 +222,7 @@ def _seed(request: Any, group: int) -> bytes:
 
 
 def _next(before: bytes, request: Any, first: int, stop: int) -> bytes:
-    """Compute the digest of tokens [first, stop) of a request from the digest `before` of the earlier tokens."""
+    """Return the digest of a request's tokens [0, stop). before: the digest of the request's tokens [0, first)."""
     images = [
         f"{image.identifier}@{image.mm_position.offset}"
         for image in request.mm_features or ()

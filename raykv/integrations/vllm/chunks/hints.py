@@ -23,8 +23,8 @@ NAME_CHARS = 256
 class Hint(NamedTuple):
     """A request's hint. session: the session's name. done: no request will need the chunks soon after this request.
 
-    again: with `done`, a later request will need the chunks. keep_s: seconds for which the chunks are kept after the
-    request; 0: as long as other chunks. limited: whether the request limits how many tokens it loads.
+    again: a request will need the chunks later; set only together with `done`. keep_s: seconds for which chunks are
+    kept after the request; 0: as long as other chunks. limited: whether the request limits how many tokens it loads.
     """
 
     session: str | None = None
@@ -88,7 +88,7 @@ def _warn(session: str, done: str, keep_s: str) -> None:
 
 
 class Sessions:
-    """The first own token of each session: the first token that its first request in this engine did not find."""
+    """Each session's first own token. Earlier tokens were cached when the session's first request asked the pool."""
 
     def __init__(self) -> None:
         self._starts: dict[tuple[str, str | None], int] = {}

@@ -62,7 +62,7 @@ def tail_of(request: Any, chunk_tokens: int, block_tokens: int, function: Hash) 
 
 @contextmanager
 def as_chunk(tail: Tail, status: Any) -> Iterator[None]:
-    """Make vLLM's scheduler treat the tail as the last chunk inside this context. status: the request's state."""
+    """Return a context in which vLLM's scheduler treats the tail as the last chunk. status: the request's state."""
     (state,) = status.group_states
     state.offload_keys.append(tail.key)
     try:

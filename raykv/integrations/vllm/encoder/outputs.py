@@ -71,7 +71,7 @@ class Outputs:
         return self._cache.rekey([f"{piece}/{name}".encode() for piece in range(start, stop)])
 
     def _fill(self, pieces: NDArray[np.uint8], keys: Keys) -> bool:
-        """Read pieces. Returns whether the pool had all of them."""
+        """Read pieces. Returns whether the pool had all of these pieces."""
         with self._cache.match(keys) as match:
             return match.num_blocks == len(keys) and match.read(pieces) == len(keys)
 

@@ -43,7 +43,7 @@ REFRESH_S = 600.0  # seconds after which a chunk is published again
 
 
 class Prompt(NamedTuple):
-    """A request. Its chunks' events contain its tokens and hashes, which do not change once they are computed."""
+    """A request, from which the events of its chunks are made. Computed tokens and hashes of a request never change."""
 
     request: Any
 
@@ -66,7 +66,7 @@ class Offer(NamedTuple):
 
 
 class Ready(NamedTuple):
-    """Events for one step. blocks: number of their blocks. news: whether they are more than repeated announcements."""
+    """Events for one step. blocks: number of blocks in the events. news: False if they only repeat announcements."""
 
     events: tuple[Any, ...]
     blocks: int
@@ -85,8 +85,8 @@ class KVEvents:
         self._offers: SimpleQueue[Offer | None] = SimpleQueue()  # None: a reset
         self._published = Published(REFRESH_S, refresh_steps)  # used by the thread only
         self._ready: deque[Ready] = deque()
-        self._made = self._made_news = 0  # numbers of blocks, and of Ready with news, that the thread has made
-        self._taken = self._taken_news = 0  # the same two numbers that the scheduler's loop has taken
+        self._made = self._made_news = 0  # number of blocks in the events of the thread; number of its Ready with news
+        self._taken = self._taken_news = 0  # the same numbers for events that the scheduler's loop has taken
         self._works = self._full = False
         self._answers = True
         self._steps, self._allowed = 0, 0.0
@@ -234,12 +234,12 @@ def stored_event(request: Any, number: int, sizes: Sizes, group: int) -> BlockSt
 
 
 def events_of(changes: Sequence[Change]) -> Iterator[tuple[Any, ...]]:
-    """Yield vLLM's events for changes, in order. One step gets all events of a tuple. Merges adjacent removals."""
+    """Yield tuples of vLLM's events for changes, in order. One step gets all of a tuple. Merges adjacent removals."""
     removed: dict[int | None, list[Any]] = {}
     for change in changes:
         stored = msgpack.decode(change.event, type=BlockStored)
         blocks = stored.block_hashes * change.removed
-        if change.stored:  # both events in one step: some routers lack the block in between
+        if change.stored:  # removal and event in one step: otherwise some routers would lack the block for a step
             yield from _removals(removed)
             yield (*(_removal(blocks, stored.group_idx) for _ in blocks[:1]), stored)
         else:

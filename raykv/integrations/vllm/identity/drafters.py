@@ -66,8 +66,8 @@ def _split(layer: str) -> tuple[str, int]:
 def drafter_name(vllm_config: Any) -> str:
     """Return a name of the drafter. Two drafters of a target have different names if their KV of equal tokens differs.
 
-    The name does not contain the number of guesses, which only changes the size of pages of states. The arguments of a
-    cache contain this size.
+    The name does not contain the number of guesses. This number only changes the size of pages with states, and
+    the arguments of a cache contain this size.
     """
     speculative = vllm_config.speculative_config
     draft = speculative.draft_model_config

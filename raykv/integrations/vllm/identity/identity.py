@@ -31,7 +31,7 @@ VIDEO_LOADER = "VLLM_VIDEO_LOADER_BACKEND"  # vLLM's variable that names a video
 def identity(vllm_config: Any, kv_cache_config: Any, parallel: str) -> dict[str, str]:
     """Return arguments of `KVPool.cache`. Engines share blocks of the target's layers if these arguments are equal.
 
-    parallel: name of the Cut into parts.
+    parallel: `name` of the engine's Cut (see `ranks`).
     """
     model, cache = vllm_config.model_config, vllm_config.cache_config
     algorithm = cache.prefix_caching_hash_algo

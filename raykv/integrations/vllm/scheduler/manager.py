@@ -93,7 +93,7 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="raykv-ask")
 
     def set_ranks(self, ranks: list[Rank], groups: list[Group]) -> None:
-        """Set where the ranks are, and their parts of each group. Before this, nothing is looked up or stored."""
+        """Set the engine's ranks, and the groups of its layers. Before this call, nothing is looked up or stored."""
         self._ranks, self._groups = ranks, groups
         self.caches = self._make_caches()
 
@@ -187,7 +187,7 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
     def _of_prompt(self, keys: list[bytes], req_context: Any) -> list[bytes]:
         """Return the chunks that a request's prompt fills, and the prompt's tail.
 
-        keys: keys of chunks that have numbers.
+        keys: keys for which `Chain.number` is not None.
         """
         chain, prompt = req_context.get_state(Chain), req_context.get_state(Prompt).request.num_prompt_tokens
         filled = {group: prompt // tokens for group, tokens in self._chunk_tokens.items()}
@@ -260,7 +260,7 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
             self._computing.pop(request).ask.end_intent()
 
     def release_unused(self, request: str) -> None:
-        """Release the leases of a request that has its blocks or is done, unless it loads the leased chunks."""
+        """Release a request's leases, unless it loads the leased chunks. Called once it has blocks, and at its end."""
         self.queue.leave(request)
         ask = self._asks.get(request)
         if ask is None or ask.loading:

@@ -41,7 +41,7 @@ class Rank(NamedTuple):
 class Cut(NamedTuple):
     """How chunks are cut into parts.
 
-    name: equal in engines that share. parts: parts of each rank. stores: whether each rank stores its parts.
+    name: equal in engines that share chunks. parts: parts of each rank. stores: whether each rank stores its parts.
     """
 
     name: str
