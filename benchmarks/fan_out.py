@@ -1,13 +1,13 @@
-"""How long several nodes take to read one node's blocks at the same time, over links of a given rate.
+"""Time that several nodes take to read one node's blocks at the same time, over links of a given rate.
 
     python benchmarks/fan_out.py [--readers 4] [--gbit 1] [--turns 3] [--json]
 
-Each node of a Ray cluster is a network namespace with a cable to a switch. A cable has this rate in both directions.
-One node stores 512 MiB of blocks. In one turn, one reader copies all blocks to its node. In the next turn, all readers
-copy them concurrently. The figure is the time of the last reader divided by the time of a single reader. If all readers
-read from the first node, the figure equals the number of readers. Some reads may also be incomplete, since a pull may
-take only 2 s plus 1 s per 100 MB. In a chain, each reader reads the copies of the previous reader. The bench needs
-root, iproute2, 2 GiB of memory per node, and processors for the bytes of all links: two processors move 8 Gbit/s.
+Each node of a Ray cluster is a network namespace with a cable to a switch. A cable carries --gbit Gbit/s in each
+direction. One node stores 512 MiB of blocks. In one turn, one reader copies all blocks to its node. In the next turn,
+all readers copy all blocks concurrently. The figure is the time of the last reader divided by the time of a single
+reader. If all readers read from the first node, the figure equals the number of readers. Some reads may also be
+incomplete, since a pull may take only 2 s plus 1 s per 100 MB. In a chain, each reader reads the copies of the previous
+reader. The bench needs root, iproute2, 2 GiB of memory per node, and two processors per 8 Gbit/s of all links together.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class Client:
         return self.cache.keys(np.arange(BLOCKS * 16) + turn * BLOCKS * 16)
 
     def store(self, turn: int) -> int:
-        """Store the blocks. Returns the number of nodes that store them."""
+        """Store the blocks. Returns the number of nodes that have the stored blocks."""
         stored = self.cache.store(self.keys(turn), np.full((BLOCKS, BLOCK_BYTES), turn, np.uint8), wait=True)
         assert stored == BLOCKS, f"{stored} of {BLOCKS} blocks were stored"
         with self.cache.match(self.keys(turn)) as match:

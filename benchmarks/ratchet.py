@@ -45,7 +45,7 @@ OWN = 1e9  # a locality so high that stored blocks stay on the writer's node and
 MEMORY = 1024 * MIB  # bytes per node: enough to keep the blocks of the last CALLS stores until they are read
 MATCHES, TRIES, PHASE_S, CALLS = 100, 10, 0.5, 4
 OFFERED_S = 60.0
-TURNS, FASTEST = 4, 10  # turns per start; 1 / FASTEST of a start's times are faster than the one that counts
+TURNS, FASTEST = 4, 10  # turns per start; 1 / FASTEST of a start's times are shorter than the time that counts
 ENTRIES = 1_000_000
 OFTEN = ("match", "lookup", "store 1", "store 16", "store 64", "read 1", "read 16", "read 64", "cross 16", "find")
 LAST = ("insert", "start")  # inserts evict the blocks that "find" looks for
@@ -192,7 +192,7 @@ class Side:
         return [CLIENTS * PHASE_S / sum(self.get([client.lookups.remote() for client in self.clients]))]
 
     def _store(self, blocks: int) -> list[float]:
-        return [self.here.store(blocks)[0] for _ in range(1 + CALLS)][1:]  # the first may need other slabs
+        return [self.here.store(blocks)[0] for _ in range(1 + CALLS)][1:]  # the first store may need other slabs
 
     def _read(self, blocks: int) -> list[float]:
         keys = [self.here.store(blocks)[1] for _ in range(CALLS)]

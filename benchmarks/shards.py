@@ -1,4 +1,4 @@
-"""The share of a trace that a pool of several directories would serve, beside one directory. raykv has no shards.
+"""Compares the shares of a trace that pools with several directories and with one would serve. raykv has no shards.
 
     python benchmarks/shards.py synthetic_trace.jsonl conversation_trace.jsonl
 
@@ -90,7 +90,7 @@ class Shard:
     def evict(self, count: int) -> None:
         for _ in range(count):
             block, _ = self.used.popitem(last=False)
-            if block in self.slots.of:  # a request larger than the shard has blocks without a slot
+            if block in self.slots.of:  # some blocks of a request larger than the shard have no slot
                 self.slots.free.append(self.slots.of.pop(block))
 
     def idle(self, now: int) -> float:

@@ -49,7 +49,7 @@ def lost(loss: Callable[[Any], list[int]], nodes: int = 2) -> float:
     """Seconds without a full hit, for a client on the first node. loss: returns ids of processes that it stopped."""
     with local_cluster(nodes) as names:
         # The directory and the supervisor start on the head. The head must not be lost, since this process runs there.
-        # So another node passes for the head.
+        # So `raykv.start` is made to treat another node as the head.
         here = ray.get_runtime_context().get_node_id()
         there = next(name for name in names if name != here)
         sys.modules["raykv.start"]._head = lambda: there  # type: ignore[attr-defined]

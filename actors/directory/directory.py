@@ -102,7 +102,7 @@ class DirectoryActor(DirectoryServer):
             log.warning("pool %s: no socket for the directory, which is called through Ray: %r", self._pool, error)
 
     def join(self, name: str, arena: Message) -> Message:
-        """See DirectoryServer. Raises ValueError for a node outside the Ray cluster, to save memory."""
+        """See DirectoryServer. Raises ValueError for a node outside the Ray cluster: its record would waste memory."""
         if host_of(name) not in self._nodes:
             self._nodes = cluster.living()
         if host_of(name) not in self._nodes:

@@ -203,7 +203,7 @@ class DirectoryMetrics:
 
 
 def _by_source(totals: dict[str, int]) -> dict[str, int]:
-    """Return the number of hits by where the blocks were found.
+    """Return the number of hits for each place where blocks are found: "gpu", "node", "external" and "memory".
 
     A block that a reader on a GPU finds in the memory of its own node counts as "memory".
     """

@@ -1,4 +1,4 @@
-"""Answers calls of a pool's clients and node stores on a socket. Adds the time, a lock and call counts to a Directory.
+"""Answers calls of clients and node stores on a socket. Tells a Directory the time, locks the Directory, counts calls.
 
 This module does not need Ray. `raykv.actors.directory.directory` makes the server a Ray actor.
 """
@@ -278,5 +278,5 @@ def _served(name: str) -> Callable[..., Any]:
     return one_at_a_time(method)
 
 
-for _call in CALLS.keys() - vars(DirectoryServer).keys():  # calls that only need the time added
+for _call in CALLS.keys() - vars(DirectoryServer).keys():  # calls for which DirectoryServer defines no method
     setattr(DirectoryServer, _call, _served(_call))

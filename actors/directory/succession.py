@@ -87,7 +87,7 @@ class Succession:
         return None if self._serves else self._line.connection
 
     def _on_error(self, error: Exception) -> float:
-        if not isinstance(error, (RayError, ValueError)):  # expected from Ray's KV, or while the pool is being stopped
+        if not isinstance(error, (RayError, ValueError)):  # both errors are usual if Ray's KV fails or the pool stops
             log.error("pool %s: %s: %r", self._pool, self._name, error, exc_info=error)
         return HEARTBEAT_S
 
@@ -101,7 +101,7 @@ class Succession:
         """Whether the directory in charge is gone: its process ended, or it was silent too long."""
         if time.monotonic() >= self._pinged + HEARTBEAT_S:
             self._pinged = time.monotonic()
-            if not self._known or self._silent:  # while it answers, no other directory is in charge
+            if not self._known or self._silent:  # a directory that answers is still in charge
                 in_charge = internal_kv.in_charge(self._pool)
                 if in_charge.name == self._name:  # an earlier `take` wrote this name, but Ray's answer was lost
                     return True

@@ -49,7 +49,7 @@ class Successor:
 
         number: successor's number. in_charge: node of the directory in charge. others: other nodes for the successor.
         """
-        if self._number != number:  # the old successor took over, so a pending answer is from that directory
+        if self._number != number:  # the earlier successor is in charge now: forget its pending answer
             self._number, self._answer, self._handle, self.node_id = number, None, None, ""
         nodes = others or [in_charge]
         if self._handle is None or not is_alive(self._handle):
@@ -61,7 +61,7 @@ class Successor:
         return None
 
     def give_up(self, successor: Any, why: str) -> None:
-        """End the successor. The next `look` starts it again, on the next node. successor: handle of the successor."""
+        """End the successor. The next `look` starts a successor on the next node. successor: the handle to end."""
         log.warning("pool %s: the directory that stands by is started anew: %s", self._pool, why)
         ray.kill(successor)
         self._handle, self._answer, self.node_id = None, None, ""

@@ -28,9 +28,9 @@ from raykv.tiers import open_tier, parse, register_tier
 from raykv.tiers.copier import TierCopier
 from raykv.tiers.guarded import GuardedTier
 
-POLL_S = 0.1  # time between two checks of the tier in `flush`; the first pause without blocks is a quarter of this
+POLL_S = 0.1  # time between two checks in `flush`; after the first answer without blocks, the pause is POLL_S / 4
 IDLE_POLL_S = 1.0  # longest pause between two questions to the directory
-SERVED_HEARTBEAT_S = 5.0  # time between a tier's heartbeats while `demote` shows that the directory serves the tier
+SERVED_HEARTBEAT_S = 5.0  # time between a tier's heartbeats, if `demote` last showed that the directory serves the tier
 TIER_RETURNS_S = 5.0  # time for which `flush` waits for a tier that is down
 REFUSED_S = 1.0  # pause after the tier refused blocks of a batch
 EXISTING_PER_CALL = 4096  # maximum number of blocks in a call of `report_existing`
@@ -50,7 +50,7 @@ def open_external(pool: str, fingerprint: bytes, url: str, maker: bytes | None) 
 
 
 def content_seed(pool: str) -> bytes:
-    """Return the seed for the name of an empty tier's content. All stores of a pool get the same seed."""
+    """Return the seed, which names the content of an empty tier. All stores of a pool get the same seed."""
     internal_kv.put(pool, Kept.SEED, secrets.token_bytes(CONTENT_BYTES), overwrite=False)
     return internal_kv.get(pool, Kept.SEED) or bytes(CONTENT_BYTES)
 

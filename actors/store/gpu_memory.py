@@ -30,8 +30,8 @@ def open_gpus(
     """Open the memory of each GPU that this process can use.
 
     gpu_memory, transport: see PoolConfig. cluster: see `raylets.cluster_id`. again: whether the store was restarted, or
-    an earlier attempt failed. Then engines may use the room for NCCL, so no room is reserved. Raises CapacityError if a
-    GPU has too little memory or the node's GPUs can't be used, and DeviceError if a GPU fails.
+    an earlier attempt failed. If so, no memory is reserved for NCCL, as engines may already use that memory. Raises
+    CapacityError if a GPU has too little memory or the node's GPUs can't be used, and DeviceError if a GPU fails.
     """
     if not gpu_memory:
         return []

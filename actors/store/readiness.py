@@ -96,7 +96,7 @@ def machine() -> str:
 
 
 def left_behind_by_pool() -> dict[str, int]:
-    """Return how many bytes of shared memory dead stores left behind here, for each pool with arenas of this user."""
+    """Return, for each pool with arenas of this user here, the bytes of shared memory that dead stores left."""
     names = (re.fullmatch(rf"raykv-([A-Za-z0-9_-]+)-{os.getuid()}-(gpu-)?\d+", name) for name in os.listdir(SHM))
     ours = cluster.identity()
     return {name: _bytes(left_behind(name, ours)) for name in {found[1] for found in names if found}}

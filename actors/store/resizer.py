@@ -102,7 +102,7 @@ class Resizer:
 
     def report(self) -> SlabReport:
         """Return the report on this memory's slabs that is sent with every `heartbeat` and `adopt`."""
-        promised = list(self._to_give_back)  # read first: a slab that is given back meanwhile is then in both lists
+        promised = list(self._to_give_back)  # read first, so that no slab given back meanwhile is missed
         given_back = {*promised, *self._arena.given_back()}
         return SlabReport(self._arena.offered, self.limit, np.array(sorted(given_back), np.int32).tobytes())
 
@@ -143,7 +143,7 @@ class Resizer:
         self._loop.stop()
 
     def _slabs_of(self, cpu_memory: float | int) -> int:
-        """Return how many slabs a size has. Raises CapacityError or ValueError if the node can't have that size."""
+        """Return how many slabs fit in a size. Raises CapacityError or ValueError if the node can't have that size."""
         arena, asked = self._arena, capacity_bytes(cpu_memory, free_memory.total_bytes())
         limit = asked // arena.slab_bytes
         if not limit:

@@ -45,7 +45,7 @@ class IdleNodes:
             self._end_store(node_id)  # an earlier supervisor may have died before it ended the store
 
     def look(self, living: set[str], served: set[str]) -> set[str]:
-        """Take back nodes that are in use again. Returns the nodes to leave now.
+        """Take back nodes that are in use again. Returns the nodes idle for `seconds`, which the caller may `leave`.
 
         living: nodes that are alive. served: nodes whose store has answered.
         """
@@ -92,7 +92,7 @@ class IdleNodes:
         while left and (again := drain(self._pool, node_id, DRAIN_S)) < left:
             left = again
         with self._telling:
-            if internal_kv.get(self._pool, Kept.IDLE, node_id) != note:  # an administrator drained or kept it
+            if internal_kv.get(self._pool, Kept.IDLE, node_id) != note:  # `drain` or `cancel_drain` dropped the note
                 return
             if node_id in used_nodes():
                 self.take_back(node_id)

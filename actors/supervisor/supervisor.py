@@ -60,13 +60,13 @@ class Supervisor:
         self._served: set[str] = set()  # nodes whose store has answered
         self._draining: set[str] = set()  # nodes that are being drained, or have been drained
         self._telling = threading.Lock()  # held while the directory is told which nodes leave or stay
-        now, failures = time.monotonic(), internal_kv.failures(pool)  # noted by an earlier supervisor
+        now, failures = time.monotonic(), internal_kv.failures(pool)  # the failures that an earlier supervisor saved
         self._failed = {node_id: (now, why) for node_id, why in failures.items()}  # by node: time and cause of failure
         self._answered, self._in_charge = now, ""  # time of the last answer; name of the directory in charge
         self._successor = Successor(pool)
         idle_node_s = (internal_kv.settings(pool) or {}).get("idle_node_s", 0.0)  # no settings: the pool is stopping
         self._idle = IdleNodes(pool, idle_node_s, self._telling)
-        self._rests_until = 0.0  # no close look is due until this time, as the last one found no problem
+        self._rests_until = 0.0  # no close look is due until this time, as the last close look found no problem
         self._exporter, self._exported, self._started = Exporter(pool), 0.0, time.time()
         self._loop = Periodic("raykv-supervisor", self._watch, self._on_error)
         self._loop.start()
@@ -124,7 +124,7 @@ class Supervisor:
         return self._pause()
 
     def _export(self) -> None:
-        """Export the number of nodes, which nodes have a store, and whether the directory is up."""
+        """Export the number of nodes, whether each node's store is up, and whether the directory is up."""
         self._exported = time.monotonic()
         self._exporter.set("start_time_seconds", self._started, role="supervisor")
         self._exporter.set("ray_nodes", len(self._living))
@@ -196,7 +196,7 @@ class Supervisor:
                 threading.Thread(target=self._drain, args=(node_id, seconds), name="raykv-drain", daemon=True).start()
 
     def _leave_idle(self, directory: Any, living: set[str]) -> bool:
-        """Leave nodes that nobody else has used for a long time. Returns whether another directory is in charge now."""
+        """Leave nodes that only pools have used for a long time. Returns whether another directory is in charge now."""
         long = self._idle.look(living, self._served)
         away = long | self._idle.without_store
         in_charge = ray.get(directory.node_id.remote(), timeout=HEARTBEAT_S) if away else ""
@@ -291,7 +291,7 @@ class Supervisor:
         try:
             ray.get(directory.ping.remote(), timeout=REPLACE_AFTER_S if stood_by else START_DEADLINE_S)
         except GetTimeoutError:
-            if internal_kv.in_charge(self._pool).name == old:  # otherwise it took over meanwhile
+            if internal_kv.in_charge(self._pool).name == old:  # otherwise `directory` took over meanwhile
                 self._successor.give_up(directory, "it does not answer either")
             raise
         ray.get(directory.take_charge.remote(), timeout=START_DEADLINE_S)
@@ -310,7 +310,7 @@ class Supervisor:
         bad_places = {node_id, *internal_kv.names(self._pool, Kept.LEAVING)} | self._idle.long
         others = sorted((living & self._served) - bad_places)
         bad = self._successor.look(_other(self._in_charge), node_id, others)
-        if bad is not None and internal_kv.in_charge(self._pool).name == self._in_charge:  # else it took over meanwhile
+        if bad is not None and internal_kv.in_charge(self._pool).name == self._in_charge:  # else `bad` took over
             self._successor.give_up(bad, "it is of no use where it is")
 
 
@@ -328,7 +328,7 @@ def _nodes() -> tuple[set[str], bool]:
 
 
 def _noticed() -> dict[str, float]:
-    """Return the nodes that Ray says are about to leave, and the seconds left for each; NOTICE_S without a deadline."""
+    """Return the seconds until each leaving node's deadline in Ray, or NOTICE_S if Ray names no future deadline."""
     client, now = _gcs(ray.get_runtime_context().gcs_address), time.time() * 1000
     return {
         node_id: (deadline - now) / 1000 if deadline > now else NOTICE_S

@@ -38,7 +38,7 @@ from raykv.config import MIB
 POOL = "models"
 BLOCK_TOKENS, LONG = 32, 3000
 ENVIRONMENT = ttft.ENVIRONMENT | one_process.ENVIRONMENT | {"OMP_NUM_THREADS": "1"}
-PATIENCE_S = 5.0  # seconds: deadline of calls, and minimum wait for a tier; long, since no call is timed
+PATIENCE_S = 5.0  # deadline of calls, and minimum deadline of reads from a tier; it may be long, as no call is timed
 
 
 class Said(NamedTuple):
@@ -96,7 +96,7 @@ class Engine:
             time.sleep(0.01)
 
     def layout(self) -> dict[str, Any]:
-        """chunk: tokens that make whole chunks in every group. bytes: per token, in all layers. kinds: kinds of KV."""
+        """chunk: least common multiple of all groups' chunks, in tokens. bytes: per token, all layers. kinds: of KV."""
         core = self.llm.llm_engine.engine_core.engine_core
         groups = core.scheduler.connector._kv_cache_config.kv_cache_groups
         configs = core.scheduler.connector.connector_scheduler.config.kv_group_configs

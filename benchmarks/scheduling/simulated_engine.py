@@ -48,11 +48,11 @@ class BlockPool:
         self._resting: OrderedDict[bytes, None] = OrderedDict()
 
     def cached(self, names: list[bytes]) -> int:
-        """Number of leading blocks of these names that the pool has."""
+        """Number of names at the start of `names` whose blocks the pool has."""
         return _leading(name in self._held or name in self._resting for name in names)
 
     def held(self, names: list[bytes]) -> int:
-        """Number of leading blocks of these names that requests hold."""
+        """Number of names at the start of `names` whose blocks are held by requests."""
         return _leading(name in self._held for name in names)
 
     def hold(self, names: list[bytes]) -> None:
@@ -140,7 +140,7 @@ class SimulatedEngine:
         return number
 
     def cached(self, names: list[bytes]) -> int:
-        """Number of leading blocks of these names that the engine's own cache has."""
+        """Number of names at the start of `names` whose blocks the engine's own cache has."""
         return self._pool.cached(names)
 
     def tokens_to_compute(self) -> int:

@@ -43,7 +43,7 @@ class Transport:
     concurrent: ClassVar[bool] = False  # whether several pulls from one peer may run at the same time
 
     def offer(self) -> Any:
-        """Return the data that peers need to read from here, or None if they can't read. Every process has new data."""
+        """Return the data that peers need to read from here, or None if they can't. A restarted store has new data."""
         return None
 
     def serve(self, *args: Any) -> Any:
@@ -60,8 +60,8 @@ class Transport:
     def connecting(self, peer: Peer, offer: Any) -> bool:
         """Begin to connect to a peer, without waiting. Returns True until the two nodes are connected.
 
-        Until then, other transports read. After a failure to connect, this returns False, and `pull` raises the error.
-        peer: the owner of the memory. offer: the peer's offer.
+        While this returns True, other transports read from the peer. After a failure to connect, this returns False,
+        and `pull` raises the error. peer: the owner of the memory. offer: the peer's offer.
         """
         return False
 
@@ -99,7 +99,7 @@ def records_of(answer: bytes, kind: np.dtype[np.void], count: int) -> NDArray[np
     if not isinstance(answer, bytes) or len(answer) != count * kind.itemsize:
         raise ConnectionError(f"a peer did not answer with a record for each of {count} blocks: {answer!r:.80}")
     records = np.frombuffer(answer, kind).copy()
-    records["there"] = records["there"].view(np.uint8) != 0  # a bool with a byte above 1 would count several times
+    records["there"] = records["there"].view(np.uint8) != 0  # NumPy counts a bool whose byte is 2 as two True values
     return records
 
 

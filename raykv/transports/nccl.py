@@ -107,7 +107,7 @@ class Nccl(Transport):
         with self._mutex:
             pairs = list(self._sending.values())
         for pair in pairs:
-            if not pair.ready.done():  # an unconnected pair sends nothing yet, and must not send from the slab later
+            if not pair.ready.done():  # otherwise this pair could connect later, and then send from the slab
                 pair.drop()
         sent = wait([pair.idle() for pair in pairs if pair.ready.done()], data_deadline(self._arena.slab_bytes))
         if sent.not_done:

@@ -1,8 +1,8 @@
 """Two GPUs of two processes, joined by an NCCL communicator for one direction.
 
-Two NCCL calls block until the peer makes the same call: a communicator's init, and the first group, which connects. So
-each pair has a thread that makes all NCCL calls. If NCCL has not connected within CONNECT_S, another thread aborts the
-communicator, which ends the blocked call. Tested with CuPy 14 and NCCL 2.28 and 2.32.
+Two NCCL calls block until the peer makes the same call: the init of a communicator, and its first group of transfers.
+So each pair has a thread that makes all NCCL calls. If NCCL has not connected within CONNECT_S, another thread aborts
+the communicator, which ends the blocked call. Tested with CuPy 14 and NCCL 2.28 and 2.32.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ READER, SENDER = 0, 1  # ranks
 UNIQUE_BYTES = 128  # bytes of a pair's name
 POLL_S = 2e-4  # time between two checks whether a transfer is done
 CONNECT_S = 120.0  # maximum time to connect: NCCL takes 2 s on a warm H100, and up to a minute if nothing is loaded
-# GPU memory that NCCL 2.28 takes on an H100 over sockets: once for its kernels, and for each pair.
+# GPU memory of NCCL's kernels and of each pair, for NCCL 2.28 on an H100 with pairs over sockets.
 KERNELS_BYTES, PAIR_BYTES = 446 << 20, 18 << 20
 # The last two of NCCL's statuses, for which CuPy 14 raises KeyError.
 UNNAMED = {
@@ -79,14 +79,14 @@ class Pair:
     """This process's end of a pair. Its tasks (`do`) run in order; after an error no more tasks run. Thread-safe."""
 
     def __init__(self, ordinal: int, unique: bytes, rank: int, invite: Callable[[], object] = _nothing) -> None:
-        """Return at once. The future `ready` is done when the peer is connected, or has an error after CONNECT_S.
+        """Return at once. The future `ready` is done when the peer has connected. If this fails, `ready` has an error.
 
         ordinal: number of the GPU in this process. invite: makes the peer's end; called in the pair's thread.
         """
         self.unique, self._ordinal, self._rank, self._invite = unique, ordinal, rank, invite
         self._comm: Any = None
         self._mutex = threading.Lock()  # guards `_comm` and `_calls`, so that a communicator is aborted only once
-        self._calls = True  # whether NCCL still connects, which may hang
+        self._calls = True  # False once NCCL's connecting calls have returned; these calls may hang
         self.dropped = False
         self._ended = threading.Event()
         self._why = "it was dropped"  # why the pair has ended

@@ -31,7 +31,7 @@ from raykv.transports.block_server import CLAIM
 RDMA = "/sys/class/infiniband"  # this folder has a folder for each card, also for RoCE cards
 POLL_S = 1e-4  # time between two checks whether a transfer is done
 PROGRESS_US = 100_000  # microseconds for which NIXL's progress thread sleeps; UCX wakes it earlier if there is work
-LATE_S = 1.0  # time for running requests of a failed transfer to end, since they can't be stopped
+LATE_S = 1.0  # wait after a failed transfer: its running requests can't be stopped, and end meanwhile
 BLOCK_INFO = np.dtype([*CLAIM.descr, ("address", "<i8")])  # a peer's answer about a block: its CLAIM, and its address
 Addresses = NDArray[np.int64]
 
@@ -187,7 +187,7 @@ class Nixl(Transport):
             remote.version = version
 
     def _register(self, locations: Locations) -> None:
-        """Register the slabs of these locations, and no other slabs, as RDMA page-locks registered memory."""
+        """Register only the slabs of these locations, because RDMA page-locks registered memory."""
         for slab in np.unique(locations["slab"]).tolist():
             with self._mutex:
                 if slab not in self._registered:

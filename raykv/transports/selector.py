@@ -65,7 +65,7 @@ class TransportSelector:
     """
 
     def __init__(self, transports: Sequence[Transport]) -> None:
-        """transports: best first. The last one is used if all others fail, and reads from peers' external tiers."""
+        """transports: best first. The last transport is used if all others fail, and reads peers' external tiers."""
         self._transports = transports
         self._states: dict[Peer, PeerState] = {}
         self._mutex = threading.Lock()  # guards `_states`; nothing else is locked meanwhile
@@ -76,7 +76,7 @@ class TransportSelector:
         return {name: offer for name, offer in offers.items() if offer is not None}
 
     def serve(self, name: str, *args: Any) -> Any:
-        """Answer a question of the transport `name` on a peer. Raises ValueError if this node lacks this transport."""
+        """Answer a question of a peer's transport `name`. Raises ValueError if this node lacks this transport."""
         for transport in self._transports:
             if transport.name == name:
                 return transport.serve(*args)
@@ -186,7 +186,7 @@ class TransportSelector:
             with state.mutex:
                 state.offers = offers
                 for route in routes:
-                    route.retry_at = route.retry_at if route.retry_at > now else 0.0  # the next pull won't ask again
+                    route.retry_at = route.retry_at if route.retry_at > now else 0.0  # the next pull won't ask the peer
         usable = []
         for transport, route in zip(self._transports[:-1], routes, strict=False):
             offer = offers.get(transport.name)

@@ -1,4 +1,4 @@
-"""One pull over TCP. Several streams share its pieces, and receive the pieces directly into slots."""
+"""A pull over TCP, in pieces that several streams receive. Pieces for host memory arrive directly in slots."""
 
 import ctypes
 import threading

@@ -1,1 +1,1 @@
-"""Looks at a pool for users: `overview` at one moment, `history` over time. `actor` serves both as a page."""
+"""Shows users a pool's state: `overview` shows one moment, and `history` a period. `actor` serves both as a page."""
