@@ -19,13 +19,13 @@ SUSPECT_AFTER_S = 3.0 * HEARTBEAT_S  # a node without a heartbeat for this time 
 KEEP_MOST_S = 24 * 3600.0  # maximum time for which a hint keeps a block
 CLIENT_TTL_S = 10.0  # a client that sends nothing for this time counts as gone
 TRANSPORTS = ("auto", "nixl", "tcp", "object_store")
-# Share of a node's slots, by `write`, that the pool keeps free or keeps copied to the external tier. Such a slot can
-# take a new block at once.
+# By setting `write`: share of a node's slots that can take a new block at once. The pool keeps such a slot free, or
+# copies the slot's block to the external tier.
 WRITE_SHARES = {"back": 0.25, "through": 1.0, "never": 0.0}
 FLUSH_DEADLINE_S = 300.0  # deadline for demoting all blocks to the external tier when a pool stops
 USES_MAX = 255  # maximum of a block's count of matches
 KEYS_PER_CALL = 6000  # maximum keys of a call (96 KB): an argument of a Ray call costs 2 to 4 ms more above 100 KB
-KEYS_PER_JOINT_CALL = 200_000  # maximum keys of a call that must have all keys: 3.2 MB; the directory accepts 4 MiB
+KEYS_PER_JOINT_CALL = 200_000  # maximum keys of a call that can't be split: 3.2 MB; the directory accepts 4 MiB
 MIN_MEMORY = 8 * MIB  # minimum size of an arena, in bytes
 
 Size = float | int | str  # a memory size: see parse_size

@@ -48,7 +48,7 @@ class Follower:
         for data in answer.lines:
             try:
                 found.append(self._entry(RequestLine.unpacked(data)))
-            except ValueError:  # a faulty client sent other bytes
+            except ValueError:  # a faulty client sent bytes that are no request line
                 left_out += 1
         return [*found, {"kind": "left out", "requests": left_out}] if left_out else found
 

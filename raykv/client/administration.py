@@ -16,7 +16,7 @@ from raykv.errors import CapacityError
 from raykv.protocol.location import CONTENT_BYTES, host_of
 from raykv.system import raylets
 
-ADMIN_DEADLINE_S = 10.0  # deadline for each answer to an administrator; a resize has this time after its own deadline
+ADMIN_DEADLINE_S = 10.0  # deadline for each answer to an administrator; `resize` waits for its deadline plus this time
 STORES_DEADLINE_S = 1.0  # deadline for all stores to send their counts; stores that hang are left out
 DRAIN_GRACE_S = 60.0  # a caller of `drain` waits twice the drain's deadline, plus this time
 
@@ -51,12 +51,12 @@ class Administration:
         stores = named_actors.find_stores(self.name, set(map(host_of, names))).values()
         internal_kv.drop_other_tokens(self.name)
         content = secrets.token_bytes(CONTENT_BYTES)
-        internal_kv.put(self.name, Kept.SEED, content)  # a restarted store uses it if its tier has no marker
+        internal_kv.put(self.name, Kept.SEED, content)  # for a restarted store whose external tier has no marker
         ray_calls.get([store.clear.remote(floor, content) for store in stores], timeout=ADMIN_DEADLINE_S)
         return int(count)
 
     def own_node(self) -> str:
-        """Return the Ray node id of this machine's node. ValueError if it runs no node of this cluster, or several."""
+        """Return this machine's Ray node id. ValueError unless the machine runs exactly one node of this cluster."""
         here = sorted(cluster.living() & raylets.nodes())
         if len(here) != 1:
             raise ValueError(
@@ -157,7 +157,7 @@ class Administration:
 
 @contextlib.contextmanager
 def _plainly(*kinds: type[Exception]) -> Iterator[None]:
-    """Raise an actor's errors of these kinds again, without the actor's traceback."""
+    """Raise an actor's errors again, without the actor's traceback. kinds: types of these errors."""
     try:
         yield
     except RayTaskError as error:
@@ -189,7 +189,7 @@ def store_stats(pool: str, node_ids: set[str]) -> dict[str, dict[str, Any]]:
 
 
 def transports_among(names: list[str], stores: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the stores' entries about reads from the memories with these names (see NodeStore.stats)."""
+    """Return the entries of the stores' `transports` whose `from` is one of these names: see NodeStore.stats."""
     return [entry for store in stores.values() for entry in store["transports"] if entry["from"] in names]
 
 

@@ -196,10 +196,10 @@ class KVCache:
         """Mark these blocks as used, as a look-up does. With `until`, also keep them in memory for longer.
 
         until: a time of `time.time()`, at most a day away; a past time keeps nothing. Until this time, give or take two
-        seconds, the pool keeps these blocks: it evicts the oldest other block of the same tenant, block size and node
-        instead. All tenants without a quota count as one tenant. This is only a hint: the pool keeps at most half of
-        the blocks of a tenant, block size and node, and refuses no store because of it. With an external tier, a kept
-        block is evicted from memory before a block that the tier lacks. A later `touch` or `done`, a restart of the
+        seconds, the pool keeps these blocks, and evicts the oldest other block of the same tenant, block size and node
+        instead. All tenants without a quota count as one tenant. This is only a hint: of a tenant's blocks of one size
+        on one node, the pool keeps at most half. A hint never makes the pool refuse a store. To save a block that the
+        external tier lacks, the pool evicts a kept block that the tier has. A later `touch` or `done`, a restart of the
         directory, or a use by another tenant ends the hint. Copies on a GPU, and later copies on other nodes, are not
         kept.
         Returns the number of keys that are in the pool. Blocks of another tenant do not count, and do not change.
@@ -217,8 +217,8 @@ class KVCache:
         again: whether the blocks will be needed again, but later than other blocks: for example, an agent waits for a
         person. Blocks of calls without `again` are evicted first. Blocks of calls with `again` follow, the latest call
         first: a person who has been away longer is expected back sooner. However, calls older than a minute come before
-        newer calls, since after a minute a person may not return at all. In a pool with an external tier, the earliest
-        call with `again` comes first, and a block that the tier lacks may stay in use.
+        newer calls, since after a minute a person may not return at all. With an external tier, blocks of the earliest
+        call with `again` follow first, and a block that the tier lacks may still count as in use.
         Leave out the prefix that other prompts share: `cache.done(keys[n:])`. Blocks that somebody reads or writes,
         blocks of another tenant, and copies on a GPU do not change. Of each call, the last key's block is evicted
         first. Returns the number of copies that will be evicted earlier. Raises ValueError for keys of another cache.

@@ -79,8 +79,8 @@ def _check_token() -> None:
     Ray itself would retry for half a minute, and then report that there is no cluster. Raises ConnectionError if no
     cluster answers.
     """
-    if os.environ.get("RAY_ADDRESS", "") in ("", "auto"):
-        maybe_enable_token_auth_if_token_available(warn_if_disabled=False)  # ray.init does so for these values only
+    if os.environ.get("RAY_ADDRESS", "") in ("", "auto"):  # ray.init enables tokens by itself for these values only
+        maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
     if (address := canonicalize_bootstrap_address("auto")) is None:
         return  # RAY_ADDRESS=local: ray.init will start a cluster
     try:

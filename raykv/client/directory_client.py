@@ -129,10 +129,10 @@ class DirectoryClient:
         needs: Sequence[tuple[int, int]],
         intent: Intent | None = None,
     ) -> tuple[list[int], MatchedParts | None]:
-        """Find the longest prefix that is ready in all parts, and lease the blocks that the readers need of it.
+        """Find the longest prefix that is ready in all parts, and lease those of its blocks that the readers need.
 
         No block gets a staging slot. readers, keys: the reader's memory and the keys of each part, as for `match`.
-        needs: (window, ahead) of each part: see MatchRequest. intent: its id is from `new_id`, or 0.
+        needs: (window, ahead) of each part: see MatchRequest. intent: an Intent whose id is from `new_id`, or is 0.
         Returns (ids of the leases, answer). `release` ends the leases and the intent. If the answer is None, nothing is
         held.
         """
@@ -260,7 +260,7 @@ class DirectoryClient:
     # ------------------------------------------------------------------ reports for the next call
 
     def release(self, *held: int) -> None:
-        """End leases or reservations. The next call tells the directory."""
+        """End leases or reservations. The next call to the directory reports the release."""
         with self.lock:
             self.held.release(held)
             self._rouse()
@@ -398,7 +398,7 @@ class DirectoryClient:
             self.bell.ring()
 
     def probe(self) -> bool:
-        """Send a heartbeat. Returns whether the directory answers it."""
+        """Send a heartbeat. Returns whether the directory answers."""
         return self._send(Counted, "client_heartbeat", seconds=max(PROBE_S, self.deadline)) is not None
 
     def forget(self, keys: bytes) -> bool:

@@ -22,10 +22,11 @@ NO_ROOM = "all memory is held, or this node is drained or has no store: see `ray
 
 
 class Reservation:
-    """Slots that one call granted to a writer: `copy_in` at memory speed, then `commit`. A context manager.
+    """Slots that one call granted to a writer. A context manager.
 
-    covered: number of leading keys that are stored, being written or granted now. There was no room for the next key.
-    len(): number of granted slots.
+    The writer calls `copy_in`, which runs at memory speed, and then `commit`.
+    covered: number of leading keys that are stored, being written or granted now. If other keys follow, there was no
+    room for the next key, or the directory did not answer. len(): number of granted slots.
     """
 
     def __init__(self, session: Session, keys: Keys, start: int = 0, position: int = 0) -> None:
@@ -86,7 +87,7 @@ class Reservation:
         return count
 
     def release(self) -> None:
-        """Release slots that were not committed. The next call tells the directory."""
+        """Release slots that were not committed. The next call to the directory reports the release."""
         self._session.directory.release(self._id)
         self._ended = True
 

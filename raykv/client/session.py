@@ -101,10 +101,7 @@ class Session:
         return self._background.submit(function, *args, **kwargs)
 
     def local_with(self, nodes: NDArray[np.uint32], epoch: int) -> LocalStore | None:
-        """Return this node's store if its memory has all of the locations that a directory of this epoch gave.
-
-        Otherwise return None, and look for the store again. nodes: the field `node` of these locations.
-        """
+        """Return this node's store if `LocalStore.has` is true. Otherwise look for the store again, and return None."""
         local = self.local
         if local is not None and local.has(nodes, epoch):
             return local
@@ -154,7 +151,7 @@ class Session:
         return self._others.get(memory)
 
     def node_names(self, indices: list[int]) -> list[str]:
-        """Return the Ray node ids, each once, of nodes with these indices in locations, except nodes that are gone."""
+        """Return the Ray node ids of nodes with these indices in locations. Leaves out repeated ids and lost nodes."""
         if not self._names.keys() >= set(indices):
             self._names.update(self.directory.nodes())
         names = [host_of(self._names[index]) for index in indices if index in self._names]

@@ -107,7 +107,7 @@ def _clean_up(name: str, unstopped: set[str], silent: set[str]) -> int:
         for clean in ray_calls.wait(list(pending), timeout=max(0.0, end - time.monotonic()))[0]:
             address, found = pending.pop(clean), _removed(clean)
             removed += found or 0
-            if found:  # it cleaned the whole machine; if it found nothing, another task may have cleaned before
+            if found:  # this task cleaned its machine; a task may find nothing because another task came first
                 pending = {other: at for other, at in pending.items() if at != address}
     return removed
 

@@ -46,7 +46,7 @@ class Swaps:
         self._session, self._cache, self._root = session, cache, root
         self._secret = secrets.token_bytes(8)  # another process may use the same request ids
         self._requests: dict[str, Swapped] = {}
-        self._numbers = itertools.count()  # for unique keys: a request id may return with other bytes, a key must not
+        self._numbers = itertools.count()  # for unique keys: an engine may reuse a request id for other blocks
         self._lock = threading.Lock()  # guards _requests
 
     def out(self, paged: Any, block_ids: Sequence[int], request_id: str) -> Future[int]:

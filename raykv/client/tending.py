@@ -1,4 +1,4 @@
-"""A client's thread. It sends heartbeats and reports that no call has sent, and finds the directory again if lost."""
+"""A client's thread. The thread sends heartbeats and unsent reports, and finds a lost directory again."""
 
 import logging
 import threading
@@ -49,12 +49,12 @@ class Tending:
             pause, connection = self._rest(client)
             try:
                 self._export(client)
-            except Exception as error:  # Ray is shutting down, or can't export: this makes no call a miss
+            except Exception as error:  # Ray is shutting down or can't export: the client's calls still work
                 log.debug("pool %s: its metrics: %r", client.pool, error)
             del client
 
     def _look(self, client: DirectoryClient) -> None:
-        """Send a heartbeat if it is due, and reports that no call has sent yet. Find a lost directory again."""
+        """Find a lost directory again, or send a due heartbeat and the unsent reports."""
         client.look_on()
         client.release_dropped()
         if not client.up:

@@ -34,10 +34,10 @@ class Kept(StrEnum):
     LAST_EPOCH = "last_epoch"  # the newest epoch taken; it stays when the pool is stopped
     LOCK = "lock"  # the Ray job, process and thread that start or stop the pool
     TIER = "tier"  # argument of `register_tier`, pickled
-    SEED = "seed"  # name that the content of an empty tier gets
+    SEED = "seed"  # an external tier without a marker gets a content name derived from this seed
     TOTALS = "totals"  # JSON: counters that outlive a directory
     COMPILED = "compiled"  # number of kernels that the directory has compiled, and number of all kernels
-    ANSWER = "answer"  # by node, pickled: the node's answer before a pool starts
+    ANSWER = "answer"  # by node, pickled: the store's answer to the question of `raykv.start`
     FAILED = "failed"  # by node: why the node has no store
     IDLE = "idle"  # by node, if only pools use the node: whether its store has ended
     LEAVING = "leaving"  # by node: the node is about to leave
@@ -176,7 +176,7 @@ def failures(pool: str) -> dict[str, str]:
 
 
 def put_other_tokens(pool: str, node_id: str, client: int, chunks: int) -> None:
-    """Report how many chunks a client on a node has read with tokens that do not match their keys."""
+    """Report a client's count of chunks whose tokens do not match their keys. node_id: the client's node."""
     put(pool, Kept.OTHER_TOKENS, str(chunks).encode(), f"{node_id}/{client}")
 
 

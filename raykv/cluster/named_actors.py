@@ -84,7 +84,7 @@ def find_directory(pool: str) -> Any:
 def options(name: str, node_id: str | None, threads: int = 1) -> dict[str, Any]:
     """Return options of a detached actor that stays on `node_id` (None: Ray's head). threads: maximum concurrent calls.
 
-    The affinity is hard. With a soft affinity, Ray first asks any raylet, which keeps an actor that needs no CPU.
+    The affinity is hard. With a soft affinity, Ray first asks any raylet, and an actor that needs no CPU stays there.
     """
     head = {"resources": {cluster.HEAD: 0.001}}  # like Serve's controller, the actor moves to a new head
     place = head if node_id is None else {"scheduling_strategy": NodeAffinitySchedulingStrategy(node_id, soft=False)}

@@ -50,9 +50,9 @@ class JointMatch:
 
     Other processes read the blocks (see `leased`), each in its node's memory. This process need not map that memory.
 
-    pending: number of blocks after the first part's ready blocks that other clients are writing or will compute soon.
-    If it is above 0, nothing is leased, and the caller should ask again. answered: whether the directory answered the
-    last call.
+    pending: number of blocks that other clients are writing or will compute soon. These blocks follow the first part's
+    ready blocks. If there are any, nothing is leased, and the caller should ask again. answered: whether the directory
+    answered the last call.
     """
 
     def __init__(self, session: Session, parts: Sequence[Part], tokens_per_s: float, request: str = "") -> None:
@@ -185,7 +185,8 @@ class JointMatch:
             if counts == list(map(len, call.leases)):
                 tokens += call.tokens
                 continue
-            # a shorter prefix of parts with windows needs other blocks; blocks ahead are among the found blocks
+            # with windows, a shorter prefix would need blocks that are not leased. Without windows, all blocks of a
+            # shorter prefix are leased, and the blocks `ahead` of that prefix were found
             if not self._has_windows:
                 tokens += self._common(counts)
             break
@@ -211,7 +212,7 @@ class JointMatch:
         return found
 
     def release(self) -> None:
-        """Release the blocks. The next call tells the directory, so the release needs no call of its own."""
+        """Release the blocks. The next call to the directory reports the release, which needs no call of its own."""
         self._released = True
         self._session.directory.release(*self._ids())
         record, self._record = self._record, None
@@ -227,6 +228,6 @@ class JointMatch:
             self._session.directory.drop(held)
 
     def end_intent(self) -> None:
-        """Note that the caller has stored the blocks or will not compute them. The next call tells the directory."""
+        """End the intent: the blocks are stored or won't be computed. The next call to the directory reports this."""
         self._intends = False
         self._session.directory.release(self._intent)

@@ -99,7 +99,7 @@ class Lease:
         return cls(session, session.local, LeasedBlocks(session.directory, block_bytes, leased.name, source, keys))
 
     def _limit_wait(self, block_s: float) -> int:
-        """Limit waits for a tier to the time of computing the tier's blocks. Returns the number of these blocks."""
+        """Let reads wait for a tier at most as long as computing its blocks takes. Returns the number of its blocks."""
         external = self.blocks.found["external"]
         self._stream.wait_budget_s = block_s * external if external else None
         return external
@@ -120,7 +120,7 @@ class Lease:
         )
 
     def release(self) -> None:
-        """Release the blocks. The next call tells the directory."""
+        """Release the blocks. The next call to the directory reports the release."""
         self._session.directory.release(self.id)
 
     def read(self, rows: Rows, verify: bool) -> int:

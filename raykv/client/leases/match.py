@@ -195,7 +195,7 @@ class Match:
         return done
 
     def release(self) -> None:
-        """Release the blocks. The next call tells the directory, so the release needs no call of its own."""
+        """Release the blocks. The next call to the directory reports the release, which needs no call of its own."""
         self._released = True
         for lease in self._leases:
             lease.release()

@@ -17,9 +17,9 @@ from raykv.protocol.location import Locations
 from raykv.protocol.transfers import ALTERED, PULLED, data_deadline
 
 PIECE_BYTES = 64 * MIB  # bytes of a piece: while one piece is copied out, the next piece is pulled
-FIRST = 4  # each of the first two pieces has a fourth of PIECE_BYTES, as readers here and on other nodes wait
+FIRST = 4  # each of the first two pieces has a fourth of PIECE_BYTES, so that readers on all nodes can start soon
 PIECES_AHEAD = 2
-LATE_S = 0.5  # a pull that takes longer and brings no block counts as late; an earlier failure is a refusal
+LATE_S = 0.5  # a pull that takes longer and brings no block is late; a pull that fails sooner was refused
 WAIT_BUDGET_S = 0.05  # minimum deadline of a read that waits for a tier, however fast the engine computes tokens
 WINDOW_S = 2.0  # minimum deadline of a read that waits for staging slots, or for a copy that another reader pulls
 WINDOW_DEADLINES = 8  # the same minimum as a multiple of the pool's deadline; the longer minimum applies
@@ -173,7 +173,7 @@ class Stream:
             self.blocks.fall_short("other readers use up this node's staging window")
             self._session.directory.fault("window", "other readers use up this node's staging window")
             return False
-        with giving_way():  # a reader with slots needs a seat to report that its blocks arrived
+        with giving_way():  # a reader that has slots may need this thread's seat (see Workers) to free the slots
             time.sleep(pause)
         return True
 

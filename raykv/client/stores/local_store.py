@@ -41,15 +41,15 @@ class LocalStore(StoreClient):
         weakref.finalize(self, self.arena.close).atexit = False
 
     def has(self, nodes: NDArray[np.uint32], epoch: int) -> bool:
-        """Whether locations from a directory of this epoch are in this memory. If not, the store was replaced.
+        """Whether all of the given locations are in this memory. If not, the store was replaced.
 
-        nodes: the field `node` of these locations. A store raises its memory's epoch before a new directory places
-        blocks there.
+        nodes: the field `node` of the locations. epoch: epoch of the directory that gave the locations. A store raises
+        its memory's epoch before a new directory places blocks there.
         """
         return epoch <= self.arena.epoch and not np.count_nonzero(nodes != self.index)
 
     def wrong(self, locations: Locations, keys: NDArray[np.uint8]) -> Locations:
-        """Return the corrupt locations among locations at which a reader could not read its block.
+        """Return the corrupt locations. locations: where a reader could not read the blocks of `keys`.
 
         A block is not corrupt if only its length differs from the reader's block size: then the reader is wrong.
         """

@@ -1,4 +1,4 @@
-"""Tracks whether this node's store answers, and from which other nodes blocks arrive late."""
+"""Tracks whether this node's store answers, and which other nodes send blocks late."""
 
 import threading
 import time

@@ -55,7 +55,7 @@ class StoreClient:
         with giving_way(), contextlib.suppress(RaySystemError):  # after ray.shutdown()
             patience = max(0.0, seconds - PING_S)
             ready, _ = ray_calls.wait(answers, timeout=patience)
-            if not ready and patience > 0.0:  # a wait of at most PING_S is for a tier: only the tier is late
+            if not ready and patience > 0.0:  # a wait of PING_S or less is for a tier, so the store is not late
                 self.silence.ask(self.store)
             if not ready:
                 ready, _ = ray_calls.wait(answers, timeout=seconds - patience)
@@ -63,7 +63,7 @@ class StoreClient:
         return None
 
     def gave_up(self, nodes: NDArray[np.integer[Any]]) -> None:
-        """Note that transfers from or to these nodes are late. The nodes count as late if this store answers."""
+        """Note late transfers from or to these nodes. The nodes count as late, unless this store itself is silent."""
         self._on_failure()
         if not self.silence.of_store(self.store):
             self.silence.note_late(nodes)

@@ -40,7 +40,7 @@ def oldest_lease(state: State) -> float:
 
 
 def coldest(state: State, name: str) -> int:
-    """Return the tick (`State.tick`) of the last use of a node's oldest block in use; -1 if no block is in use."""
+    """Return when a node's oldest block in use was last used, as a tick (`State.tick`); -1: no block is in use."""
     node = state.nodes.get(name)
     ticks = [state.size_classes.oldest_tick_in_use(number) for number in node.size_classes.values()] if node else []
     return min((tick for tick in ticks if tick >= 0), default=-1)
@@ -80,7 +80,7 @@ def largest_prefixes(state: State, n: int, now: float) -> list[dict[str, Any]]:
 
 
 def stats(state: State, now: float) -> dict[str, Any]:
-    """Return slots by node and state, leases, reservations, and totals since the pool started."""
+    """Return gauges, totals since the pool started, figures by node, tier and tenant, and the hit curve."""
     check(state, now)
     tiers = state.tier_catalog.stats()
     used = sum(tier["bytes_used"] for tier in tiers.values())

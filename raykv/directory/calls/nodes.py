@@ -65,7 +65,7 @@ def _check_gpus(state: State, name: str) -> None:
 
 
 def adopt(state: State, name: str, found: Inventory, now: float, offered: int = 0) -> None:
-    """Adopt the blocks that a node store found in its arena. On an adopted node, only drops overwritten blocks.
+    """Adopt the blocks that a node store found in its arena. A node adopted before only loses overwritten blocks.
 
     The inventory may come in pieces, the youngest blocks first, with other calls in between. The directory offers no
     blocks on the node until the last piece. offered: number of slabs that the node has allocated. Without this number,

@@ -45,7 +45,7 @@ def report_existing(state: State, name: str, existing: ExistingBlocks, now: floa
 
 
 def demote(state: State, name: str, report: DemotionReport, now: float) -> Demotions:
-    """Choose the blocks that a node copies to its external tier next. A report may come late, or twice."""
+    """Choose the blocks that a node copies to its external tier next. Accepts reports that arrive late or twice."""
     check(state, now)
     locations, keys = np.frombuffer(report.locations, LOCATION), key_array(report.keys)
     stored = np.frombuffer(report.stored, np.uint8)

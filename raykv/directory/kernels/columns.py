@@ -47,10 +47,10 @@ ROW = np.dtype(
 )
 # All rows from the old end up to `clean_tail` are clean; -1: no row is clean. clean_count: number of clean rows.
 # Evicting a clean row loses nothing: its block is in the external tier, is being demoted, or is not wanted there.
-# done: youngest row that `eviction.done` put at the old end, or -1. late: youngest of these rows that has a late user
-# or that nobody will ask for again, or -1. kept: evictions pass over the rows from the old end up to this row, as they
-# are kept or held (`eviction.keep`); -1: no rows. kept_count: number of these rows. passes: number of evictions that
-# passed over these rows since `eviction` last made the rows younger.
+# done: youngest row that `eviction.done` put at the old end, or -1. late: like `done`, but only among rows with a late
+# user and rows that nobody will ask for again. kept: evictions pass over the rows from the old end up to this row, as
+# these rows are kept or held (`eviction.keep`); -1: no rows. kept_count: number of these rows. passes: number of
+# evictions that passed over these rows since `eviction` last made the rows younger.
 LIST = np.dtype(
     [
         *(("head", "<i4"), ("tail", "<i4"), ("count", "<i8")),  # written by lists
@@ -176,7 +176,7 @@ class Goal(NamedTuple):
 class Chosen(NamedTuple):
     """Output: the blocks that are demoted to an external tier."""
 
-    source: NDArray[np.int64]  # (n,) the row in memory. The copier checks its generation, so nobody holds the row
+    source: NDArray[np.int64]  # (n,) the row in memory. Nobody holds this row: the copier checks its generation instead
     target: NDArray[np.int64]  # (n,) the DEMOTING row
     evicted: NDArray[np.uint64]  # (n, 2) keys evicted from the tier
 

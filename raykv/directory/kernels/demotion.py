@@ -190,7 +190,7 @@ def _oldest_unclean(c, size_class, want):
 
 @kernel
 def _start_in_tier(c, row, tier_class, chosen, n, count):
-    """Begin the demotion of a row, if `tier_class` has a slot for it. Returns the new (n, count)."""
+    """Begin to demote a row if `tier_class` has a slot. Returns the new numbers (demoted blocks, evicted keys)."""
     target_row, count = take_tier_slot(c, tier_class, chosen.evicted, count)
     if target_row >= 0:
         start_demotion(c, row, target_row, 0, chosen.source, chosen.target, n)
@@ -277,7 +277,7 @@ def demote_gpu(c, size_class, host_class, want, source, target):
 
     Each block takes a slot of the node's memory (`host_class`): a slot that needs no eviction, else the slot of an
     evicted block. The evicted block is the oldest block there that may be evicted for the demoted block's tenant.
-    source[i], out: the row on the GPU. The copier checks the row's generation, so nobody holds the row.
+    source[i], out: the row on the GPU. Nobody holds this row: the copier checks the row's generation instead.
     target[i], out: the DEMOTING row in memory.
     """
     n, row = 0, oldest(c, size_class)
@@ -317,7 +317,7 @@ def _being_demoted(c, row):
 
 @kernel(C, ROWS, MASK)
 def gpu_demoted(c, rows, stored):
-    """Make each DEMOTING row that was stored a primary, or a replica if its key has another lasting primary.
+    """Turn each stored DEMOTING row into a primary, or into a replica if its key has another lasting primary.
 
     If a row becomes the primary, the key's copies on GPUs become replicas that are evicted first. A row that was not
     stored is quarantined, since somebody may still write to its slot. Returns how many rows were stored.

@@ -116,9 +116,9 @@ def near_victim(c, size_class, tenant):
 def coldest(c, heap, tenant):
     """Return a tenant's oldest primary in all size classes of one slot size, or -1.
 
-    heap: heap of this tenant and slot size, with an entry for each size class. An entry's tick is a lower bound of the
-    tick of the tenant's oldest primary in the size class, since oldest primaries only get younger. Corrects the top
-    entry until its tick is exact.
+    heap: heap of this tenant and slot size, with an entry for each size class. An entry's tick is at most the tick of
+    the tenant's oldest primary in the size class. If a call makes that primary older, `reset_heaps` follows. Corrects
+    the top entry until its tick is exact.
     """
     clock = c.state[CLOCK]
     while True:
@@ -264,10 +264,10 @@ def _first_not_kept(c, which):
 def _passed_over(c, which, last):
     """Make a list's oldest rows younger after an eviction passed over these rows. Their order stays the same.
 
-    Without kept rows, n evictions would have evicted the n oldest rows. So after every n evictions, each row gets the
-    age of the n-th next younger row, and the youngest of them gets `last`, the age of the evicted row. Thus the oldest
-    row is at least as old as it would be without kept rows, and a tenant's hints cost no other tenant a block. n is an
-    eighth of the number of these rows, so that an eviction changes eight ages on average.
+    Without kept rows, n evictions would have evicted the n oldest rows. So after every n evictions, each passed-over
+    row gets the age of the n-th next younger row. The youngest passed-over row gets `last`, the age of the evicted row.
+    Thus the oldest row is at least as old as without kept rows, and a tenant's hints cost no other tenant a block. n is
+    an eighth of the number of passed-over rows, so that an eviction changes eight ages on average.
     """
     c.lists[which].passes += 1
     count, age = c.lists[which].kept_count, c.rows[c.lists[which].kept].last
@@ -379,9 +379,9 @@ def next_ahead(c, row):
 def done(c, firsts, tenant, again):
     """Make a tenant's keys older than all blocks in use. Returns how many copies became older.
 
-    Held copies do not change. firsts: from `find`. again: whether somebody will ask for the keys later. Evictions first
-    take keys without `again`, starting with the latest call. Then they take keys with `again`, also starting with the
-    latest call, but with an external tier starting with the earliest call. They take the last key of a call first.
+    Held copies do not change. firsts: from `find`. again: whether somebody will ask for the keys later. Keys without
+    `again` are evicted first, the latest call first. Then keys with `again` are evicted: without an external tier, the
+    latest call first; with an external tier, the earliest call first. Of each call, the last key is evicted first.
     """
     count = 0
     for i in range(len(firsts)):
@@ -406,8 +406,8 @@ def done(c, firsts, tenant, again):
 def _may_rest(c, row):
     """Whether `done` may make a row older.
 
-    False on a GPU, as a GPU's oldest blocks become young blocks of memory. False while the row's node is not offered,
-    for example while the node is joining.
+    False on a GPU, as demotion moves the oldest blocks of a GPU to memory, where the blocks are young. False while the
+    row's node is not offered, for example while the node is joining.
     """
     size_class = c.size_classes[size_class_of(c, row)]
     return is_tier_row(c, row) or (size_class.charge > 0 and size_class.offered != NOT_OFFERED)

@@ -20,8 +20,8 @@ from raykv.system.jit import kernel
 KEY = np.dtype(
     [
         *(("k0", "<u8"), ("k1", "<u8"), ("bytes", "<i8")),
-        ("last", "<i4"),  # the place of its last use
-        ("free", "<i4"),  # in entries from state[COUNT] on: a number that no key has; unused in earlier entries
+        ("last", "<i4"),  # the place of the key's last use
+        ("free", "<i4"),  # entries from state[COUNT] on list the numbers that no key has; earlier entries mean nothing
     ]
 )
 # A use that is not counted yet. Counting many uses in a row is four times as fast, as the processor caches the sample

@@ -169,7 +169,7 @@ def _count_use(c, first):
 def _read_elsewhere(c, firsts, covered, n, node, blocks):
     """Release replicas on the reader's node, and read their primaries on other nodes instead.
 
-    Otherwise held replicas could fill the staging window. Replaces replicas of blocks[covered:n], last to first.
+    Otherwise, held replicas could fill the staging window. Replaces replicas of blocks[covered:n], last to first.
     Returns the number of replaced replicas. If a released replica still exists later, `next_window` uses it.
     """
     moved = 0
@@ -200,7 +200,7 @@ def _primary_elsewhere(c, first, node):
 def pass_by(c, keys, blocks, node):
     """Release the replicas that the reader of a lease has passed, and hold their primaries instead.
 
-    Otherwise held replicas could fill a staging window that this lease or another lease waits for. Releases the last
+    Otherwise, held replicas could fill a staging window that this lease or another lease waits for. Releases the last
     replica first. Returns the number of released replicas.
     """
     blocks, moved = Blocks(*blocks), 0
