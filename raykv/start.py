@@ -48,7 +48,7 @@ def start(config: PoolConfig | None = None, *, exist_ok: bool = False, on_progre
 
     A process that is in no Ray cluster joins the cluster at RAY_ADDRESS, else the cluster on its machine.
 
-    config: the pool's settings. If None, attach to the running pool "default", or start it with default settings.
+    config: the pool's settings. None: attach to the pool "default" if it runs, else start it with default settings.
     exist_ok: attach to a running pool even if its settings differ. A given secret must still be the pool's secret.
     on_progress: called with (number of compiled kernels, number of all kernels) while the directory compiles.
 
@@ -173,7 +173,7 @@ def _compiled(pool: str) -> list[int]:
 
 
 def _why_not_there(node_id: str, store: Any) -> str:
-    """Wait until a node's store serves. Returns "" if it does or if its node was lost, else the reason why not."""
+    """Wait until a node's store serves. Returns why the store does not serve; "" if it serves or its node was lost."""
     try:
         ray.get(store.describe_arena.remote(), timeout=ASK_DEADLINE_S)
     except RayError as error:

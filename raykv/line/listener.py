@@ -27,7 +27,7 @@ UNPROVEN = 1024  # maximum connections without proof; at most an eighth of the f
 ACCEPTS = 16  # maximum connections that are accepted between two rounds of answers
 ACCEPT_AGAIN_S = 0.1  # pause after a failed accept, such as for lack of file descriptors
 RECEIVE_BYTES = 256 << 10  # maximum bytes that one system call receives
-UNHURRIED_BYTES = 16 << 10  # an `Unhurried` answer waits only while fewer bytes than this wait on its connection
+UNHURRIED_BYTES = 16 << 10  # an `Unhurried` answer is sent at once if this many bytes already wait on its connection
 SHAKE_S = 0.005  # time for steps of TLS handshakes between two rounds of answers
 BULK_BYTES = 128 << 10  # minimum size of a frame that is served alone, between two rounds of shorter frames
 

@@ -4,9 +4,9 @@ Answers come in the order of their requests. There is no reader thread: a thread
 socket, and delivers other threads' answers, until its own answer comes. Then the next waiting thread reads. An event
 loop that waits for an answer watches the socket.
 
-A signal handler may raise in the main thread wherever a call returns or a function begins. If it raised between a
-lock's `acquire` and its `try`, the lock would stay locked for good. Therefore the turn to read is an item of a dict. A
-thread takes the turn inside a `try`, and returns it without any call.
+A signal handler may raise in the main thread wherever a call returns or a function begins. If the handler raised
+between a lock's `acquire` and its `try`, the lock would stay locked for good. Therefore no lock guards reading.
+Instead, inside a `try`, a thread puts a mark into a dict, and may read. The thread deletes its mark without any call.
 """
 
 import asyncio
@@ -79,7 +79,7 @@ class Pipeline:
         return READER in self._turn
 
     def send(self, body: bytes, deliver: Deliver) -> None:
-        """Send a request. If sending fails, raises a ConnectionError and delivers one too.
+        """Send a request. ConnectionError if this fails. If the connection breaks now, `deliver` gets that error too.
 
         deliver: must neither use this pipeline nor wait.
         """

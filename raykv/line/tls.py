@@ -15,15 +15,15 @@ from math import inf
 from typing import Any, Self
 
 FILES = "RAY_TLS_SERVER_CERT", "RAY_TLS_SERVER_KEY", "RAY_TLS_CA_CERT"
-TURNS = 3  # number of turns of each side after which a handshake has ended
+TURNS = 3  # maximum number of steps that each side takes in a handshake
 ADDRESS_MISMATCH = 64  # OpenSSL's X509_V_ERR_IP_ADDRESS_MISMATCH
 RECEIVE_BYTES, SEND_BYTES = 128 << 10, 128 << 10  # maximum bytes that one system call receives or sends
 HELLO_BYTES = 32 << 10  # maximum bytes of one side's handshake, and of answers that TLS itself sends
-WORN_BYTES = 1 << 38  # maximum bytes under one key, as raykv renews no keys: below the 2^24.5 records of RFC 8446, 5.5
+WORN_BYTES = 1 << 38  # maximum bytes under one unrenewed key: section 5.5 of RFC 8446 allows 2^24.5 records of 16 KiB
 
 
 def used() -> bool:
-    """Whether Ray uses TLS. If so, all bytes between nodes must be encrypted."""
+    """Whether Ray uses TLS. If Ray does, all bytes between nodes must be encrypted."""
     return os.environ.get("RAY_USE_TLS", "").lower() in ("1", "true")
 
 
@@ -39,7 +39,7 @@ def context(purpose: ssl.Purpose) -> ssl.SSLContext:
             raise PermissionError(f"{name} {os.environ[name]} can't be read by this user: Ray's processes must")
     made = ssl.create_default_context(purpose, cafile=authority)
     made.verify_mode = ssl.CERT_REQUIRED
-    # as in Ray's gRPC: an authority need not be a root, and Python 3.13 would be stricter
+    # like Ray's gRPC, trust an authority that is no root, and omit the strict checks of Python 3.13
     made.verify_flags = (made.verify_flags | ssl.VERIFY_X509_PARTIAL_CHAIN) & ~ssl.VERIFY_X509_STRICT
     made.minimum_version = ssl.TLSVersion.TLSv1_3
     if purpose is ssl.Purpose.CLIENT_AUTH:
@@ -116,7 +116,7 @@ class TlsSocket:
 
     @property
     def worn(self) -> bool:
-        """Whether the keys have reached their limit of received bytes."""
+        """Whether more than WORN_BYTES were received. The connection must then not be used for further requests."""
         return self._received > WORN_BYTES
 
     def agree(self, end: float) -> None:
@@ -129,7 +129,7 @@ class TlsSocket:
             done = self.shake()
 
     def shake(self) -> bool:
-        """Continue the handshake after bytes arrived. Returns whether it is done.
+        """Continue the handshake after bytes arrived. Returns whether the handshake is done.
 
         Raises the errors of a socket. ConnectionError if a side refuses the other side, or if the peer sends too many
         bytes.
@@ -231,7 +231,7 @@ class TlsSocket:
                 pass
             except ssl.SSLError as error:
                 raise ConnectionError(f"TLS: {error}") from error
-            if self._outgoing.pending > HELLO_BYTES:  # only `sendmsg` takes them out
+            if self._outgoing.pending > HELLO_BYTES:  # only `sendmsg` sends these answers
                 raise ConnectionError("the peer wants too many answers of TLS itself")
         self._received += done
         return done

@@ -26,7 +26,7 @@ class Exporter:
         self._added: dict[Series, float] = defaultdict(float)
         self._set: dict[Series, float] = {}
         self._observed: dict[Series, list[float]] = {}
-        self._totals: dict[Series, float] = {}  # latest total of each counter that callers give as a total
+        self._totals: dict[Series, float] = {}  # by counter, the highest value that `total` was given
         self._labels: dict[str, set[str]] = {}  # different values so far, by kind
         self._metrics: dict[str, Any] = {}  # Ray's metrics; only the thread that flushes uses them
 

@@ -37,7 +37,7 @@ def under(headers: Mapping[str, str] | None) -> AbstractContextManager[Any]:
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
         return _attached(context, TraceContextTextMapPropagator().extract(headers))
-    except Exception:  # another thread is importing it
+    except Exception:  # another thread is importing OpenTelemetry
         return OFF
 
 

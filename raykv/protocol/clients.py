@@ -10,7 +10,7 @@ class Call(NamedTuple):
 
     client: int  # the client's id, a random number
     seq: int  # rises with every call
-    held: bytes = b""  # ids of the client's leases, reservations and intents; the directory ends older unlisted ones
+    held: bytes = b""  # ids of leases, reservations and intents; the directory ends all others that earlier calls began
     pulled: bytes = b""  # locations of staging slots that now hold their blocks
     corrupt: bytes = b""  # locations where a reader did not find the block, or where the checksum did not match
 
@@ -58,11 +58,11 @@ class NextWindowRequest(NamedTuple):
     stop: int
     block_bytes: int
     again: bool = False  # whether to send `passed` again, as the earlier answer with `passed` may have been lost
-    may_wait: bool = False  # whether the reader asks again; then it may get no slots while another node pulls a copy
+    may_wait: bool = False  # whether the answer may lack slots while another node pulls a copy: the reader asks again
 
 
 class Matched(NamedTuple):
-    """Locations of leased blocks. Both arrays have equal lengths."""
+    """Locations of leased blocks. `source` and `staged` have equal lengths, unless `staged` is empty."""
 
     epoch: int
     source: bytes  # locations to read from

@@ -6,7 +6,7 @@ from raykv.protocol.packing import packed, unpacked
 
 
 class RequestLine(NamedTuple):
-    """A finished request. Its client reports it as bytes while somebody follows requests.
+    """A finished request. While somebody follows requests, the request's client reports this line, as bytes.
 
     kind: "request" for a look-up and its reads; "match" for a look-up for another process, which reads the blocks;
     "read" for the reads of that other process. A time is -1 for a step that this process did not do. Counts are numbers
@@ -24,8 +24,8 @@ class RequestLine(NamedTuple):
     asked: int
     hit: int
     memory: int  # part of `hit` on the client's node
-    other: int  # part on other nodes
-    external: int  # part in an external tier
+    other: int  # part of `hit` on other nodes
+    external: int  # part of `hit` in an external tier
     read: int
     size: int  # number of bytes that were read
     lookup_us: int

@@ -48,10 +48,10 @@ class Demotions(NamedTuple):
 
 
 class GpuDemotionReport(NamedTuple):
-    """The outcome of earlier GpuDemotions. Both arrays have equal lengths. Answer: GpuDemotions."""
+    """The outcome of earlier GpuDemotions. `locations` and `stored` have equal lengths. Answer: GpuDemotions."""
 
     locations: bytes  # targets
-    stored: bytes  # uint8
+    stored: bytes  # uint8: 1 if the block is in the node's memory now
 
 
 class GpuDemotions(NamedTuple):

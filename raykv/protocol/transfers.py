@@ -73,4 +73,4 @@ class BlocksRead(NamedTuple):
     mask: bytes  # uint8: whether each block is there
     checksums: bytes  # uint64, xxh3_64
     positions: bytes  # uint32: positions in the chain
-    runs: list[NDArray[np.uint8]]  # bytes of the masked blocks, one after the other; unchecked
+    runs: list[NDArray[np.uint8]]  # bytes of the blocks that are there, one after the other; not verified yet

@@ -109,7 +109,7 @@ class Routes:
             sent.remove(one)
 
     def keep(self, replicas: Container[Hashable]) -> None:
-        """Forget the prompts at all other replicas, which are gone."""
+        """Forget the prompts at all replicas except `replicas`: the other replicas are gone."""
         self._sent = {replica: sent for replica, sent in self._sent.items() if replica in replicas}
 
     def _tokens(self, prompt: Prompt) -> float:

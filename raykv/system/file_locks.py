@@ -20,7 +20,7 @@ _FLOCK = "hhqqi4x"  # struct flock of 64-bit Linux: type, whence, start, len, pi
 
 
 def lock(fd: int, start: int, length: int) -> bool:
-    """Lock a range of bytes if nobody else has locked it. Returns whether it is locked, without waiting."""
+    """Lock a range of bytes, without waiting. Returns False if another open file has a lock in the range."""
     return _set(fd, fcntl.F_WRLCK, start, length)
 
 
@@ -134,7 +134,7 @@ class SlotLocks:
         with self._mutex:
             if self.fd < 0:
                 return lambda: None
-            # a separate open file description: `close` leaves it open, and a forked child holds no slot lock through it
+            # a second open file description: it outlives `close`, and keeps no slot lock if a forked child inherits it
             fd = os.open(f"/proc/self/fd/{self.fd}", os.O_RDWR | os.O_CLOEXEC)
             self._shares.add(fd)
 
@@ -152,7 +152,7 @@ class SlotLocks:
         return end
 
     def shared_elsewhere(self) -> bool:
-        """Whether another open file has called `share`."""
+        """Whether an opener of the file has called `share`, and has not ended the share."""
         with self._mutex:
             return self.fd >= 0 and held_elsewhere(self.fd, SHARED, 1)
 
@@ -170,7 +170,7 @@ class SlotLocks:
             while todo:
                 start, stop = todo.pop()
                 found = self._conflict(start, stop)
-                if found is not None:  # any of the locked runs, not always the first
+                if found is not None:  # the kernel returns any of the locked runs, not always the first
                     busy.update(range(*found))
                     todo += [part for part in ((start, found[0]), (found[1], stop)) if part[0] < part[1]]
         return busy

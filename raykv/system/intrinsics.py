@@ -44,7 +44,7 @@ def fence(typing_context: Any) -> Any:
 
 
 def address(library: ctypes.CDLL, *names: str) -> int:
-    """Return the address of the first of these functions in the library or its dependencies, or 0 if there is none."""
+    """Return the address of the first of `names` that the library or its dependencies define; 0 if none is defined."""
     for name in names:
         if hasattr(library, name):
             return ctypes.cast(getattr(library, name), ctypes.c_void_p).value or 0
@@ -53,7 +53,7 @@ def address(library: ctypes.CDLL, *names: str) -> int:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def call(typing_context: Any, function: Any, a: Any, b: Any, c: Any) -> Any:
-    """In a kernel, call the C function at an address. It gets three words, and may have fewer parameters."""
+    """In a kernel, call the C function at an address with three words. The function may have fewer parameters."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         kind = ir.FunctionType(_WORD, [_WORD] * 3)

@@ -53,10 +53,10 @@ def cache_folder() -> tuple[str, list[str]]:
     """Return (folder of machine code, preferred folders that are unusable).
 
     A folder is unusable if other users can write to it, or this user can't. If both preferred folders are unusable,
-    each process compiles into its own folder. The folder's name contains a hash of the kernels' sources and their path,
-    as numba checks the date of a kernel's own file, but not the files of kernels that it calls. The hash includes the
-    versions of numba and Python, as one version of numba would overwrite the files of another. The folder is private to
-    this user, as numba unpickles the files in it.
+    each process compiles into its own folder. The folder's name contains a hash of all kernels' sources. numba itself
+    checks only the date of a kernel's own file, not the files of other kernels that the kernel calls. The hash includes
+    raykv's path, and the versions of numba and Python: one version of numba would overwrite the files of another. The
+    folder is private to this user, as numba unpickles the files in it.
     """
     sources = hashlib.sha256(f"{Path(__file__)} {numba.__version__} {sys.implementation.cache_tag}".encode())
     for path in _kernel_sources():
@@ -111,9 +111,9 @@ def kernel(*types: Any) -> Callable[[F], F]: ...
 def kernel(*types: Any) -> Any:
     """Compile a function that runs without the GIL. Keep its machine code for later processes.
 
-    `@kernel(C, ROWS)` is for a kernel that Python calls. `compile_all` needs the numba types of its arguments.
-    `@kernel` is for a kernel that only other kernels can call. It is inlined into its callers, since a real call would
-    pass every array as seven words or more.
+    `@kernel(C, ROWS)` is for a kernel that Python calls. `compile_all` needs the numba types of the kernel's arguments.
+    `@kernel` is for a kernel that only other kernels can call. Such a kernel is inlined into its callers, since a real
+    call would pass every array as seven words or more.
 
     Kernels create no arrays, so numba's reference counts are off. Each use of an array in a tuple, such as `c.rows`,
     would cost one or two atomic operations. Without reference counts, a touch of blocks takes a third of the time.
@@ -130,7 +130,7 @@ def kernel(*types: Any) -> Any:
 
 
 def _jitted(function: F, inline: bool) -> F:
-    others = numba.config.CACHE_DIR  # numba reads it when a function is decorated; restored for other libraries
+    others = numba.config.CACHE_DIR  # restored below, as numba also reads CACHE_DIR for functions of other libraries
     numba.config.CACHE_DIR = cache_folder()[0]
     try:
         made = numba.njit(
@@ -199,7 +199,7 @@ def _compile_entries(package: str, on_progress: Progress) -> None:
             for function, types in missing:
                 if not _loaded(function, types):
                     function.compile(types)
-    for function, _ in kernels:  # not earlier: compiling a kernel may compile kernels that it calls
+    for function, _ in kernels:  # after all compiling, as compiling a kernel may also compile the kernels that it calls
         function.disable_compile()
     Path(_mark(package)).touch()
 
@@ -261,7 +261,7 @@ def _compile_in_processes(names: list[str], on_progress: Progress) -> None:
             for share in range(processes):
                 process = subprocess.Popen([*command, *names[share::processes]], stdout=output, env=environment)
                 running.callback(process.wait)
-                running.callback(process.kill)  # runs before `wait`: kills only after an exception here
+                running.callback(process.kill)  # called before `wait`; without an error, the process is done by then
         for done, _ in enumerate(lines, 1):  # ends when all processes have closed the pipe
             on_progress(done, len(names))
 

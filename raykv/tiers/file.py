@@ -206,7 +206,7 @@ class FileTier:
             return spare
 
     def _remove_spare(self) -> bool:
-        """Remove the spare files. Returns whether there were any."""
+        """Remove the spare files. Returns whether a file was removed."""
         removed = False
         while (spare := self._pop_spare()) is not None:
             with contextlib.suppress(OSError):

@@ -1,8 +1,8 @@
 """A node store's view of an external tier: records that verify themselves, deadlines, and back-off after failures.
 
-A record is a block's Head and its body. All blocks stored since the last clear are the tier's content. Each head
-contains the name of the block's content. A marker record contains the name of the current content, and identifies the
-tier's pool and secret. Records of another content are void.
+A record is a block's Head and its body. All blocks stored since the last clear are the tier's content. Each
+content has a name, and a head contains the name of the content to which the block belongs. A marker record contains the
+name of the current content, and identifies the tier's pool and secret. Records of another content are void.
 """
 
 import hashlib
@@ -77,7 +77,8 @@ class GuardedTier:
         self._refusals, self._write_at = 0, 0.0
         self._lock = threading.Lock()  # guards `up`, failures and times in `_fail`; taken after other locks
         self._buffers = ReadBuffers(READERS)
-        self._began: WeakKeyDictionary[Future[Any], list[float]] = WeakKeyDictionary()  # by call: [start] once it runs
+        # by call: the start time (time.monotonic()), in a list that is empty until the call begins
+        self._began: WeakKeyDictionary[Future[Any], list[float]] = WeakKeyDictionary()
         self._stores: set[Future[Sequence[bool]]] = set()  # running calls that store
         self._reads = ThreadPoolExecutor(READERS, thread_name_prefix="raykv-tier-read")
         self._writes = ThreadPoolExecutor(1, thread_name_prefix="raykv-tier-write")
@@ -175,7 +176,7 @@ class GuardedTier:
             self._buffers.give_back(buffer)
 
     def _miss(self, blocks: int) -> None:
-        """Count missing blocks. Since all blocks may be lost, makes the next probe due. It looks for the marker."""
+        """Count missing blocks. All blocks may be lost, so a probe is due now. The probe looks for the marker."""
         self.faults.add("missing", blocks)
         with self._lock:
             if blocks and self.up:
@@ -321,7 +322,7 @@ class GuardedTier:
             late = time.monotonic() - deadline / 2
             if writes and began and asked.done() and not asked.cancelled():
                 self._refuse(what, error)
-            elif began and (asked.done() or began[0] <= late):  # else it waited for other late calls
+            elif began and (asked.done() or began[0] <= late):  # else the call waited for other late calls
                 self._fail(what, error)
         return None
 
@@ -358,7 +359,7 @@ class GuardedTier:
         elif found is None and self._holds_content():  # the server evicted only the marker
             self._mark()
             same = True
-        elif found is None:  # any store may do this first: all stores of a shared tier derive the same name
+        elif found is None:  # any store may write the marker first: all stores of a shared tier derive the same name
             self.content = hashlib.sha256(b"raykv content\0" + self.content).digest()[:CONTENT_BYTES]
             self._mark()
         else:

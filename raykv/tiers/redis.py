@@ -59,7 +59,7 @@ class RedisTier:
         return stored
 
     def _send(self, chunks: list[bytes | memoryview], count: int) -> list[Any]:
-        """Send `count` packed commands. Returns their answers, with None where the server had no room."""
+        """Send `count` packed commands. Returns the commands' answers. An answer is None if the server had no room."""
         connection: Any = self._client.connection_pool.get_connection()
         try:
             connection.send_packed_command(chunks)

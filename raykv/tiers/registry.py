@@ -38,7 +38,7 @@ def tier_for(url: TierUrl) -> Maker:
     make = registered(url.scheme)
     if make:
         return make
-    if url.scheme == "local":  # fsspec's files: other users could read them, and put links in their places
+    if url.scheme == "local":  # fsspec would write files that other users could read, or replace by links
         raise ValueError(f"external={url.text}: write file://{url.parts.path}")
     if url.scheme == "file":
         from raykv.tiers.file import FileTier

@@ -265,7 +265,7 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
         ask = self._asks.get(request)
         if ask is None or ask.loading:
             return
-        if not ask.counted:  # another request of this engine computes the chunks of the intent
+        if not ask.counted:  # another request of this engine computes the chunks of this request's intent
             missed = set(ask.keys[self._groups[0].group_idx])
             self._computing[request] = Computing(time.monotonic(), ask, missed, measured=True)
         self._forget(request)
@@ -359,10 +359,7 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
 
     @property
     def first_cache(self) -> KVCache | None:
-        """The cache of the first group's first part; None without ranks.
-
-        If any group reads all chunks, the first group does.
-        """
+        """The cache of the first group's first part; None without ranks. Groups that read all chunks come first."""
         return _first(self.caches) if self.caches else None
 
     @property
@@ -408,7 +405,7 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
         begin = {index: start // step * step // of_chunk for index, of_chunk in tokens.items()}
         keys = {index: chain.since(index, begin[index], of_chunk, ahead) for index, of_chunk in tokens.items()}
         self._counts[ASKED] += len(keys[self._groups[0].group_idx])
-        if computing := self._computing.pop(request, None):  # preempted; while it waits, no engine may wait for it
+        if computing := self._computing.pop(request, None):  # vLLM preempted the request, so no engine may wait for it
             computing.ask.end_intent()
         computes = self._stores and self._threshold is None and chain.resets == self.resets and not chain.limited
         ask = Ask(keys, begin, chain.origin, computes)

@@ -16,7 +16,7 @@ from raykv.keys import Keys
 log = logging.getLogger("raykv")
 
 PAUSE_S = 0.5  # seconds before each call, as workers may still be storing, and holding, a finished request's chunks
-# maximum number of calls for the same keys, with and without a session; calls that missed blocks are repeated
+# A call that missed blocks is repeated. Maximum number of calls for a hint with a session, and for any other hint
 CALLS, CALLS_NAMELESS = 5, 2
 
 
@@ -32,7 +32,7 @@ class _Waiting(NamedTuple):
 
 
 class _Session(NamedTuple):
-    """Numbers of hints. said: the session's last hint. asked: the last hint before the session's last look-up."""
+    """A session. said: number of its last hint. asked: number of the newest hint when it last looked up chunks."""
 
     said: int = 0
     asked: int = 0
@@ -89,7 +89,9 @@ class Outbox:
                 self._queue.put(waiting._replace(due=time.monotonic() + PAUSE_S, calls=calls))
 
     def _is_void(self, waiting: _Waiting) -> bool:
-        """Whether to drop a call. A newer hint of the session voids repeats; a newer look-up also voids `done`."""
+        """Whether to drop a call. A repeat is dropped if the session has a newer hint or look-up. A call for a hint
+        with `done` is dropped if the session has a newer look-up.
+        """
         session = self._sessions.get((waiting.hint.session, waiting.salt), _Session())
         is_repeat = waiting.calls > 0
         return (is_repeat and waiting.number < session.said) or (

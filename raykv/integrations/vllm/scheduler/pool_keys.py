@@ -20,6 +20,6 @@ def by_group(keys: Collection[bytes]) -> dict[int, list[bytes]]:
 
 
 def pool_keys(caches: dict[int, KVCache], keys: list[bytes], origin: Origin) -> dict[int, Keys]:
-    """Return pool keys of a group's chunks, by part. vLLM's hashes cover the salt, which only names a tenant here."""
+    """Return pool keys of a group's chunks, by part. The salt only sets a tenant, as vLLM's hashes cover the salt."""
     hashes = [get_offload_block_hash(key) + origin.weights for key in keys]
     return {part: Keys(cache.rekey(hashes), cache.id_for(origin.salt)) for part, cache in caches.items()}

@@ -32,7 +32,7 @@ class Files(NamedTuple):
 
     @property
     def at_rest(self) -> bool:
-        """Whether the last write is so old that a further write would change `stats`."""
+        """Whether all files changed more than REST_NS ago. A further write then gives a file a new time in `stats`."""
         return all(changed_ns < time.time_ns() - REST_NS for *_, changed_ns in self.stats)
 
 
@@ -46,7 +46,7 @@ class Loads:
         self._mutex = threading.Lock()
 
     def note(self, adapter: int, name: str, files: Files, before: bytes | None) -> None:
-        """Note that vLLM has loaded an adapter. files, before: its files just before the load, and their digest.
+        """Note that vLLM has loaded an adapter. files: its files just before the load. before: digest of these files.
 
         The digest names the loaded weights only if the files did not change during the load. In doubt, a thread hashes
         the files again, as hashing hundreds of MB here would delay the engine's step.
@@ -62,7 +62,7 @@ class Loads:
             return {number: load for number, load in self._by_id.items() if number in ids}
 
     def _begin(self, adapter: int, name: str, weights: bytes, agree: bool) -> Load:
-        """Record a load. If it has the same weights as the name's last load, it gets that load's number."""
+        """Record a load. If the last load of this name has the same weights, the new load gets the same number."""
         with self._mutex:
             last = self._last.get(name)
             again = last is not None and last.weights == weights != b""
@@ -94,7 +94,7 @@ class LoadedAdapters:
             WorkerLoRAManager._load_adapter = _noting(WorkerLoRAManager._load_adapter)
 
     def has(self, adapter: Adapter | None) -> bool:
-        """Whether the adapter has the weights in a request's keys. adapter: None if the request uses no adapter."""
+        """Whether this worker has the weights that a request's keys name. adapter: None if the keys name no adapter."""
         if adapter is None:
             return True
         load = self._now().get(adapter.id)

@@ -21,9 +21,9 @@ class Pages(NamedTuple):
 
 
 def pages_of(kv_caches: Any, drafts: Sequence[Sequence[bool]] = ()) -> list[Pages]:
-    """Return an engine's pages by place: first one Pages for each group, then further Pages for a drafter's layers.
+    """Return an engine's pages by place. The list begins with one Pages for each group.
 
-    A group with layers of both the target and a drafter has two Pages: the first has only the target's layers.
+    If a group has layers of the target and of a drafter, a second Pages at the list's end has the drafter's layers.
     kv_caches: vLLM's canonical KV caches. Groups may share memory. drafts: by group, whether each layer is a drafter's;
     if empty, no layer is. Raises ImportError for GPU memory without CuPy.
     """

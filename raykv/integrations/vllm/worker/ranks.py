@@ -26,7 +26,7 @@ GROUPS = 8  # maximum number of groups of heads, as every part has its own key i
 class Rank(NamedTuple):
     """A worker's report to the scheduler's side.
 
-    memory: the directory's name of the memory that the worker reads and writes. parts: the worker's parts of a chunk.
+    memory: name of the memory that the worker reads and writes. parts: numbers of the worker's parts of a chunk.
     part_bytes: bytes of one part, by place. layers: the Layers by place; if empty, one for each vLLM group. cut: name
     of the worker's Cut; "": the scheduler's Cut. Cuts may differ, as vLLM changes the interleave of some workers.
     """
@@ -41,7 +41,7 @@ class Rank(NamedTuple):
 class Cut(NamedTuple):
     """How chunks are cut into parts.
 
-    name: equal in engines that share chunks. parts: parts of each rank. stores: whether each rank stores its parts.
+    name: equal in engines that share chunks. parts: each rank's parts. stores: whether each rank stores its parts.
     """
 
     name: str

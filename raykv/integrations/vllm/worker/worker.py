@@ -1,4 +1,4 @@
-"""The worker's side of vLLM on a pool: one copy between the engine's KV tensors and an arena of the node.
+"""Loads and stores chunks of a vLLM worker, by one copy between the engine's KV tensors and an arena of the node.
 
 Chunks of other nodes stream through the arena's staging window, under the lease of the scheduler's process.
 
@@ -66,7 +66,7 @@ class Job:
 
 
 class Run(NamedTuple):
-    """A job's engine blocks for one place of Layers. skipped: number of blocks of the first chunk before the run."""
+    """A job's engine blocks for the Layers at `place`. skipped: number of the first chunk's blocks before the run."""
 
     place: int
     ids: NDArray[np.int64]
@@ -113,8 +113,8 @@ class RayKVWorker(OffloadingWorker):  # type: ignore[misc]
         verifies: bool = False,
         produces: bool = False,
     ) -> None:
-        """pages: the engine's blocks by place, see `pages_of`. caches: by place, the cache of each of this rank's parts
-        of a chunk. The parts are equal pieces of every page, in order.
+        """pages: the engine's blocks by place, see `pages_of`. caches: by place and part, the caches of this
+        rank's parts. The parts of a chunk are equal pieces of every page, in order.
 
         stores: whether this rank stores its parts; if not, another rank stores the same bytes. verifies: whether each
         chunk ends with a digest of its content (see `contents`). produces: whether the engine is a `kv_producer`. Other
@@ -169,7 +169,7 @@ class RayKVWorker(OffloadingWorker):  # type: ignore[misc]
         return True
 
     def _has(self, adapter: Adapter | None) -> bool:
-        """Whether the adapter still has the weights in a request's keys."""
+        """Whether this worker still has the weights that a request's keys name."""
         return self.adapters is None or self.adapters.has(adapter)
 
     def pause(self) -> None:
@@ -365,7 +365,7 @@ class RayKVWorker(OffloadingWorker):  # type: ignore[misc]
         return False
 
     def _count_other_tokens(self, chunks: int) -> None:
-        """Add to this process's count of chunks, or parts of chunks, that hold other tokens."""
+        """Add to this process's count of chunks, or parts of chunks, that hold other tokens than their keys name."""
         session, self._other_tokens = self._pool.session, self._other_tokens + chunks
         internal_kv.put_other_tokens(self._pool.name, session.node_id, session.directory.client, self._other_tokens)
 
