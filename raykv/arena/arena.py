@@ -213,7 +213,7 @@ class Arena(Mapping):
     def read_headers(self, locations: Locations, keys: Bytes, used: bool = True) -> BlockHeaders:
         """Return the headers of blocks, and which blocks are there.
 
-        used: stamp the blocks as read, as the caller is about to read them for another node.
+        used: stamp the blocks as read, because the caller will copy the blocks' bytes.
         """
         slots = self._find(locations, keys)
         ok, claims = slots.check()
@@ -272,7 +272,7 @@ class Arena(Mapping):
         """Return the locations of all slots of a slab, and the columns of `header.collect`."""
         entry, first = header.TABLE + 2 * slab, slab * (self.slab_bytes // ALIGN)
         while True:
-            # Check the locks first. Later writers are refused, as the owner has already raised the epoch.
+            # Read the locks before the headers: the owner has raised the epoch, so writers that lock later are refused.
             busy = self._locks.busy(first, first + self.slab_bytes // ALIGN)
             slab_gen, stride = header.load(words, entry), int(words[entry + 1])
             formatted = 0 < slab_gen < GENERATIONS and stride >= ALIGN and stride % ALIGN == 0
@@ -330,7 +330,7 @@ class Arena(Mapping):
             )
         if keys.dtype != np.uint8 or keys.shape != (len(locations), KEY_BYTES):
             raise ValueError(f"keys: {keys.dtype} of shape {keys.shape}; give ({len(locations)}, {KEY_BYTES}) uint8")
-        # The kernels accept only aligned and contiguous arrays, so these are copies.
+        # Copy locations and keys, as the kernels accept only aligned and contiguous arrays.
         records = np.array(locations, order="C").view(np.int64).reshape(-1, 4)
         words, data = self._memory
         headers, payload = np.zeros((2, len(records)), np.int64)
@@ -348,7 +348,7 @@ class Arena(Mapping):
         return altered
 
     def _copy_out(self, rows: Rows, slots: Addresses, verify: bool) -> list[int] | None:
-        """Copy slots to rows. Returns their xxh3_64 if `verify`, else None."""
+        """Copy slots to rows. Returns the xxh3_64 of each block if `verify`, else None."""
         copies = block_copy.copies(rows, slots, out=True)
         if rows.device is None:
             if verify:

@@ -162,7 +162,7 @@ class _Description:
 
 def _view(name: str, given: Any) -> NDArray[Any]:
     """Like `_numpy`. For GPU memory, return an array that only describes the memory."""
-    is_cuda = getattr(given, "is_cuda", True)  # torch is slow to say that a CPU tensor has no interface
+    is_cuda = getattr(given, "is_cuda", True)  # the `hasattr` below is slow for torch's CPU tensors
     if is_cuda and hasattr(given, "__cuda_array_interface__"):
         return np.asarray(_Description(given.__cuda_array_interface__))
     return _numpy(name, given)

@@ -29,7 +29,7 @@ FUNCTIONS = types.Array(types.int64, 1, "C")
 
 
 def _address(library: ctypes.CDLL, *names: str) -> int:
-    """Return the address of the first of these functions in the library. Raises ImportError if there is none."""
+    """Return the address of the first function in `names` that the library has. Raises ImportError if it has none."""
     if found := address(library, *names):
         return found
     raise ImportError(f"{library._name} has no {names[0]}: install the wheel of xxhash from PyPI (pip install xxhash)")
@@ -109,7 +109,7 @@ def _copy_tiles(table: Copies, tile: int, functions: NDArray[np.int64], sums: ND
 
 
 def copy(table: Copies, stream: bool = False) -> None:
-    """Do the copies. Their memory must not change before this returns. stream: bypass the caches."""
+    """Do the copies. Nobody may change or free the memory before this returns. stream: bypass the caches."""
     _copy(table, stream, _FUNCTIONS)
 
 

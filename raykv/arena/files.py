@@ -140,7 +140,7 @@ def remove(path: str, cluster: bytes = NO_CLUSTER) -> bool:
 
 
 def _take(path: str, fd: int, cluster: bytes) -> bool:
-    """Lock a left-behind file. Returns False if it has an owner, was unlinked, or belongs to another Ray cluster."""
+    """Lock a left-behind file. Returns False if the file has an owner, was unlinked, or is another Ray cluster's."""
     return lock(fd, 0, ALIGN) and has_name(path, fd) and superblock.cluster_of(fd) not in _others(cluster)
 
 

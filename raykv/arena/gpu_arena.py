@@ -120,12 +120,12 @@ class GpuArena(Arena):
     def _open_region(self, data: Bytes) -> Region:
         """Open the memory. After the last copy, `data` is garbage-collected, which closes the memory."""
         try:
-            # the owner frees the memory when no other process holds a share
+            # `share` makes the owner wait, at most LET_GO_S, before the owner frees the memory
             let_go: Callable[[], None] = (lambda: None) if self._ours else self._locks.share()
         except OSError as error:
             raise DeviceError(f"{self.path}: the memory can't be shared: {error}") from error
         try:
-            self._check_store()  # again: the owner may have looked for shares before this share was taken
+            self._check_store()  # again: the owner may have freed the memory before `share`
             region = self._open()
         except BaseException:
             let_go()

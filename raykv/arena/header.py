@@ -84,7 +84,7 @@ def load(words: Words, at: int) -> int:
 
 @kernel(WORDS, INT, INT)
 def store(words: Words, at: int, value: int) -> None:
-    """Write one word (release). It is visible to all processes before this returns."""
+    """Write one word (release). All processes see the new word before this returns."""
     _store(words, at, value)
     fence()
 
@@ -236,7 +236,7 @@ def identify(words: Words, header: Words, out: Words) -> None:
 def reformat(words: Words, shape: Shape, slab: int, generation: int, stride: int) -> None:
     """While all slots of the slab are locked: forget its blocks, and divide it into slots of `stride` bytes.
 
-    stride: GIVEN_BACK for no slots.
+    stride: GIVEN_BACK leaves the slab without slots.
     """
     smallest = words[TABLE + 2 * slab + 1]
     smallest = stride if smallest <= 0 else min(smallest, stride)

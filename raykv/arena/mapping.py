@@ -329,6 +329,6 @@ def _mmap(fd: int, size: int) -> mmap.mmap:
 
 
 def _advise(data: Bytes, start: int, length: int, advice: int) -> None:
-    """Call madvise. If an older kernel, or a kernel without huge pages, refuses, copies are only slower."""
+    """Call madvise. Older kernels, and kernels without huge pages, may refuse the advice. Copies are then slower."""
     if start + length <= len(data):
         _madvise(data.ctypes.data + start, length, advice)

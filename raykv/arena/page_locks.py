@@ -20,15 +20,15 @@ class PageLocks:
     def __init__(self, first: int, slab_bytes: int) -> None:
         """first: address of slab 0."""
         self._first, self._slab_bytes = first, slab_bytes
-        self.gpus: dict[int, str | None] = {}  # by slab: the first GPU that needed it; None if CUDA refused
-        self._versions: dict[int, int] = {}  # by slab: its version when it was page-locked
+        self.gpus: dict[int, str | None] = {}  # by slab: the first GPU that needed the slab; None if CUDA refused
+        self._versions: dict[int, int] = {}  # by slab: the version that was page-locked
         self._locking: set[int] = set()  # slabs that a thread is locking now
-        self._users = Counter[int]()  # by slab: number of running copies of GPUs
+        self._users = Counter[int]()  # by slab: number of running copies by GPUs
 
     def begin(self, slabs: set[int]) -> set[int]:
         """Return the slabs that the caller must lock.
 
-        No slabs are returned if another thread is locking one of them, as the caller must not wait for that thread.
+        Returns an empty set if another thread is locking one of `slabs`, as the caller must not wait for that thread.
         """
         missing = slabs - self.gpus.keys()
         if missing & self._locking:

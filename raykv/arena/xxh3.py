@@ -1,4 +1,4 @@
-"""Computes XXH3_64bits of blocks of whole stripes, from the registers through which the blocks are copied.
+"""Copies blocks of whole stripes, and computes each block's XXH3_64bits from the same registers.
 
 A library would read the copy again. After a copy that bypasses the caches, reading costs as much as the copy. The
 kernels here bypass the caches when they store, as memcpy does in a long copy, and sum the registers that they loaded.

@@ -18,7 +18,7 @@ THREADS = 512
 UNIT = THREADS * 16 * 4  # bytes that a thread block moves at once: every thread has four loads of 16 bytes in flight
 Way = Literal["within", "to_host", "to_gpu"]  # direction of a copy: within GPU memory, or across PCIe
 # BLOCKS: maximum number of thread blocks of a launch. IN_FLIGHT: maximum bytes in flight in a launch. Too many thread
-# blocks would delay the engine: on an H100, 64 thread blocks to the host make decode steps ten times slower.
+# blocks delay the engine. On an H100, 64 thread blocks that copy to the host make decode steps ten times slower.
 BLOCKS: dict[Way, int] = {"within": 64, "to_host": 8, "to_gpu": 32}
 IN_FLIGHT: dict[Way, int] = {"to_host": 2 * UNIT, "to_gpu": 6 * UNIT}
 LONG = 512 << 10  # across PCIe, pieces of this mean length or longer are copied by cudaMemcpyAsync

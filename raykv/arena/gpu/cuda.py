@@ -48,8 +48,8 @@ def translated(who: str) -> Iterator[Any]:
 def on(ordinal: int) -> Iterator[Any]:
     """Like `translated`. In the `with` block this thread uses that GPU, even while other threads capture CUDA graphs.
 
-    Afterwards the thread's earlier state is restored. CuPy's Device would leave a thread that had no GPU on GPU 0. A
-    context there takes half a GiB.
+    Afterwards the thread's earlier state is restored. CuPy's Device would afterwards select GPU 0 in a thread that
+    used no GPU before. A context on GPU 0 takes half a GiB.
     """
     with translated(uuid(ordinal)) as module:
         driver, context = module.cuda.driver, _context(ordinal)
@@ -65,7 +65,7 @@ def on(ordinal: int) -> Iterator[Any]:
 @functools.cache
 def _context(ordinal: int) -> int:
     """Return the handle of the GPU's primary context, which all users of the GPU in this process share."""
-    with ThreadPoolExecutor(1) as thread:  # in its own thread, as `setDevice` would change the caller's
+    with ThreadPoolExecutor(1) as thread:  # in a new thread, as `setDevice` changes the GPU of its thread
         return thread.submit(_make_context, ordinal).result()
 
 

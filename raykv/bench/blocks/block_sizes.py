@@ -1,4 +1,4 @@
-"""Times whole calls of store and read by number of blocks and block size, beside memcpy: a table of `bench local`."""
+"""Times whole calls of `store` and `read` beside memcpy, by number and size of blocks. `bench local` has the table."""
 
 import itertools
 import statistics
@@ -144,11 +144,11 @@ class Worker:
         raise AssertionError(f"{len(rows)} of {turn + 1} calls were whole: {self.pool.session.directory.faults}")
 
     def _find(self, stop: int) -> None:
-        """Find the slots of the SPAN bytes of blocks before keys[stop], and map these slots by a read."""
+        """Set `slots` to the slots of the last SPAN bytes of blocks before keys[stop]. A read maps these slots."""
         first, step = stop - SPAN // self.shape.block_bytes, CHUNK // self.shape.block_bytes
         self.slots = []
-        # several matches: a match touches its blocks from last to first, so a single match of all blocks would reverse
-        # the order of eviction
+        # Match in steps: a match touches its blocks from last to first, so a single match of all blocks would reverse
+        # the blocks' order of eviction.
         for at in range(first, stop, step):
             runs = self._views(self.keys[at : min(at + step, stop)])
             self.slots += [block for run in runs for block in run.reshape(-1, self.shape.block_bytes)]

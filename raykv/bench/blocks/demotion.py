@@ -31,7 +31,7 @@ DEADLINE_S = 60.0  # seconds for a call to succeed, and for a backlog to be demo
 
 
 class Window(NamedTuple):
-    """Seconds of the copies of each batch, and of each match."""
+    """Lists of seconds. stores, reads: time of each batch's copies. matches: time of each match."""
 
     stores: list[float]
     reads: list[float]
@@ -70,7 +70,7 @@ class Engine(local.Worker):
         return seconds
 
     def _store(self) -> tuple[int, float]:
-        """Store a new batch. Returns its number and the seconds of its copies."""
+        """Store a new batch. Returns (the batch's number, seconds of the batch's copies)."""
         self.fresh += 1
         return self.fresh, self.store(self.fresh)[0]
 

@@ -117,7 +117,7 @@ def _nccl_to_self(gpu: str, fast: GpuArena) -> dict[str, float]:
 
 
 def _nccl_between_two(gpu: str, fast: GpuArena) -> dict[str, float]:
-    """Copy by NCCL between two processes on one GPU, only as a check: NCCL sees two hosts and uses sockets."""
+    """Check NCCL between two processes on one GPU. Different NCCL_HOSTIDs make NCCL use sockets, as between hosts."""
     os.environ.update(NCCL_HOSTID="reader", NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1")
     turns, unique, context = _Turns(), nccl_pair.new_unique(), get_context("spawn")
     pipe, theirs = context.Pipe()

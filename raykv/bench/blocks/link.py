@@ -3,7 +3,7 @@
 A virtual cable joins two network namespaces of this machine. In each namespace, a process has an arena and a node
 store's transport. The bench needs root, iproute2, nftables and iperf3.
 
-python -m raykv.bench.blocks.link serve|read OFFER    the two processes; they answer on stdout
+One process runs `python -m raykv.bench.blocks.link serve`, the other `... read OFFER`. Each answers on stdout.
 """
 
 import json

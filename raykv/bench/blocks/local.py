@@ -56,7 +56,7 @@ class Worker:
         return [block for run in runs for block in run.reshape(-1, BLOCK_BYTES)]
 
     def store(self, batch: int) -> tuple[float, float]:
-        """Store a batch. Returns (seconds of its copies, seconds of the whole call)."""
+        """Store a batch. Returns (seconds of the batch's copies, seconds of the whole call)."""
         copies: list[float] = []
         with timed(self.arena, "write", copies):
             begin = time.perf_counter()
@@ -94,7 +94,7 @@ class Worker:
         return rows
 
     def matches(self, echo: Any) -> tuple[list[float], list[float], list[float]]:
-        """Seconds of matches of MATCH_KEYS keys, and of empty actor calls and socket round trips of the same size."""
+        """Return seconds of matches of MATCH_KEYS keys, and of actor calls and socket round trips of as many bytes."""
         import ray
 
         cache = self.pool.cache(model="bench", dtype="uint8", layout="rows", block_tokens=16, block_bytes=4096)

@@ -17,7 +17,7 @@ class Memcpy:
         self._threads = ThreadPoolExecutor(threads)
 
     def seconds(self, to: Blocks, of: Blocks) -> float:
-        """Seconds to copy blocks. Each thread copies a share of them."""
+        """Copy blocks. Each thread copies a share of the blocks. Returns the seconds that this took."""
         shares = [list(zip(to, of, strict=True))[i :: self._shares] for i in range(self._shares)]
         begin = time.perf_counter()
         if len(shares) == 1:

@@ -44,7 +44,7 @@ class Floor(Protocol):
         """Load the blocks of the last `store`."""
 
     def delete(self) -> None:
-        """Delete the blocks of the last `store`. Does nothing if the next `store` overwrites them, as in the tier."""
+        """Delete the blocks of the last `store`. Does nothing if the next `store` overwrites these blocks."""
 
     def close(self) -> None: ...
 

@@ -45,7 +45,7 @@ class _Timed(DirectoryServer):
         return super()._answer(connection, request)
 
     def seconds(self, requests: list[bytes]) -> float:
-        """Send these calls. Returns mean processor seconds of the directory's thread per call, with the socket."""
+        """Send these calls. Returns the server thread's mean processor seconds per call, the socket's work included."""
         self._began = 0.0
         for body in requests:
             request = Request()

@@ -143,7 +143,7 @@ def _figures(figures: list[Figures], nodes: int, busy: float, seconds: float) ->
 
 
 def _killed(nodes: int, entries: int, seconds: float) -> dict[str, Any]:
-    """Kill a directory. Returns seconds until its successor answers a match, has every inventory, and has a low p99."""
+    """Kill a directory. Returns seconds to the successor's first match, to its last inventory, and to a low p99."""
     with _pool(nodes, entries) as (server, loads, _), _running(serve, 3) as successor:
         successor.orders.recv()
         _watched(server, loads, seconds)

@@ -193,7 +193,7 @@ class Store(Line):
 
 
 class Engine(Line):
-    """A client that sends one request at a time. Other requests that become due wait."""
+    """A client that sends one request at a time. If another request becomes due meanwhile, that request waits."""
 
     period = 1 / RATE
 

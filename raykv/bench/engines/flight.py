@@ -1,4 +1,4 @@
-"""`raykv bench flight`: asks two engines for one prompt many times at once. How often is the prompt computed?"""
+"""`raykv bench flight`: sends two engines the same prompt many times at once. How often is the prompt computed?"""
 
 import statistics
 import tempfile
@@ -18,7 +18,7 @@ SETTLE_S = 0.2  # seconds for the blocks of earlier prompts to be stored
 
 
 class Answers(NamedTuple):
-    """Answers to equal prompts. computed: computed tokens. last_ms: milliseconds until all have a first token."""
+    """Answers to equal prompts. computed: computed tokens. last_ms: milliseconds until all answers have begun."""
 
     computed: int
     last_ms: float
@@ -38,7 +38,7 @@ class Engine(ttft.Engine):
 
 
 def run() -> dict[str, Any]:
-    """Return the median number of computed prompts, and the median milliseconds until all have a first token.
+    """Return medians: the number of computed prompts, and the milliseconds until all answers have begun.
 
     alone_ms: milliseconds until the first token of a single request to one engine.
     """

@@ -23,5 +23,5 @@ def prepare() -> None:
 def end(llm: Any) -> None:
     """End an engine's processes properly. Otherwise their files stay in /dev/shm."""
     llm.llm_engine.engine_core.shutdown()
-    # vLLM kills processes that end late. A tracker process removes their files. Ray would kill the tracker too early
+    # Let Python's tracker process remove the files of late processes that vLLM killed, before Ray kills the tracker
     resource_tracker._resource_tracker._stop()  # type: ignore[attr-defined]

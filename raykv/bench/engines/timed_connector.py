@@ -1,4 +1,4 @@
-"""The vLLM connector, with measurement of the time spent in it."""
+"""The vLLM connector, which also measures the time that vLLM spends in the connector."""
 
 import functools
 import inspect
@@ -13,14 +13,14 @@ from raykv.integrations.vllm.connector import RayKVConnector
 
 
 def kv_transfer_config(pool: str, folder: str, role: str = "kv_both") -> dict[str, Any]:
-    """Like the integration's function. folder: where each process of the engine keeps its total seconds in a file."""
+    """Like the integration's function. folder: where each process writes its seconds in the connector to a file."""
     transfer = connector.kv_transfer_config(pool, role)
     transfer["kv_connector_extra_config"]["seconds"] = folder
     return {**transfer, "kv_connector": TimedConnector.__name__, "kv_connector_module_path": __name__}
 
 
 class TimedConnector(RayKVConnector):
-    """Sums the time that vLLM spends in its methods."""
+    """A connector that sums the time that vLLM spends in the connector's public methods."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         folder = vllm_config.kv_transfer_config.kv_connector_extra_config["seconds"]

@@ -26,7 +26,7 @@ IDLE_S = 0.2  # seconds for the last engine to store its blocks, which keeps cor
 WARM, ROUNDS = 1, 8
 AFTER = WARM + ROUNDS + 2  # the first turn whose prompts no earlier turn has used
 PAUSE_S = 0.05  # seconds between two stores of filler blocks
-WINDOWS = 10  # staging windows that a prompt fills on a node with little memory; a window is an eighth of it
+WINDOWS = 10  # staging windows that a prompt fills on a node with little memory; a window is an eighth of that memory
 LLAMA = "llama-shape"
 # by model: fields that make a model of `shapes` as large as this Llama
 MODELS: dict[str, dict[str, Any]] = {
@@ -41,7 +41,7 @@ SIZES = {"hidden_size": 1024, "intermediate_size": 1024, "num_hidden_layers": 16
 HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 128, "max_position_embeddings": 4096}
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
-    # Ray would set 1. One core is left for the pool and vLLM's scheduler, as vLLM advises
+    # Ray would set OMP_NUM_THREADS to 1. As vLLM advises, one core is left for the pool and vLLM's scheduler.
     "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) - 1)),
     "TOKENIZERS_PARALLELISM": "false",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",

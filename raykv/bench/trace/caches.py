@@ -51,7 +51,7 @@ def optimum(requests: Sequence[Request], capacity: int) -> list[int]:
         hits.append(leading(request, due))
         for depth, (block, again) in enumerate(zip(request.ids, later, strict=True)):
             due[block] = again
-            heapq.heappush(farthest, (-again, -depth, block))  # if blocks are due together, the last is evicted first
+            heapq.heappush(farthest, (-again, -depth, block))  # if blocks are due together, evict the deepest
         while len(due) > capacity:
             again, _, block = heapq.heappop(farthest)
             if due.get(block) == -again:  # otherwise the entry is outdated: the block was requested again

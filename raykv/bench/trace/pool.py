@@ -18,7 +18,7 @@ from raykv.protocol.tiers import DemotionReport, ExistingBlocks, TierReport
 
 BLOCK_BYTES = 4 * MIB - ALIGN  # a block and its header take 4 MiB in a tier, so blocks fill a tier's slabs exactly
 CLIENT = 1
-PLAN_EVERY = 50  # requests between two plans of the directory on how to use a full memory
+PLAN_EVERY = 50  # requests between two plans of the directory: see `HitCurve.plan`
 LONG_WAIT_S = 10.0  # seconds; a session that waits longer waits for a person, not for a tool
 MIN_WINDOW = 64  # minimum number of staging slots of a node
 
@@ -86,7 +86,7 @@ class Pool:
         )
 
     def let_pass(self, until: float) -> None:
-        """Let time pass. Then all node stores report."""
+        """Set the clock to `until`. Then let all node stores send heartbeats."""
         self.now = max(self.now, until)
         for node in self.directory.nodes:
             self.directory.heartbeat(node, 1, self.now)
@@ -139,7 +139,7 @@ class Pool:
         return read, int(np.count_nonzero(remote[:read]))
 
     def store(self, node: int, keys: KeyArray, start: int) -> None:
-        """Store the blocks that were not read, by several calls, since a call may store few blocks on other nodes."""
+        """Store the blocks that were not read, by several calls. One call may store only few blocks on other nodes."""
         index = self.directory.nodes[str(node)].index
         while start < len(keys):
             reservation = next(self.calls)

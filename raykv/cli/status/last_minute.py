@@ -55,7 +55,7 @@ def _pulled(before: Overview, after: Overview, seconds: float) -> dict[str, floa
 def sparkline(values: Sequence[float | None], width: int, top: float = 0.0) -> str:
     """Draw the latest `width` values as bars, the newest on the right. A None is drawn as a blank.
 
-    top: minimum value of a bar of full height, so that small values have low bars.
+    top: a bar of full height stands for at least this value, so small values have low bars.
     """
     shown = list(values)[-width:]
     highest = max([top, *(value for value in shown if value is not None)])

@@ -83,7 +83,7 @@ def node_rows(overview: Overview) -> dict[str, Row]:
 
 
 def node_lines(overview: Overview, rows: dict[str, Row], width: int | None) -> list[str]:
-    """Return the nodes as a table, followed by why nodes are not alive; as paragraphs if the table is too wide."""
+    """Return a table of the nodes, then the reasons why nodes are not alive. A too wide table becomes paragraphs."""
     found = table(list(rows.values()))
     if width is not None and max(map(len, found)) > width:
         return [line for node_id, row in rows.items() for line in _paragraph(row, overview.members[node_id], width)]
@@ -91,7 +91,7 @@ def node_lines(overview: Overview, rows: dict[str, Row], width: int | None) -> l
 
 
 def with_reasons(overview: Overview, rows: dict[str, Row], found: list[str], width: int | None) -> list[str]:
-    """Return a table of nodes with colored states, followed by why nodes are not alive. found: the table's lines."""
+    """Return a table of nodes with colored states, then reasons why nodes are not alive. found: the table's lines."""
     members = [overview.members[node_id] for node_id in rows]
     shown = [found[0], *(colored(line, member) for line, member in zip(found[1:], members, strict=True))]
     for row, member in zip(rows.values(), members, strict=True):
@@ -156,7 +156,7 @@ def _tiers(overview: Overview) -> Iterator[str]:
 
 
 def _routes(overview: Overview) -> Iterator[str]:
-    """Yield a line for each memory that reads from another memory: the transport, the rate, and failures."""
+    """Yield a line for each route between memories of nodes or GPUs: the transport, the rate, and failures."""
     for route in overview.transports:
         reader, source = (overview.memory_name(route[end]) for end in ("reader", "from"))
         failed = "".join(f", {name} failed {count} times" for name, count in route["failed"].items())

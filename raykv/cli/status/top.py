@@ -167,7 +167,7 @@ def _latest(what: str, rates: Rates) -> str:
 
 
 def _nodes(overview: Overview, minute: LastMinute, sort: str, width: int, room: int) -> list[str]:
-    """Return the table of nodes in at most `room` lines, followed by why nodes are not alive if there is room."""
+    """Return the table of nodes, then the reasons why nodes are not alive, cut to `room` lines."""
     order = sorted(overview.members, key=lambda node_id: _rank(overview, minute, sort, node_id))  # stable sort
     cells = node_rows(overview)
     rows = {node_id: {**cells[node_id], "pulled/s": _per_second(minute, node_id)} for node_id in order}
