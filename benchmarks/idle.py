@@ -6,8 +6,8 @@
 The benchmark watches a Ray cluster of one node twice. The first time, the cluster has an empty detached actor, a
 process that only joined the cluster, and an engine without the connector. The second time, the cluster also has a pool,
 clients of the pool, and an engine with the connector. 1.0 is one busy core. `in all` is the time that the pool adds.
-For `over Ray`, each actor and process of the pool counts without the time of an empty actor or process. The empty actor
-and process run in the same minute as the pool, since every process takes more time on a busy machine. A node that is
+`over Ray` is the same time minus the time of as many empty actors and processes. The empty actors
+and processes run in the same minute as the pool, since every process takes more time on a busy machine. A node that is
 not the head has only the pool's store, and possibly the standby directory.
 """
 
@@ -42,7 +42,7 @@ from raykv.config import MIB, NAMESPACE, TRANSPORTS
 POOL = ttft.POOL  # the name that the engine's connector uses
 CPU_MEMORY = 512 * MIB
 SETTLE_S = 15.0  # seconds for new processes to become idle
-SHOWN = 2e-4  # minimum number of busy cores of a thread that is shown
+SHOWN = 2e-4  # a thread that keeps fewer cores busy is not shown
 COLUMNS = ("cores", "floor", "added", "over_ray")
 RAYS = {  # Ray's processes on a node, each with a part of its command line
     "raylet": "raylet/raylet",

@@ -98,7 +98,7 @@ class Keys(np.ndarray[Any, np.dtype[np.uint8]]):  # not NDArray: from numpy 2.5 
         return Keys(plain, cache) if cache else plain
 
     def __getitem__(self, which: Any) -> Any:
-        """Return a part of the array. Rows are Keys of the same cache; other parts have no cache."""
+        """Return a part of the array. Whole rows are Keys of the same cache; columns and single keys have no cache."""
         found = super().__getitem__(which)
         columns = isinstance(which, tuple) and len(which) > 1
         return found.view(np.ndarray) if columns and isinstance(found, Keys) else found

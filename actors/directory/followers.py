@@ -15,7 +15,7 @@ Cursor = tuple[int, int, int]  # epoch of the directory, its count of lines, its
 class Followers:
     """The latest lines about requests, and the time until which clients report. Not thread-safe.
 
-    Times are in seconds of any clock.
+    Times are in seconds of one clock of the caller.
     """
 
     def __init__(self) -> None:

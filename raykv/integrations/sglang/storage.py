@@ -100,7 +100,7 @@ class RayKVStorage(HiCacheStorage):  # type: ignore[misc]
     # ------------------------------------------------------------------ several host pools
 
     def batch_exists_v2(self, keys: list[str], pool_transfers: Any = None, extra_info: Any = None) -> Any:
-        """Find the longest prefix that can be restored. A host pool needs all pages of the prefix, or the last pages.
+        """Find the longest prefix that can be restored. Some host pools need all pages of the prefix, others only its last pages.
 
         The prefix's length is reported for every host pool, as a lower bound. Transfers of block groups never shorten
         the prefix, so they are ignored.
