@@ -6,9 +6,9 @@
 The benchmark watches a Ray cluster of one node twice. The first time, the cluster has an empty detached actor, a
 process that only joined the cluster, and an engine without the connector. The second time, the cluster also has a pool,
 clients of the pool, and an engine with the connector. 1.0 is one busy core. `in all` is the time that the pool adds.
-`over Ray` is the same time minus the time of as many empty actors and processes. The empty actors
-and processes run in the same minute as the pool, since every process takes more time on a busy machine. A node that is
-not the head has only the pool's store, and possibly the standby directory.
+`over Ray` is the same time minus the time of as many empty actors and processes. The empty actors and processes run in
+the same minute as the pool, since every process takes more time on a busy machine. A node that is not the head has only
+the pool's store, and possibly the standby directory.
 """
 
 import json

@@ -54,7 +54,7 @@ def check(asked: int) -> None:
 
 
 def refusal(asked: int, found: FreeMemory, nodes: int = 1) -> str:
-    """Return the message of a CapacityError. asked: bytes that all Ray nodes of a machine need. nodes: number of these nodes."""
+    """Return the message of a CapacityError. asked: bytes that the machine's `nodes` Ray nodes need."""
     limit = "none" if found.cgroup_free is None else f"{gib(found.cgroup_free)} left"
     whom = f" for {nodes} Ray nodes of one machine" if nodes > 1 else ""
     return (

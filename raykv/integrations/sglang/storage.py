@@ -100,10 +100,10 @@ class RayKVStorage(HiCacheStorage):  # type: ignore[misc]
     # ------------------------------------------------------------------ several host pools
 
     def batch_exists_v2(self, keys: list[str], pool_transfers: Any = None, extra_info: Any = None) -> Any:
-        """Find the longest prefix that can be restored. Some host pools need all pages of the prefix, others only its last pages.
+        """Find the longest prefix that can be restored.
 
-        The prefix's length is reported for every host pool, as a lower bound. Transfers of block groups never shorten
-        the prefix, so they are ignored.
+        Some host pools need all pages of the prefix, others only its last pages. The prefix's length is reported for
+        every host pool, as a lower bound. Transfers of block groups never shorten the prefix, so they are ignored.
         """
         return self._or(PoolTransferResult.empty(), self._find_all, keys, pool_transfers or [])
 

@@ -75,7 +75,7 @@ def as_chunk(tail: Tail, status: Any) -> Iterator[None]:
 def store_job(tail: Tail, status: Any, scheduler: Any) -> dict[int, TransferJob]:
     """Register a job with vLLM's scheduler. The job stores the tail of a request, which this step computes.
 
-    status: the scheduler's state of the request. Returns {id of the job: job for the workers}, or {} if nothing is stored.
+    status: the scheduler's state of the request. Returns {job's id: job}, or {} if nothing is stored.
     """
     config = scheduler.config.kv_group_configs[0]
     first, last = tail.start // config.tokens_per_block, -(-tail.stop // config.tokens_per_block)

@@ -24,7 +24,7 @@ class Threshold:
     def passed(self, keys: list[bytes]) -> list[bytes]:
         """Count an offer.
 
-        Returns each group's chunks of the offer, up to the first chunk with too few offers.
+        Returns the offered chunks of each group, up to the group's first chunk that was not offered often enough.
         """
         for key in keys:
             self._counts[key] = self._counts.pop(key, 0) + 1

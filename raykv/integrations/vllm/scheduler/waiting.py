@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-PATIENCE = 1.5  # default wait, as a multiple of this engine's computing time: the other engine began earlier, so it ends earlier
+PATIENCE = 1.5  # default wait, as a multiple of this engine's computing time: the other engine has a lead
 MOST = 1e6  # maximum `patience`; a dead engine is noticed long before
 UNMEASURED = 1000.0  # assumed tokens per second before a measurement; low, as waiting is better than computing twice
 ASKS = 64  # approximate number of questions in this engine's computing time; each costs the directory about 0.1 ms
