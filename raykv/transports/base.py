@@ -1,8 +1,8 @@
 """A transport: one way to copy blocks from the memory of another node's store into the memory of this node's store.
 
 A transport has a reading end (`pull`) and a serving end (`offer`, `serve`); every node store has both ends. To add a
-transport, write a subclass of Transport and list it in `raykv.transports.selector.open_transports`. TransportSelector
-chooses between the transports.
+transport, write a subclass of Transport and list it in `raykv.transports.selector.open_transports`, and its name in
+`raykv.config.TRANSPORTS` if users may choose it. TransportSelector chooses between the transports.
 """
 
 import contextlib

@@ -1,7 +1,7 @@
 """Transfers blocks between nodes over several TCP streams, from one store's slots into another store's slots.
 
 In measurements this was three times as fast as Ray's object store, which copies into shared memory on both nodes.
-`raykv.transports.block_server` describes the messages of the two sides.
+`raykv.transports.block_server` describes the messages of the two sides. `raykv.transports.tcp_pull` receives blocks.
 """
 
 import contextlib

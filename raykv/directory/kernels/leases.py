@@ -1,7 +1,7 @@
 """The holds of clients: leases of readers, the staging slots that readers pull into, pins, and the end of a hold.
 
 `state/holds.py: Clients` ends holds that a call does not list any more. `calls/upkeep.py: check` ends the holds of
-clients that made no call for CLIENT_TTL_S.
+clients that made no call for CLIENT_TTL_S, and leases that nobody used for UNUSED_S.
 
 A row may be held by a reader's lease, a writer's reservation (see placement.py), a pin or a demotion.
 """

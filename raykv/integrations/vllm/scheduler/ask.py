@@ -1,4 +1,7 @@
-"""A request's question to the pool, its answer, and the chunks that the request must then compute."""
+"""A request's question to the pool, its answer, and the chunks that the request must then compute.
+
+`manager.py: RayKVManager` asks the question, and tells vLLM about the hit.
+"""
 
 from __future__ import annotations
 
