@@ -34,12 +34,12 @@ SERVE_ALONE = """
 import sys, uvicorn
 from raykv.ui.history import History
 from raykv.ui.overview import Member, Overview
-from raykv.ui.ray_nodes import RayNode
+from raykv.ui.ray_nodes import RayNode, short_ids
 from raykv.ui.server import application
 node = RayNode("id", "<b onclick='x'>host</b>", "address", "", False)
 member = Member(node.host, node.address, (), "alive", "", None, None, None, {}, "")
 history, rest = History(), {"time": 0, "run": 1, "trouble": "nothing new"}
-history.add(Overview("p", (node,), {}, {}, [], {"id": member}, {}), 0.0)
+history.add(Overview("p", short_ids((node,)), {}, {}, [], {"id": member}, {}), 0.0)
 app = application(lambda after: history.since(after - 1) | rest, "the.page")
 uvicorn.run(app, port=int(sys.argv[1]), log_level="warning")
 """
