@@ -67,7 +67,7 @@ def draw(external: str) -> None:
     """Start a pool, use it, and take the pictures. external: the URL of the pool's tier."""
     pool = raykv.start(raykv.PoolConfig("llama", cpu_memory=64 * MIB, external=external, secret=b"of a picture" * 3))
     with Browser() as browser:
-        url = ui.serve(pool.name, None, 0).url
+        url, _ = ui.serve(pool.name, None, 0)
         browser.open(url)  # `raykv ui` asks the pool more often while a page is open
         engines = [worker(pool, str(node["NodeID"]), Engine) for node in ray.nodes()]
         answers = [engine.answer.remote(LOAD_S, seed) for seed, engine in enumerate(engines)]

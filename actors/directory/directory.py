@@ -89,17 +89,12 @@ class DirectoryActor(DirectoryServer):
         with contextlib.suppress(PermissionError):  # Ray's workers run at nice 15, but all clients need this process
             os.setpriority(os.PRIO_PROCESS, 0, 0)
         gc.freeze()  # a garbage collection of all of numba's objects would delay every caller
-        self._open_socket(settings["transport"])
-        events.tell("serve", epoch=epoch, **internal_kv.shown(settings))
-
-    def _open_socket(self, transport: str) -> None:
-        """Listen on a socket, unless the pool's clients call only through Ray."""
-        if transport == "object_store":
-            return
         try:
-            self.listen(ray.util.get_node_ip_address())
+            if settings["transport"] != "object_store":  # else the pool's clients call only through Ray
+                self.listen(ray.util.get_node_ip_address())
         except OSError as error:
             log.warning("pool %s: no socket for the directory, which is called through Ray: %r", self._pool, error)
+        events.tell("serve", epoch=epoch, **internal_kv.shown(settings))
 
     def join(self, name: str, arena: Message) -> Message:
         """See DirectoryServer. Raises ValueError for a node outside the Ray cluster: its record would waste memory."""

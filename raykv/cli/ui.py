@@ -1,7 +1,5 @@
 """`raykv ui`: starts an actor on Ray's head that serves a pool's page, and prints the address."""
 
-from typing import NamedTuple
-
 import ray
 from ray.exceptions import RayActorError
 
@@ -17,15 +15,10 @@ ANSWER_S = 60.0  # seconds for the page's actor to answer: a new worker first im
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
-class Page(NamedTuple):
-    """A served page. reached: command that forwards the page to another machine; "" if `url` works there directly."""
-
-    url: str
-    reached: str
-
-
-def serve(pool: str, host: str | None, port: int | None) -> Page:
+def serve(pool: str, host: str | None, port: int | None) -> tuple[str, str]:
     """Start the page's actor, or find it. host, port: default to those of a running page, else HOST and PORT.
+
+    Returns the page's URL, and a line on how to reach it from another machine; "" if `url` works there directly.
 
     Raises RayKVError if the page can't be served, and ValueError if it is already served at another host or port.
     """
@@ -44,14 +37,9 @@ def serve(pool: str, host: str | None, port: int | None) -> Page:
             f"the page of pool {pool!r} is served at {_url(place)} already: "
             f"`raykv ui --stop --name {pool}` ends that, or leave --host and --port out"
         )
-    tunnel = f"ssh -L {place.port}:127.0.0.1:{place.port} {head.host}" if place.host in LOOPBACK else ""
-    return Page(_url(place), tunnel)
-
-
-def said(page: Page) -> str:
-    """Return the text for the user."""
-    tunnel = f"\nfrom another machine: {page.reached}, then the same address there" if page.reached else ""
-    return f"{page.url}{tunnel}"
+    tunnel = f"ssh -L {place.port}:127.0.0.1:{place.port} {head.host}"
+    said = f"\nfrom another machine: {tunnel}, then the same address there" if place.host in LOOPBACK else ""
+    return _url(place), said
 
 
 def stop(pool: str) -> None:

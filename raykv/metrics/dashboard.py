@@ -12,13 +12,11 @@ DASHBOARD = "raykv_grafana_dashboard.json"
 _NAME = re.compile(r"@(\w+)")
 
 
-class Panel(NamedTuple):
+class Panel:
     """A panel. unit: Grafana's name of the unit. lines: (legend, expression); `@name` stands for a metric's name."""
 
-    title: str
-    text: str
-    unit: str
-    lines: tuple[tuple[str, str], ...]
+    def __init__(self, title: str, text: str, unit: str, *lines: tuple[str, str]) -> None:
+        self.title, self.text, self.unit, self.lines = title, text, unit, lines
 
 
 class Alert(NamedTuple):
@@ -35,128 +33,114 @@ PANELS = (
         "Hit rate",
         "Share of the blocks asked for that the pool had, by where they were.",
         "percentunit",
-        (
-            (
-                "{{source}}",
-                "sum by (source) (rate(@hit_blocks_total[5m])) / scalar(sum(rate(@lookup_blocks_total[5m])))",
-            ),
-        ),
+        ("{{source}}", "sum by (source) (rate(@hit_blocks_total[5m])) / scalar(sum(rate(@lookup_blocks_total[5m])))"),
     ),
     Panel(
         "Tokens saved",
         "Tokens a second that engines read instead of computing them.",
         "short",
-        (("{{model}}", "sum by (model) (rate(@saved_tokens_total[5m]))"),),
+        ("{{model}}", "sum by (model) (rate(@saved_tokens_total[5m]))"),
     ),
     Panel(
         "Prefill saved",
         "Estimate: number of engines that would be busy computing what was read.",
         "short",
-        (("{{model}}", "sum by (model) (rate(@saved_prefill_seconds_total[5m]))"),),
+        ("{{model}}", "sum by (model) (rate(@saved_prefill_seconds_total[5m]))"),
     ),
     Panel(
         "Memory in use",
         "Share of what each node offers.",
         "percentunit",
         (
-            (
-                "{{node}} {{tier}}",
-                "max by (node, tier) (@memory_used_bytes) / max by (node, tier) (@memory_capacity_bytes)",
-            ),
+            "{{node}} {{tier}}",
+            "max by (node, tier) (@memory_used_bytes) / max by (node, tier) (@memory_capacity_bytes)",
         ),
     ),
     Panel(
         "Age of the coldest block",
         "How long ago the block that is evicted next was used: prompts that come back later are misses.",
         "s",
-        (("{{node}} {{tier}}", "max by (node, tier) (@coldest_block_age_seconds)"),),
+        ("{{node}} {{tier}}", "max by (node, tier) (@coldest_block_age_seconds)"),
     ),
     Panel(
         "Hit rate by memory",
         "Hit rates that half, twice and four times the memory would give, and any amount (ceiling).",
         "percentunit",
-        (("{{times}}", "max by (times) (@hit_rate_by_memory)"),),
+        ("{{times}}", "max by (times) (@hit_rate_by_memory)"),
     ),
     Panel(
         "Hit rate of tenants",
         "Share of the tokens that a tenant's engines asked for and the pool had.",
         "percentunit",
         (
-            (
-                "{{tenant}}",
-                "sum by (tenant) (rate(@hit_tokens_total[5m])) / sum by (tenant) (rate(@asked_tokens_total[5m]))",
-            ),
+            "{{tenant}}",
+            "sum by (tenant) (rate(@hit_tokens_total[5m])) / sum by (tenant) (rate(@asked_tokens_total[5m]))",
         ),
     ),
     Panel(
         "Memory of tenants",
         "Memory of each tenant with a quota, beside its minimum and maximum; without a name: all others together.",
         "bytes",
-        (
-            ("{{tenant}} uses", "max by (tenant) (@tenant_used_bytes)"),
-            ("{{tenant}} minimum", "max by (tenant) (@tenant_minimum_bytes)"),
-            ("{{tenant}} maximum", "max by (tenant) (@tenant_maximum_bytes)"),
-        ),
+        ("{{tenant}} uses", "max by (tenant) (@tenant_used_bytes)"),
+        ("{{tenant}} minimum", "max by (tenant) (@tenant_minimum_bytes)"),
+        ("{{tenant}} maximum", "max by (tenant) (@tenant_maximum_bytes)"),
     ),
     Panel(
         "Evictions, stores and refusals",
         "Blocks a second.",
         "short",
-        (
-            ("evicted", "sum(rate(@evicted_blocks_total[5m]))"),
-            ("stored", "sum(rate(@stored_blocks_total[5m]))"),
-            ("refused", "sum(rate(@refused_blocks_total[5m])) or vector(0)"),
-        ),
+        ("evicted", "sum(rate(@evicted_blocks_total[5m]))"),
+        ("stored", "sum(rate(@stored_blocks_total[5m]))"),
+        ("refused", "sum(rate(@refused_blocks_total[5m])) or vector(0)"),
     ),
     Panel(
         "Traffic between nodes",
         "Bytes a second, by reader and source.",
         "Bps",
-        (("{{from}} to {{node}} by {{transport}}", "sum by (from, node, transport) (rate(@pulled_bytes_total[5m]))"),),
+        ("{{from}} to {{node}} by {{transport}}", "sum by (from, node, transport) (rate(@pulled_bytes_total[5m]))"),
     ),
     Panel(
         "Reads",
         "Seconds of an engine's reads, pulls included.",
         "s",
-        (
-            ("p50", "histogram_quantile(0.5, sum by (le) (rate(@read_seconds_bucket[5m])))"),
-            ("p99", "histogram_quantile(0.99, sum by (le) (rate(@read_seconds_bucket[5m])))"),
-        ),
+        ("p50", "histogram_quantile(0.5, sum by (le) (rate(@read_seconds_bucket[5m])))"),
+        ("p99", "histogram_quantile(0.99, sum by (le) (rate(@read_seconds_bucket[5m])))"),
     ),
     Panel(
         "The directory",
         "Processor time, as a share of a core; and how long a match takes: the mean, and the 99th percentile.",
         "short",
+        ("busy", "sum(rate(@directory_cpu_seconds_total[5m]))"),
         (
-            ("busy", "sum(rate(@directory_cpu_seconds_total[5m]))"),
+            "seconds of a match",
             (
-                "seconds of a match",
                 'sum(rate(@directory_call_seconds_total{method=~"match|match_parts"}[5m]))'
-                ' / sum(rate(@directory_calls_total{method=~"match|match_parts"}[5m]))',
+                ' / sum(rate(@directory_calls_total{method=~"match|match_parts"}[5m]))'
             ),
-            (
-                "p99 of a match",
-                'histogram_quantile(0.99, sum by (le) (rate(@directory_call_seconds_bucket{method="match"}[5m])))',
-            ),
+        ),
+        (
+            "p99 of a match",
+            'histogram_quantile(0.99, sum by (le) (rate(@directory_call_seconds_bucket{method="match"}[5m])))',
         ),
     ),
     Panel(
         "Clients and leases",
         "Processes that use the pool, and matches whose blocks are held.",
         "short",
-        (("clients", "max by (pool) (@clients)"), ("leases", "max by (pool) (@leases)")),
+        ("clients", "max by (pool) (@clients)"),
+        ("leases", "max by (pool) (@leases)"),
     ),
     Panel(
         "External tier",
         "Share of its capacity that is in use.",
         "percentunit",
-        (("{{node}}", "max by (node) (@external_used_bytes) / max by (node) (@external_capacity_bytes)"),),
+        ("{{node}}", "max by (node) (@external_used_bytes) / max by (node) (@external_capacity_bytes)"),
     ),
     Panel(
         "Faults",
         "Faults a minute that were treated as misses.",
         "short",
-        (("{{kind}}", "60 * sum by (kind) (rate(@faults_total[5m]))"),),
+        ("{{kind}}", "60 * sum by (kind) (rate(@faults_total[5m]))"),
     ),
 )
 

@@ -3,7 +3,6 @@
 import contextlib
 from collections import Counter
 from dataclasses import asdict, dataclass
-from functools import cached_property
 from typing import Any
 
 import ray
@@ -55,21 +54,17 @@ class Member:
 class Overview:
     """counts: result of Directory.stats; empty while the directory does not answer. failed: why nodes have no store.
 
-    members: nodes by Ray node id. upkeep: fault of each actor of UPKEEP; "" if it works.
+    shown: short ids of the nodes, by Ray node id. members: nodes by Ray node id. upkeep: fault of each actor of UPKEEP;
+    "" if it works.
     """
 
     pool: str
-    nodes: tuple[RayNode, ...]
+    shown: dict[str, str]
     counts: dict[str, Any]
     failed: dict[str, str]
     transports: list[dict[str, Any]]
     members: dict[str, Member]
     upkeep: dict[str, str]
-
-    @cached_property
-    def shown(self) -> dict[str, str]:
-        """Short ids of the nodes, by Ray node id."""
-        return short_ids(self.nodes)
 
     @property
     def summary(self) -> list[str]:
@@ -200,36 +195,31 @@ def look(pool: str) -> Overview:
     for node in nodes:
         store, answer = stores[node.node_id], answers.get(node.node_id)
         roles = [role for role, actor in upkeep.items() if actor and actor.is_alive and actor.node_id == node.node_id]
-        seen = Seen(store, answer is not None, counts.get("nodes", {}).get(node.node_id), bool(counts))
-        state = state_of(seen, failed.get(node.node_id), wrong["supervisor"], node.node_id in idle)
+        why = failed.get(node.node_id), wrong["supervisor"], node.node_id in idle
+        state = state_of(store, answer is not None, counts and counts["nodes"].get(node.node_id), *why)
         members[node.node_id] = _member(node, roles, store, answer, *state)
     transports = transports_among(list(counts.get("nodes", ())), answers)
-    return Overview(pool, tuple(nodes), counts, failed, transports, members, wrong)
+    return Overview(pool, short_ids(nodes), counts, failed, transports, members, wrong)
 
 
-@dataclass(frozen=True)
-class Seen:
-    """A node's store. actor: the store's actor in Ray. counts: the directory's counts of the node's memory, if known.
-
-    directory_answers: if true, missing `counts` mean that the directory does not know the node.
-    """
-
-    actor: Actor | None
-    answers: bool
-    counts: dict[str, Any] | None
-    directory_answers: bool
-
-
-def state_of(store: Seen, failed: str | None, supervisor: str, idle: bool = False) -> tuple[str, str]:
+def state_of(
+    actor: Actor | None,
+    answers: bool,
+    counts: dict[str, Any] | None,
+    failed: str | None,
+    supervisor: str,
+    idle: bool = False,
+) -> tuple[str, str]:
     """Return (state of a node, why it is not alive).
 
+    actor: the store's actor in Ray. answers: whether it answers. counts: the directory's counts of the node's memory;
+    None if the directory does not know the node, {} if it does not answer.
     failed: why its store could not start. supervisor: the supervisor's fault; "" if the supervisor works. idle: whether
     nothing but the pool ran on the node; see PoolConfig.idle_node_s.
     States: alive; joining: the directory adopts the node's blocks; leaving: the node is being drained; starting: the
     store's first process starts; restarting: the store died, and Ray restarts it; silent: the store does not answer;
     idle: the store ended, since nothing else runs on the node; no store: the reason is returned.
     """
-    actor, counts = store.actor, store.counts
     if failed is not None:
         return "no store", f"{failed} (it is tried again every 30 s)"
     if actor is None and supervisor:
@@ -242,10 +232,10 @@ def state_of(store: Seen, failed: str | None, supervisor: str, idle: bool = Fals
         return "restarting", "its process died, and Ray is starting another"
     if not actor.is_alive:
         return "starting", "its process is starting"
-    if not store.answers:
+    if not answers:
         return "silent", "its process does not answer: it is stopped, hung, or out of reach"
-    if counts is None:
-        return ("joining", "the directory does not know it yet") if store.directory_answers else ("alive", "")
+    if not counts:
+        return ("joining", "the directory does not know it yet") if counts is None else ("alive", "")
     return counts["state"] if counts["state"] != "suspect" else "silent", {
         "joining": "it tells the directory what lies in its memory",
         "leaving": "it is being drained: readers are served, and nothing new is stored there",

@@ -39,12 +39,6 @@ def application(state: Callable[[float], dict[str, Any]], host: str) -> Starlett
     host: the address on which the server listens.
     """
 
-    async def page(_: Request) -> Response:
-        return FileResponse(STATIC / "index.html")
-
-    async def login(_: Request) -> Response:
-        return FileResponse(STATIC / "login.html")
-
     async def pool(request: Request) -> Response:
         try:
             after = float(request.query_params.get("after", "0"))
@@ -53,8 +47,8 @@ def application(state: Callable[[float], dict[str, Any]], host: str) -> Starlett
         return JSONResponse(state(after))
 
     routes = [
-        Route("/", page),
-        Route("/login", login),
+        Route("/", lambda _: FileResponse(STATIC / "index.html")),
+        Route("/login", lambda _: FileResponse(STATIC / "login.html")),
         Route("/authenticate", _authenticate, methods=["POST"]),
         Route("/api/pool", pool),
         Mount("/static", StaticFiles(directory=STATIC)),

@@ -7,12 +7,14 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
+import ray
 from numpy.typing import NDArray
 
+import raykv
 from raykv.arena import block_copy
 from raykv.bench.blocks.memcpy import Blocks, Memcpy
 from raykv.bench.blocks.store_all import LATE_S, TRIES, store_all
-from raykv.bench.testbed import local_pool, on_node
+from raykv.bench.testbed import local_pool, on_node, rows_cache
 from raykv.config import MIB, parse_size
 from raykv.keys import Keys
 
@@ -64,8 +66,6 @@ class Worker:
     """A process that stores and reads blocks of one shape at a time."""
 
     def __init__(self) -> None:
-        import raykv
-
         self.pool = raykv.attach(POOL)
         assert self.pool.session.local is not None
         self.arena = self.pool.session.local.arena
@@ -75,9 +75,7 @@ class Worker:
     def take(self, shape: Shape) -> None:
         """Use blocks of this shape from now on."""
         self.shape = shape
-        self.cache = self.pool.cache(
-            model=str(shape), dtype="uint8", layout="rows", block_tokens=16, block_bytes=shape.block_bytes
-        )
+        self.cache = rows_cache(self.pool, shape.block_bytes, model=str(shape))
         self.filled = FILL // shape.block_bytes
         self.keys = self.cache.keys(np.arange((self.filled + 2 * shape.pairs * shape.blocks) * 16))
         block = np.random.default_rng(0).integers(0, 255, shape.block_bytes, np.uint8)
@@ -181,8 +179,6 @@ def table(node: str, wanted: list[Shape]) -> list[dict[str, float]]:
 
 
 def _measure(pool: Any, node: str, wanted: list[Shape]) -> dict[Shape, dict[str, float]]:
-    import ray
-
     writer, reader = on_node(Worker, node), on_node(Worker, node)
     rows: dict[Shape, dict[str, float]] = {}
     for shape in wanted:

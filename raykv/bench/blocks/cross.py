@@ -1,15 +1,16 @@
 """`raykv bench cross`: reads of another node's blocks, beside Ray and a socket on the same route."""
 
-import socket
 import statistics
-import threading
 import time
 from typing import Any
 
 import numpy as np
+import ray
 from numpy.typing import NDArray
 
-from raykv.bench.testbed import local_cluster, local_pool, on_node
+import raykv
+from raykv.bench.blocks.echo import Echo, RoundTrip
+from raykv.bench.testbed import local_cluster, local_pool, on_node, rows_cache
 from raykv.bench.timing import gbps
 from raykv.client.cache import KVCache
 from raykv.config import MIB
@@ -24,11 +25,7 @@ class Writer:
     """The other node's process. It stores the blocks, and serves the same bytes through Ray and a socket."""
 
     def __init__(self) -> None:
-        import raykv
-
-        self.cache = raykv.attach(POOL).cache(
-            model="bench", dtype="uint8", layout="rows", block_tokens=16, block_bytes=BLOCK_BYTES
-        )
+        self.cache = rows_cache(raykv.attach(POOL), BLOCK_BYTES)
         self.blocks = np.random.default_rng(0).integers(0, 255, (BLOCKS, BLOCK_BYTES), np.uint8)
 
     def store(self, turn: int) -> int:
@@ -37,33 +34,16 @@ class Writer:
     def array(self) -> NDArray[np.uint8]:
         return self.blocks
 
-    def listen(self) -> int:
-        """Listen for one TCP peer, and answer each byte from the peer with all blocks. Returns the port."""
-        server = socket.create_server(("127.0.0.1", 0))
-
-        def serve() -> None:
-            peer, _ = server.accept()
-            while peer.recv(1):
-                peer.sendall(self.blocks.reshape(-1).data)
-
-        threading.Thread(target=serve, daemon=True).start()
-        port: int = server.getsockname()[1]
-        return port
-
 
 class Reader:
     def __init__(self, writer: Any) -> None:
-        import raykv
-
         self.pool = raykv.attach(POOL)
-        self.cache = self.pool.cache(
-            model="bench", dtype="uint8", layout="rows", block_tokens=16, block_bytes=BLOCK_BYTES
-        )
+        self.cache = rows_cache(self.pool, BLOCK_BYTES)
         self.writer = writer
         self.out = np.zeros((BLOCKS, BLOCK_BYTES), np.uint8)
 
-    def connect(self, port: int) -> None:
-        self.peer = socket.create_connection(("127.0.0.1", port))
+    def connect(self, *echo: int) -> None:
+        self.socket = RoundTrip(*echo)
 
     def pool_read(self, turn: int) -> float:
         keys = _keys(self.cache, turn)
@@ -76,8 +56,6 @@ class Reader:
         return seconds
 
     def ray_read(self) -> float:
-        import ray
-
         begin = time.perf_counter()
         array = ray.get(self.writer.array.remote())
         seconds = time.perf_counter() - begin
@@ -85,12 +63,7 @@ class Reader:
         return seconds
 
     def socket_read(self) -> float:
-        view, got = self.out.reshape(-1).data, 0
-        begin = time.perf_counter()
-        self.peer.sendall(b"?")
-        while got < len(view):
-            got += self.peer.recv_into(view[got:])
-        return time.perf_counter() - begin
+        return self.socket.seconds()
 
 
 def run(transport: str) -> dict[str, Any]:
@@ -98,13 +71,12 @@ def run(transport: str) -> dict[str, Any]:
 
     Each read from the pool asks for blocks that were never on the reader's node.
     """
-    import ray
-
     rounds: list[list[float]] = []
     with local_cluster(2, 1024 * MIB) as (here, there), local_pool(POOL, 1024 * MIB, transport=transport) as pool:
         writer = on_node(Writer, there)
         reader = on_node(Reader, here, writer)
-        ray.get(reader.connect.remote(ray.get(writer.listen.remote())))
+        echo = on_node(Echo, there, BLOCKS * BLOCK_BYTES)  # a name, as Ray ends an actor without handles
+        ray.get(reader.connect.remote(*ray.get(echo.listen.remote(1))))
         for turn in range(WARM + PAIRS):
             pool.clear()  # gives the writer's node room, so that it stores all blocks itself
             assert ray.get(writer.store.remote(turn)) == BLOCKS

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
+import ray
 
 from raykv.bench.blocks import local
 from raykv.bench.blocks.local import BATCH, BATCH_BYTES, BLOCK_BYTES, MATCH_KEYS
@@ -108,8 +109,6 @@ class Bench:
 
     def pair(self) -> tuple[list[Window], list[Window], float]:
         """Return (windows during demotion, the same number of windows without demotion, GB/s of the demotion)."""
-        import ray
-
         before = self.demoted()
         ray.get(self.engine.fill.remote())
         busy: list[Window] = []
@@ -132,8 +131,6 @@ def run(directory: str) -> dict[str, float]:
 
     directory: a folder on the disk to write to.
     """
-    import ray
-
     with tempfile.TemporaryDirectory(dir=directory, prefix="raykv-bench-") as folder:
         settings: dict[str, Any] = {"write": "through", "min_hits": 1, "deadline": 10.0}  # lets slow calls count
         settings["external"] = f"file://{folder}?capacity={CAPACITY}"

@@ -2,11 +2,8 @@
 
 import os
 import statistics
-import time
 from collections.abc import Callable
-from functools import partial
 from multiprocessing import get_context
-from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
@@ -16,7 +13,7 @@ from raykv.arena import block_copy
 from raykv.arena.arena import Arena
 from raykv.arena.buffers import Rows, rows_of
 from raykv.arena.files import SHM
-from raykv.arena.gpu import cuda, device, host_copy
+from raykv.arena.gpu import cuda, device
 from raykv.arena.gpu_arena import GpuArena, copy_between
 from raykv.bench.timing import seconds_of
 from raykv.config import MIB
@@ -28,8 +25,6 @@ BLOCK_BYTES, BLOCKS = 2 * MIB, 64  # 128 MiB per copy
 LAYER_BYTES = 32 << 10
 SLAB, SLABS = 64 * MIB, 4
 WARM, PAIRS = 3, 12
-CONNECT_S = 60.0
-SENT = 7
 FIRST = 1 << COUNTER_BITS | 1
 
 
@@ -51,7 +46,7 @@ def run() -> dict[str, Any]:
         with get_context("spawn").Pool(1) as other:
             figures |= other.apply(_over_ipc, (fast.path, fast.nonce, gpu.uuid, fast.handle))
         if not nccl_pair.why_not():
-            figures |= _nccl_to_self(gpu.uuid, fast) | _nccl_between_two(gpu.uuid, fast)
+            figures |= _nccl_to_self(gpu.uuid, fast)
         return {"gpu": gpu.uuid, **figures, "pairs": float(PAIRS)}
     finally:
         fast.close(unlink=True)
@@ -114,40 +109,6 @@ def _nccl_to_self(gpu: str, fast: GpuArena) -> dict[str, float]:
         stream.synchronize()
 
     return _pairs("nccl_self", move, lambda: _hand(gpu, _table(to, of)))
-
-
-def _nccl_between_two(gpu: str, fast: GpuArena) -> dict[str, float]:
-    """Check NCCL between two processes on one GPU. Different NCCL_HOSTIDs make NCCL use sockets, as between hosts."""
-    os.environ.update(NCCL_HOSTID="reader", NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1")
-    turns, unique, context = _Turns(), nccl_pair.new_unique(), get_context("spawn")
-    pipe, theirs = context.Pipe()
-    sender = context.Process(target=_send, args=(theirs, unique), daemon=True)
-    sender.start()
-    try:
-        reader, to = nccl_pair.Pair(0, unique, nccl_pair.READER), fast.addresses(turns.locations(into=1))
-        reader.ready.result(CONNECT_S)
-
-        def move() -> None:
-            pipe.send("send")
-            reader.do(partial(reader.move, to, BLOCK_BYTES, time.monotonic() + CONNECT_S)).result(CONNECT_S)
-
-        figures = _pairs("nccl_two", move, lambda: _hand(gpu, _table(to, fast.addresses(turns.locations()))))
-        move()  # overwrites the last copy by hand
-        got = np.zeros((BLOCKS, BLOCK_BYTES), np.uint8)
-        host_copy.copy(gpu, block_copy.copies(rows_of([got]), to, out=True), registered=False, to_gpu=False)
-        assert (got == SENT).all(), "bytes are not what was sent"
-        return {"nccl_two_gbps": figures["nccl_two_gbps"]}
-    finally:
-        sender.kill()
-        sender.join()
-
-
-def _send(pipe: Connection, unique: bytes) -> None:
-    os.environ["NCCL_HOSTID"] = "sender"
-    pages = cuda.cupy().asarray(np.full((BLOCKS, BLOCK_BYTES), SENT, np.uint8))
-    of, sender = rows_of([pages]).addresses[:, 0], nccl_pair.Pair(0, unique, nccl_pair.SENDER)
-    while pipe.recv():
-        sender.do(partial(sender.move, of, BLOCK_BYTES, time.monotonic() + CONNECT_S)).result(CONNECT_S)
 
 
 def _store_and_load(name: str, gpu: str, arena: Arena, rows: Rows, turns: "_Turns") -> dict[str, float]:

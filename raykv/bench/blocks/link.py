@@ -20,8 +20,14 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from raykv.arena.arena import Arena
 from raykv.bench.blocks import networks
 from raykv.config import MIB
+from raykv.protocol.location import COUNTER_BITS, LOCATION, Address
+from raykv.protocol.transfers import PULLED
+from raykv.system.jit import compile_all
+from raykv.transports.base import Peer, PullRequest
+from raykv.transports.tcp import Tcp
 
 BLOCK_BYTES, SLAB_BYTES = 2 * MIB, 64 * MIB
 LARGE, SMALL = 512 * MIB, 8 * MIB  # bytes of a large and of a small pull
@@ -89,10 +95,6 @@ def _shape(pid: int, link: Link) -> None:
 
 def _arena(name: str) -> Any:
     """Return (arena of LARGE bytes, location of each slot, key of each slot). Each turn raises the locations' `gen`."""
-    from raykv.arena.arena import Arena
-    from raykv.protocol.location import COUNTER_BITS, LOCATION
-    from raykv.system.jit import compile_all
-
     compile_all("raykv.arena")
     slabs, slots = LARGE // SLAB_BYTES, SLAB_BYTES // BLOCK_BYTES
     arena = Arena.create(f"/dev/shm/raykv-bench-{name}", b"raykv bench link", SLAB_BYTES, slabs)
@@ -107,8 +109,6 @@ def _arena(name: str) -> Any:
 
 
 def _serve() -> None:
-    from raykv.transports.tcp import Tcp
-
     arena, where, keys = _arena("there")
     try:
         blocks = np.random.default_rng(1).integers(0, 256, (len(where), BLOCK_BYTES), np.uint8)
@@ -126,10 +126,6 @@ class Reader:
     """Pulls into an arena of this process."""
 
     def __init__(self, offer: list[Any]) -> None:
-        from raykv.protocol.location import Address
-        from raykv.transports.base import Peer
-        from raykv.transports.tcp import Tcp
-
         self.arena, self.where, self.keys = _arena("here")
         self.offer = Address(offer[0], offer[1], bytes.fromhex(offer[2]))
         self.tcp = Tcp(self.arena, HERE)
@@ -139,9 +135,6 @@ class Reader:
 
     def pull(self, start: int, size: int) -> float:
         """Seconds to pull `size` bytes from byte `start` on."""
-        from raykv.protocol.transfers import PULLED
-        from raykv.transports.base import Peer, PullRequest
-
         part = slice(start // BLOCK_BYTES, (start + size) // BLOCK_BYTES)
         self.target["gen"][part] += 1
         request = PullRequest(self.where[part], self.keys[part], self.arena, self.target[part], time.monotonic() + 60)

@@ -5,15 +5,17 @@ import time
 from typing import Any
 
 import numpy as np
+import ray
 from numpy.typing import NDArray
 
+import raykv
 from raykv.arena import block_copy
 from raykv.bench.blocks import block_sizes, match_rate
 from raykv.bench.blocks.block_sizes import Shape
 from raykv.bench.blocks.echo import Echo, RoundTrip
 from raykv.bench.blocks.memcpy import Memcpy
 from raykv.bench.blocks.store_all import LATE_S
-from raykv.bench.testbed import local_cluster, local_pool, on_node
+from raykv.bench.testbed import local_cluster, local_pool, on_node, rows_cache
 from raykv.bench.timing import gbps, seconds_of, timed
 from raykv.config import MIB
 from raykv.keys import Keys
@@ -34,12 +36,8 @@ class Worker:
     """A process with enough buffers that a buffer has left the CPU caches when it is used again."""
 
     def __init__(self, pool: str = POOL) -> None:
-        import raykv
-
         self.pool = raykv.attach(pool)
-        self.cache = self.pool.cache(
-            model="bench", dtype="uint8", layout="rows", block_tokens=16, block_bytes=BLOCK_BYTES
-        )
+        self.cache = rows_cache(self.pool, BLOCK_BYTES)
         assert self.pool.session.local is not None
         self.arena = self.pool.session.local.arena
         block = np.random.default_rng(0).integers(0, 255, BLOCK_BYTES, np.uint8)
@@ -95,8 +93,6 @@ class Worker:
 
     def matches(self, echo: Any) -> tuple[list[float], list[float], list[float]]:
         """Return seconds of matches of MATCH_KEYS keys, and of actor calls and socket round trips of as many bytes."""
-        import ray
-
         cache = self.pool.cache(model="bench", dtype="uint8", layout="rows", block_tokens=16, block_bytes=4096)
         keys = match_rate.stored_keys(cache, MATCH_KEYS)
         message = (1, 2, b"", b"", b""), (3, self.pool.node_id, keys.tobytes(), 4096)
@@ -126,8 +122,6 @@ class Worker:
 
 def run(shapes: list[Shape] | None = None) -> dict[str, Any]:
     """Return median GB/s (1e9 bytes), microseconds and keys/s. shapes: shapes of the table `results`."""
-    import ray
-
     with local_cluster(1) as (node,):
         with local_pool(POOL, 1024 * MIB):
             writer, reader = on_node(Worker, node), on_node(Worker, node)

@@ -6,7 +6,9 @@ import time
 from collections.abc import Iterator
 
 import numpy as np
+import ray
 
+import raykv
 from raykv.bench.blocks.store_all import store_all
 from raykv.bench.testbed import on_node
 from raykv.client.cache import KVCache
@@ -21,8 +23,6 @@ class Asker:
 
     def __init__(self, pool: str, count: int) -> None:
         """count: number of keys of a match."""
-        import raykv
-
         self.pool = raykv.attach(pool)
         self.cache = self.pool.cache(model="bench", dtype="uint8", layout="rows", block_tokens=16, block_bytes=4096)
         self.keys = stored_keys(self.cache, count)
@@ -48,8 +48,6 @@ class Asker:
 
 def run(pool: str, node: str, count: int) -> tuple[float, float]:
     """Median keys per second of all clients together: (over the socket, through Ray)."""
-    import ray
-
     askers = [on_node(Asker, node, pool, count) for _ in range(CLIENTS)]
     rates: dict[str, list[float]] = {"socket_rate": [], "ray_rate": []}
     for _ in range(1 + PHASES):  # the first phase is a warm-up

@@ -9,12 +9,11 @@ import statistics
 import sys
 import time
 from collections import OrderedDict
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from raykv.bench.directory.metrics_cost import cost
 from raykv.config import KEYS_PER_CALL
 from raykv.directory.directory import Directory
 from raykv.protocol.clients import Call, CommitRequest, MatchRequest, ReserveRequest
@@ -43,15 +42,14 @@ def run(entries: int) -> dict[str, Any]:
 
     match_us, release_us: by number of keys, for the least recently used chains. insert_per_s: stored blocks per
     second, in stores of `store_blocks` new blocks that evict the same number of blocks. remove_node_ms: time to remove
-    a node of `remove_node_blocks` blocks. metrics: see `metrics_cost.cost`. Times are medians. The directory and the
-    model are timed in turn. Raises ValueError below 200,000 entries.
+    a node of `remove_node_blocks` blocks. Times are medians. The directory and the model are timed in turn. Raises
+    ValueError below 200,000 entries.
     """
     if entries < MIN_ENTRIES:
         raise ValueError(f"entries={entries}: give at least {MIN_ENTRIES}, so that every node holds long chains")
     nodes = max(MIN_NODES, entries // NODE_BLOCKS)
     few = min(entries, FLOOR_ENTRIES)
-    pool = _Pool(entries, nodes)
-    loads = (_Load(pool, entries, nodes), _Load(_Plain(few, MIN_NODES), few, MIN_NODES))
+    loads = (_Load(_Pool(entries, nodes), entries, nodes), _Load(_Plain(few, MIN_NODES), few, MIN_NODES))
     for load in loads:
         load.fill()
     for length in LENGTHS:
@@ -61,35 +59,11 @@ def run(entries: int) -> dict[str, Any]:
     for load in loads * TURNS:
         for timed in range(IN_A_TURN):
             load.store(timed > 0)
-    metrics = _metrics_cost(pool, loads[0])
     for _ in range(3):
         for load in loads:
             load.lose_node()
     result, floor = (load.figures() for load in loads)
-    return {"nodes": nodes, "store_blocks": STORE, **result, "metrics": metrics, "floor": floor}
-
-
-def _metrics_cost(pool: "_Pool", load: "_Load") -> dict[str, Any]:
-    """Measure the cost of metrics for the shortest matches, where its share is highest."""
-    few = min(LENGTHS)
-    prompts = [(node, load._prepared(chain, few)) for node, chain in load.chains[SHORT]]
-
-    def request(number: int) -> tuple[Any, ...]:  # each call releases the lease of the previous call
-        node, keys = prompts[number % len(prompts)]
-        return tuple(pool._call()), (1, str(node), keys, BLOCK_BYTES, KEYS_PER_CALL)
-
-    return cost(pool.directory, request)
-
-
-class _Side(Protocol):
-    """A directory to time: the real one or the model. `prepare` converts keys to the argument of the other methods."""
-
-    def prepare(self, keys: KeyArray) -> Any: ...
-    def match(self, node: int, keys: Any) -> int: ...  # also leases; returns the number of blocks found on `node`
-    def release(self) -> None: ...
-    def store(self, node: int, keys: Any) -> None: ...
-    def remove(self, node: int) -> int: ...  # returns the number of slots that the node had
-    def bytes_per_entry(self) -> float: ...
+    return {"nodes": nodes, "store_blocks": STORE, **result, "floor": floor}
 
 
 class _Pool:
@@ -112,6 +86,7 @@ class _Pool:
         return keys.tobytes()
 
     def match(self, node: int, keys: bytes) -> int:
+        """Match and lease. Returns the number of blocks found on `node`."""
         matched = self.directory.match(self._call(), MatchRequest(1, str(node), keys, BLOCK_BYTES, KEYS_PER_CALL), 0.0)
         return 0 if matched.staged else len(matched.source) // LOCATION.itemsize
 
@@ -127,6 +102,7 @@ class _Pool:
         self.directory.commit(self._call(held), request, 0.0)
 
     def remove(self, node: int) -> int:
+        """Remove a node. Returns the number of slots that it had."""
         return self.directory.remove_node(str(node), 0.0)
 
     def bytes_per_entry(self) -> float:
@@ -207,9 +183,9 @@ class _Plain:
 
 
 class _Load:
-    """Fills a side with chains, and times its calls."""
+    """Fills a side with chains, and times its calls. side: a _Pool or a _Plain; `prepare` converts keys for it."""
 
-    def __init__(self, side: _Side, entries: int, nodes: int) -> None:
+    def __init__(self, side: Any, entries: int, nodes: int) -> None:
         self.side, self.entries, self.nodes = side, entries, nodes
         self.random = np.random.default_rng(7)
         self.chains: dict[int, list[tuple[int, int]]] = {SHORT: [], LONG: []}  # (node, chain) by length

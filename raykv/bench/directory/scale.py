@@ -188,7 +188,7 @@ def _pool(nodes: int, entries: int) -> Iterator[tuple[Server, list[Process], int
     """Yield (a directory, the processes that simulate its nodes, its resident bytes before the nodes joined)."""
     count = min(LOADS, nodes)
     firsts = [nodes * i // count for i in range(count + 1)]
-    shares = [Share(a, b - a, entries // nodes, 1) for a, b in itertools.pairwise(firsts)]
+    shares = [Share(a, b - a, entries // nodes) for a, b in itertools.pairwise(firsts)]
     with contextlib.ExitStack() as running:
         directory = running.enter_context(_running(serve, 2))
         loads = [running.enter_context(_running(simulate, share)) for share in shares]

@@ -50,14 +50,12 @@ class Share(NamedTuple):
     first: int  # number of its first node
     nodes: int
     blocks: int  # blocks of each node
-    epoch: int  # newest epoch that the arenas know
 
 
 class Figures(NamedTuple):
     """Counts and times since `reset`. The last three fields are the bytes of float64 arrays."""
 
     calls: int  # answered calls
-    requests: int  # requests whose commit was sent
     keys: int  # keys that matches asked for
     hits: int
     errors: int  # refused calls, and connections that failed or ended
@@ -127,17 +125,17 @@ class Store(Line):
 
     side = STORE
 
-    def __init__(self, load: "Load", number: int, blocks: int, epoch: int) -> None:
+    def __init__(self, load: "Load", number: int, blocks: int) -> None:
         super().__init__(load)
-        self.name, self.nonce, self.epoch = f"{number:056x}", b"%016d" % number, epoch
+        self.name, self.nonce, self.epoch = f"{number:056x}", b"%016d" % number, 1
         self.index, self.beats = -1, False
         self.written: list[tuple[bytes, bytes]] = []  # (locations, keys) that `inventory` has not recorded yet
         self.slabs = -(-(blocks + max(MIN_WINDOW, blocks // WINDOW_SHARE)) // SLAB_SLOTS)
         self.report = tuple(SlabReport(self.slabs, self.slabs, b""))
         self.keys = np.random.default_rng(number).integers(0, 1 << 63, (self.slabs * SLAB_SLOTS, 2), np.uint64)
         self.gens = np.zeros(len(self.keys), np.int64)  # 0: the slot is free
-        self.gens[:blocks] = (epoch << 40) + np.arange(1, blocks + 1)
-        self.slab_gens = (epoch << 40) + np.arange(1, self.slabs + 1)
+        self.gens[:blocks] = (self.epoch << 40) + np.arange(1, blocks + 1)
+        self.slab_gens = (self.epoch << 40) + np.arange(1, self.slabs + 1)
 
     def prompt(self, number: int) -> bytes:
         """Keys of the stored prompt with this number. The prompts consist of the node's newest blocks."""
@@ -257,7 +255,7 @@ class Load:
 
     def __init__(self, share: Share) -> None:
         numbers = range(share.first, share.first + share.nodes)
-        self.stores = [Store(self, number, share.blocks, share.epoch) for number in numbers]
+        self.stores = [Store(self, number, share.blocks) for number in numbers]
         self.prompts = max(1, min(PROMPTS, share.blocks // (2 * ENGINES * KEYS)))
         self.engines = [engine for store in self.stores for engine in self._engines(store)]
         self.lines: list[Line] = [*self.stores, *self.engines]
@@ -280,14 +278,14 @@ class Load:
     # ------------------------------------------------------------------ what is seen
 
     def reset(self) -> None:
-        self.calls = self.requests = self.keys = self.hits = self.errors = 0
+        self.calls = self.keys = self.hits = self.errors = 0
         self.matched: list[float] = []
         self.waited: list[float] = []
         self.joined: list[float] = []
 
     def figures(self) -> Figures:
         times = (np.array(seen).tobytes() for seen in (self.matched, self.waited, self.joined))
-        return Figures(self.calls, self.requests, self.keys, self.hits, self.errors, *times)
+        return Figures(self.calls, self.keys, self.hits, self.errors, *times)
 
     def on_matched(self, due: float, hits: int) -> None:
         now = time.monotonic()
@@ -297,7 +295,6 @@ class Load:
         self.hits += hits
 
     def on_written(self, locations: bytes, keys: bytes) -> None:
-        self.requests += 1
         store = self.by_index.get(int.from_bytes(locations[:4], "little"))
         if store is not None:  # another process may simulate the node
             store.written.append((locations, keys))
@@ -362,8 +359,7 @@ class Load:
 def simulate(share: Share, orders: Connection) -> None:
     """The main function of a load process: follow orders, and meanwhile send the nodes' calls to a directory.
 
-    Orders: ("connect", Address); ("ask", whether engines send requests); ("reset",); ("figures",), which sends Figures;
-    ("end",).
+    Orders: ("connect", Address); ("ask", whether engines send requests); ("reset",); ("figures",), which sends Figures.
     """
     os.nice(NICENESS)
     load = Load(share)
@@ -371,8 +367,6 @@ def simulate(share: Share, orders: Connection) -> None:
     while True:
         while orders.poll():
             order, *arguments = orders.recv()
-            if order == "end":
-                return
             if order == "ask":
                 (load.asking,) = arguments
             elif order == "figures":

@@ -4,9 +4,12 @@ import time
 from typing import Any
 
 import numpy as np
+import ray
 from numpy.typing import NDArray
 
+import raykv
 from raykv.bench.blocks.memcpy import Memcpy
+from raykv.bench.testbed import rows_cache
 from raykv.config import MIB
 from raykv.keys import Keys
 
@@ -23,8 +26,6 @@ class Bytes:
         return self.bytes
 
     def seconds(self, other: Any) -> float:
-        import ray
-
         begin = time.perf_counter()
         array = ray.get(other.array.remote())
         assert array.nbytes == self.bytes.nbytes
@@ -39,11 +40,7 @@ class Lane:
     """An actor that stores a prompt's bytes in a pool, to time how the pool moves them to another node."""
 
     def __init__(self, pool: str, size: int) -> None:
-        import raykv
-
-        self.cache = raykv.attach(pool).cache(
-            model="floor", dtype="uint8", layout="rows", block_tokens=1, block_bytes=BLOCK_BYTES
-        )
+        self.cache = rows_cache(raykv.attach(pool), BLOCK_BYTES, 1, "floor")
         self.blocks = np.zeros((-(-size // BLOCK_BYTES), BLOCK_BYTES), np.uint8)
         self.share = size / self.blocks.nbytes  # used share of the blocks: the last block may be partly unused
 

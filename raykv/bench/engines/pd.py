@@ -4,7 +4,9 @@ import statistics
 import tempfile
 import time
 from collections import Counter
-from typing import Any, NamedTuple
+from typing import Any
+
+import ray
 
 from raykv.bench.engines import ttft
 from raykv.bench.engines.floors import BLOCK_BYTES, Bytes
@@ -17,29 +19,8 @@ PROMPT_TOKENS = 1537
 BYTES = PROMPT_TOKENS * BLOCK_BYTES // ttft.BLOCK_TOKENS
 ARENA_BYTES = 2048 * MIB
 DELAYS_MS = (0, 10, 30, 100, 500)  # milliseconds from the prefill's answer to the decode request
-TOKENS = 8
 FLOOR_FACTOR = 1.3
 WARM, ROUNDS = 1, 8
-
-
-class Said(NamedTuple):
-    """ms: milliseconds until the first token. computed: number of computed prompt tokens. tokens: generated tokens."""
-
-    ms: float
-    computed: int
-    tokens: list[int]
-
-
-class Engine(ttft.Engine):
-    """vLLM with random weights, as prefill or decode engine."""
-
-    def ask(self, seed: int, tokens: int = TOKENS) -> Said:
-        (output,) = self.generate(seed, PROMPT_TOKENS, max_tokens=tokens)
-        return Said(
-            ms=output.metrics.first_token_latency * 1e3,
-            computed=PROMPT_TOKENS - min(output.num_cached_tokens or 0, PROMPT_TOKENS - 1),
-            tokens=list(output.outputs[0].token_ids),
-        )
 
 
 def run() -> dict[str, Any]:
@@ -48,8 +29,6 @@ def run() -> dict[str, Any]:
     The floor is the time of a hit in the decode engine's own prefix cache, plus FLOOR_FACTOR times the time that Ray
     takes to move the same number of bytes from the other node.
     """
-    import ray
-
     ttft.require_vllm()
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -57,7 +36,8 @@ def run() -> dict[str, Any]:
         local_pool(POOL, ARENA_BYTES) as pool,
     ):
         model = ttft.save_model(folder)
-        prefill, decode = _engine(there, model, folder, "kv_producer"), _engine(here, model, folder, "kv_consumer")
+        prefill = ttft.engine(there, model, folder, POOL, "kv_producer")
+        decode = ttft.engine(here, model, folder, POOL, "kv_consumer")
         far, near = on_node(Bytes, there, BYTES), on_node(Bytes, here, BYTES)
         rounds: list[dict[str, float]] = []
         try:
@@ -73,19 +53,18 @@ def run() -> dict[str, Any]:
 
 
 def _round(turn: int, pool: Any, prefill: Any, decode: Any) -> dict[str, float]:
-    import ray
-
     pool.clear()
     seeds = iter(range(100 * turn, 100 * turn + 100))
-    figures = {"cold": ray.get(decode.ask.remote(next(seeds))).ms, "unequal": 0.0}
+    figures = {"cold": _answer(decode, next(seeds)).ms, "unequal": 0.0}
     own = []
     for delay in DELAYS_MS if turn % 2 else DELAYS_MS[::-1]:
         seed = next(seeds)
-        ray.get(prefill.ask.remote(seed, 1))
+        _answer(prefill, seed, max_tokens=1)
         time.sleep(delay / 1e3)
-        said, again = ray.get(decode.ask.remote(seed)), ray.get(decode.ask.remote(seed))
-        figures[f"{delay}"], figures[f"{delay} computed"] = said.ms, said.computed
-        figures["unequal"] += said.tokens != again.tokens
+        first, again = _answer(decode, seed), _answer(decode, seed)
+        figures[f"{delay}"] = first.ms
+        figures[f"{delay} computed"] = PROMPT_TOKENS - min(first.cached, PROMPT_TOKENS - 1)
+        figures["unequal"] += first.said[0] != again.said[0]
         own.append(again.ms)
     return figures | {"own": statistics.median(own)}
 
@@ -114,6 +93,6 @@ def _figures(found: dict[str, list[float]]) -> dict[str, Any]:
     }
 
 
-def _engine(node_id: str, model: str, folder: str, role: str) -> Any:
-    own = tempfile.mkdtemp(dir=folder)
-    return on_node(Engine, node_id, model, own, POOL, role, runtime_env={"env_vars": ttft.ENVIRONMENT})
+def _answer(engine: Any, seed: int, **more: int) -> ttft.Answer:
+    answers: list[ttft.Answer] = ray.get(engine.answers.remote(seed, PROMPT_TOKENS, **more))
+    return answers[0]

@@ -2,7 +2,6 @@
 
 import asyncio
 import statistics
-import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +17,7 @@ except ImportError as error:
     raise ImportError(f"this needs Ray Serve: {to_install('serve')}") from error
 
 import raykv
-from raykv.bench.testbed import local_cluster, local_pool, on_node
+from raykv.bench.testbed import local_cluster, local_pool, on_node, rows_cache
 from raykv.bench.timing import columns, seconds_of
 from raykv.config import MIB
 from raykv.integrations.serve import ASKED, PrefixRouter, announce
@@ -34,9 +33,7 @@ class Replica:
     """Answers at once. It stores the prompt on its node, unless another replica has stored it."""
 
     def __init__(self) -> None:
-        cache = raykv.attach(POOL).cache(
-            model=MODEL, dtype="uint8", layout="rows", block_tokens=BLOCK_TOKENS, block_bytes=BLOCK_BYTES
-        )
+        cache = rows_cache(raykv.attach(POOL), BLOCK_BYTES, BLOCK_TOKENS, MODEL)
         announce(cache, MODEL)
         cache.store(cache.keys(_prompt(0)), np.zeros((BLOCKS, BLOCK_BYTES), np.uint8))
 
@@ -51,20 +48,11 @@ class Echo:
         return {"0" * 56: len(keys)}
 
 
-class Loop:
-    """An event loop in its own thread, like a router's."""
-
-    def __init__(self) -> None:
-        self.loop = asyncio.new_event_loop()
-        threading.Thread(target=self.loop.run_forever, daemon=True).start()
-
-    def seconds(self, actor: Any) -> float:
-        return asyncio.run_coroutine_threadsafe(self._call(actor), self.loop).result()
-
-    async def _call(self, actor: Any) -> float:
-        begin = time.perf_counter()
-        await actor.call.remote(bytes(ASKED * KEY_BYTES))
-        return time.perf_counter() - begin
+async def _call(actor: Any) -> float:
+    """Seconds of an empty call, awaited on an event loop as by routers."""
+    begin = time.perf_counter()
+    await actor.call.remote(bytes(ASKED * KEY_BYTES))
+    return time.perf_counter() - begin
 
 
 def run() -> dict[str, Any]:
@@ -82,13 +70,13 @@ def _times(echo: Any) -> dict[str, list[float]]:
     names = {"pool": POOL, "model": MODEL}
     router = RequestRouterConfig(request_router_class=PrefixRouter, request_router_kwargs=names)
     plain, routed = _deploy("plain"), _deploy("routed", request_router_config=router)
-    known, unknown, loop = _prompt(0), _prompt(1), Loop()
+    known, unknown, loop = _prompt(0), _prompt(1), asyncio.new_event_loop()
 
     def request(handle: Any, **prompt: Any) -> Callable[[], float]:
         return lambda: seconds_of(lambda: handle.remote(**prompt).result())
 
     calls: dict[str, Callable[[], float]] = {
-        "empty": lambda: loop.seconds(echo),
+        "empty": lambda: loop.run_until_complete(_call(echo)),
         "plain": request(plain, token_ids=known),
         "known": request(routed, token_ids=known),
         "unknown": request(routed, token_ids=unknown),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any, NamedTuple
 
 WINDOW = 96  # tokens
@@ -36,42 +35,19 @@ class Shape(NamedTuple):
 
 SHAPES = {
     "llama": Shape("Llama", {}),
-    "qwen3": Shape("Qwen3", {}),
-    "qwen3-moe": Shape("Qwen3Moe", {**QWENS, "norm_topk_prob": True}),  # as in the released model
-    "mixtral": Shape("Mixtral", EXPERTS),
-    "gemma2": Shape("Gemma2", {"layer_types": IN_TURN, "sliding_window": WINDOW, "tie_word_embeddings": True}),
     "gemma3": Shape(
         "Gemma3", {"num_hidden_layers": 6, "layer_types": MANY, "sliding_window": WINDOW}, config="Gemma3Text"
     ),
     "gpt-oss": Shape("GptOss", {**EXPERTS, "layer_types": IN_TURN, "sliding_window": WINDOW}),
-    "mistral": Shape("Mistral", {"num_hidden_layers": 3, "sliding_window": WINDOW}),
-    "llama4": Shape(
-        "Llama4",
-        {**EXPERTS, "num_experts_per_tok": 1, "attention_chunk_size": WINDOW, "intermediate_size_mlp": 512},
-        config="Llama4Text",
-    ),
-    "deepseek-v2": Shape("DeepseekV2", DEEPSEEKS, "bfloat16"),
     "deepseek-v3": Shape("DeepseekV3", {**DEEPSEEKS, "topk_method": "noaux_tc"}, "bfloat16"),
     "qwen3-next": Shape("Qwen3Next", {**DELTA, **QWENS}, "bfloat16"),
-    "lfm2": Shape("Lfm2", {"layer_types": ["conv", "full_attention"] * 2, "conv_L_cache": 3, "conv_dim": 256}),
 }
 
 
-def save(name: str, folder: Path) -> dict[str, Any]:
-    """Write a model's configuration and weights into a folder. Returns vLLM's options for it."""
-    import torch
+def configuration(shape: Shape, **fields: Any) -> Any:
+    """A shape's transformers configuration. fields: override the fields above. `layer_types` is repeated as needed."""
     import transformers
 
-    torch.manual_seed(0)
-    getattr(transformers, f"{SHAPES[name].kind}ForCausalLM")(configuration(name)).save_pretrained(folder)
-    return {"dtype": SHAPES[name].dtype}
-
-
-def configuration(name: str, **fields: Any) -> Any:
-    """A model's transformers configuration. fields: override the fields above. `layer_types` is repeated as needed."""
-    import transformers
-
-    shape = SHAPES[name]
     fields = {**SIZES, **HEADS, **OTHERS, **shape.more, **fields}
     if pattern := fields.get("layer_types"):
         layers = fields["num_hidden_layers"]

@@ -1,7 +1,6 @@
 """`raykv bench ttft`: time to first token with the pool, with the engine's own prefix cache, and without a pool."""
 
 import importlib.util
-import math
 import os
 import statistics
 import tempfile
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import ray
 
 from raykv.bench.engines import one_process
 from raykv.bench.engines.floors import BLOCK_BYTES, Bytes, Lane
@@ -102,15 +102,22 @@ class Engine:
         return outputs
 
     def answer(self, turn: int) -> Answer:
+        return self.answers(turn, PROMPT_TOKENS)[0]
+
+    def answers(self, seed: int, length: int, count: int = 1, max_tokens: int = 8) -> list[Answer]:
+        """Answer `count` equal prompts at once. See `generate`."""
         before = self._seconds()
-        (output,) = self.generate(turn, PROMPT_TOKENS, logprobs=0)
+        outputs = self.generate(seed, length, count, max_tokens, logprobs=0)
         spent = self._seconds() - before
-        return Answer(
-            ms=output.metrics.first_token_latency * 1e3,
-            calls_ms=spent * 1e3,
-            cached=output.num_cached_tokens or 0,
-            said=said(output),
-        )
+        return [
+            Answer(
+                ms=output.metrics.first_token_latency * 1e3,
+                calls_ms=spent * 1e3,
+                cached=output.num_cached_tokens or 0,
+                said=said(output),
+            )
+            for output in outputs
+        ]
 
     def reset(self) -> None:
         """Clear the engine's own prefix cache."""
@@ -138,8 +145,6 @@ def run(model: str = LLAMA) -> dict[str, Any]:
 
     model: a name in `MODELS`.
     """
-    import ray
-
     require_vllm()
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -150,8 +155,9 @@ def run(model: str = LLAMA) -> dict[str, Any]:
         ) as pool,
     ):
         path, dtype = save_model(folder, model), SHAPES[_shape(model)].dtype
-        writer, reader = (_engine(node, path, dtype, folder) for node in (there, here))
-        plain = _engine(here, path, dtype)
+        more = {"dtype": dtype, **one_process.ENVIRONMENT}
+        writer, reader = (engine(node, path, folder, **more) for node in (there, here))
+        plain = engine(here, path, **more)
         ray.get(reader.answer.remote(WARM + ROUNDS))  # the reader learns its speed, which limits its waits for a tier
         ray.get(reader.reset.remote())  # waits until its blocks are offered
         kept = _kept(pool, writer)
@@ -190,8 +196,6 @@ class Floors(NamedTuple):
 
 def _kept(pool: Any, writer: Any) -> Kept:
     """Measure with a prompt that no round uses. The writer answers it twice, since a late call may have lost blocks."""
-    import ray
-
     found = Kept(0, 0)
     for _ in range(2):
         pool.clear()
@@ -204,8 +208,6 @@ def _kept(pool: Any, writer: Any) -> Kept:
 
 
 def _round(turn: int, pool: Any, kept: Kept, writer: Any, reader: Any, plain: Any) -> dict[str, float]:
-    import ray
-
     pool.clear()
     order = [writer, plain] if turn % 2 else [plain, writer]
     computed = {engine: _alone(engine, turn) for engine in order}
@@ -236,8 +238,6 @@ def _long_round(turn: int, pool: Any, kept: Kept, writer: Any, reader: Any) -> d
 
     Both requests of the reader read the whole prompt.
     """
-    import ray
-
     pool.clear()
     ray.get(writer.answer.remote(turn))
     _have_stored(turn, pool, kept, writer, reader)
@@ -250,8 +250,6 @@ def _long_round(turn: int, pool: Any, kept: Kept, writer: Any, reader: Any) -> d
 
 def _have_stored(turn: int, pool: Any, kept: Kept, writer: Any, reader: Any) -> None:
     """Wait until the whole prompt is in the pool. Then clear the engines' own caches."""
-    import ray
-
     while pool.stats().get("keys", 0) < kept.keys:  # asks again, since a late call may lose a store
         ray.get(writer.answer.remote(turn))
     ray.get([engine.reset.remote() for engine in (writer, reader)])  # waits until all blocks are offered
@@ -259,8 +257,6 @@ def _have_stored(turn: int, pool: Any, kept: Kept, writer: Any, reader: Any) -> 
 
 def _alone(engine: Any, turn: int) -> Answer:
     """Return the answer of an engine while the other engines are idle."""
-    import ray
-
     time.sleep(IDLE_S)
     answer: Answer = ray.get(engine.answer.remote(turn))
     return answer
@@ -268,8 +264,6 @@ def _alone(engine: Any, turn: int) -> Answer:
 
 def _floors(turn: int, near: Floors, far: Floors) -> dict[str, float]:
     """Milliseconds to move a prompt's bytes from the other node by Ray and by the pool, and to copy them locally."""
-    import ray
-
     ray.get(far.lane.store.remote(turn))
     seconds = {
         "lane": ray.get(near.lane.seconds.remote(turn)),
@@ -290,8 +284,8 @@ def _push_out(turn: int, pool: Any) -> None:
 
 def _figures(rounds: list[dict[str, float]], long: list[dict[str, float]], kept: Kept) -> dict[str, Any]:
     medians = {name: statistics.median(values) for name, values in (columns(rounds) | columns(long)).items()}
+    # of 8 values, the ends are the 95% confidence interval of the median
     added = sorted(figures["cold"] - figures["without"] for figures in rounds)
-    low, high = _interval(added)
     return {
         "cold_ms": medians["cold"],
         "own_hit_ms": medians["own"],
@@ -309,8 +303,8 @@ def _figures(rounds: list[dict[str, float]], long: list[dict[str, float]], kept:
         "connector_ms": medians["connector"],
         "without_ms": medians["without"],
         "cold_less_without_ms": statistics.median(added),
-        "cold_less_without_low_ms": low,
-        "cold_less_without_high_ms": high,
+        "cold_less_without_low_ms": added[0],
+        "cold_less_without_high_ms": added[-1],
         "unequal_answers": int(sum(figures["unequal"] for figures in rounds)),
         "prompt_tokens": PROMPT_TOKENS,
         "read_tokens": int(medians["cached"]),
@@ -319,20 +313,10 @@ def _figures(rounds: list[dict[str, float]], long: list[dict[str, float]], kept:
     }
 
 
-def _interval(ordered: list[float]) -> tuple[float, float]:
-    """Return the 95% confidence interval of the median. For few values, return the minimum and the maximum."""
-    n, outside, cut = len(ordered), 0.0, -1
-    while cut + 1 < n / 2 and outside + 2 * math.comb(n, cut + 1) / 2**n <= 0.05:
-        outside += 2 * math.comb(n, cut + 1) / 2**n
-        cut += 1
-    cut = max(cut, 0)
-    return ordered[cut], ordered[n - 1 - cut]
-
-
 def save_model(folder: str, model: str = LLAMA) -> str:
     """Write a model's configuration into a folder. Returns `Engine`'s argument `model`. model: a name in `MODELS`."""
     path = Path(folder, "model")
-    configuration(_shape(model), **{**SIZES, **HEADS, **MODELS[model]}).save_pretrained(path)
+    configuration(SHAPES[_shape(model)], **{**SIZES, **HEADS, **MODELS[model]}).save_pretrained(path)
     return str(path)
 
 
@@ -340,7 +324,15 @@ def _shape(model: str) -> str:
     return OF_SHAPE.get(model, model.removesuffix("-shape"))
 
 
-def _engine(node_id: str, model: str, dtype: str, folder: str = "") -> Any:
+def engine(
+    node_id: str,
+    model: str,
+    folder: str = "",
+    pool: str = POOL,
+    role: str = "kv_both",
+    dtype: str = "float32",
+    **more: str,
+) -> Any:
+    """Start an engine on a node. folder: a folder for files, if the engine uses the pool. more: environment."""
     own = tempfile.mkdtemp(dir=folder) if folder else ""
-    options = {"env_vars": ENVIRONMENT | one_process.ENVIRONMENT}
-    return on_node(Engine, node_id, model, own, POOL, "kv_both", dtype, runtime_env=options)
+    return on_node(Engine, node_id, model, own, pool, role, dtype, runtime_env={"env_vars": ENVIRONMENT | more})

@@ -34,12 +34,12 @@ SERVE_ALONE = """
 import sys, uvicorn
 from raykv.ui.history import History
 from raykv.ui.overview import Member, Overview
-from raykv.ui.ray_nodes import RayNode
+from raykv.ui.ray_nodes import RayNode, short_ids
 from raykv.ui.server import application
 node = RayNode("id", "<b onclick='x'>host</b>", "address", "", False)
 member = Member(node.host, node.address, (), "alive", "", None, None, None, {}, "")
 history, rest = History(), {"time": 0, "run": 1, "trouble": "nothing new"}
-history.add(Overview("p", (node,), {}, {}, [], {"id": member}, {}), 0.0)
+history.add(Overview("p", short_ids((node,)), {}, {}, [], {"id": member}, {}), 0.0)
 app = application(lambda after: history.since(after - 1) | rest, "the.page")
 uvicorn.run(app, port=int(sys.argv[1]), log_level="warning")
 """
@@ -160,29 +160,29 @@ def click_through(browser: Browser, node_id: str) -> None:
 
 def test_it_is_served_once_until_it_is_stopped(start: Callable[..., raykv.KVPool], cluster: Any) -> None:
     pool, port = start(), free_port()
-    page = ui.serve(pool.name, None, port)
-    assert page.url == f"http://127.0.0.1:{port}/" and f"ssh -L {port}:127.0.0.1:{port} " in page.reached
-    assert ui.serve(pool.name, None, None) == page
-    with pytest.raises(ValueError, match=f"is served at {page.url} already: `raykv ui --stop --name {pool.name}`"):
+    url, tunnel = ui.serve(pool.name, None, port)
+    assert url == f"http://127.0.0.1:{port}/" and f"ssh -L {port}:127.0.0.1:{port} " in tunnel
+    assert ui.serve(pool.name, None, None) == (url, tunnel)
+    with pytest.raises(ValueError, match=f"is served at {url} already: `raykv ui --stop --name {pool.name}`"):
         ui.serve(pool.name, None, free_port())
     assert command("ui", "--name", pool.name, "--stop", address=cluster.address).returncode == 0
-    assert status(page.url) is None
+    assert status(url) is None
     with pytest.raises(raykv.PoolNotFound, match="no page of pool"):
         ui.stop(pool.name)
     there = ("--name", pool.name, "--host", "192.0.2.254")
     refused = command("ui", *there, address=cluster.address)
     assert refused.returncode == 1
     assert refused.stderr.splitlines()[-1].startswith("Error: the page can't be served at 192.0.2.254:8270: ")
-    again = ui.serve(pool.name, None, 0)
+    again, _ = ui.serve(pool.name, None, 0)
     pool.session.directory.heartbeat()
     assert pool.stats()["clients"] == 1, "this process, and no page"
     pool.stop()
-    assert status(again.url) is None and not named_actors.names(pool.name)
+    assert status(again) is None and not named_actors.names(pool.name)
 
 
 def test_a_page_of_which_too_much_is_asked_says_so_and_is_there_again(start: Callable[..., raykv.KVPool]) -> None:
     port = free_port()
-    url = ui.serve(start().name, None, port).url
+    url, _ = ui.serve(start().name, None, port)
     with contextlib.ExitStack() as idle:
         for _ in range(CONNECTIONS):  # the server accepts these before the connection that asks
             idle.enter_context(socket.create_connection(("127.0.0.1", port)))

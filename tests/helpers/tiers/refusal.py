@@ -4,7 +4,8 @@ import traceback
 
 import pytest
 
-from raykv.tiers import open_tier, parse
+from helpers.tiers.opening import open_tier
+from raykv.tiers import parse
 
 
 def refusal(url: str) -> str:

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from raykv.cli.status.status import _growing, duration, hit_curve, resized, table, wrapped
-from raykv.ui.overview import Seen, state_of
+from raykv.ui.overview import state_of
 from raykv.ui.pool_actors import Actor
 from raykv.ui.ray_nodes import RayNode, find_node, short_ids
 
@@ -86,24 +86,25 @@ def test_an_unknown_name_is_refused_with_all_that_there_are(asked: str) -> None:
 @pytest.mark.parametrize(
     ("store", "failed", "supervisor", "state", "why"),
     [
-        (Seen(ALIVE, True, {"state": "alive"}, True), None, "", "alive", ""),
-        (Seen(ALIVE, True, None, False), None, "", "alive", ""),
-        (Seen(ALIVE, True, None, True), None, "", "joining", "does not know it"),
-        (Seen(ALIVE, True, {"state": "joining"}, True), None, "", "joining", "lies in its memory"),
-        (Seen(ALIVE, True, {"state": "leaving"}, True), None, "", "leaving", "being drained"),
-        (Seen(ALIVE, True, {"state": "suspect", "idle_s": 7.2}, True), None, "", "silent", "for 7 s"),
-        (Seen(ALIVE, False, {"state": "alive"}, True), None, "", "silent", "does not answer"),
-        (Seen(ALIVE._replace(state="RESTARTING"), False, {"state": "alive"}, True), None, "", "restarting", "died"),
-        (Seen(ALIVE._replace(state="PENDING_CREATION"), False, None, True), None, "", "starting", "is starting"),
-        (Seen(None, False, None, True), None, "", "no store", "about to start"),
-        (Seen(None, False, None, True), None, "does not answer", "no store", "supervisor, which"),
-        (Seen(None, False, None, True), "too little memory", "", "no store", "too little memory (it is tried again"),
+        ((ALIVE, True, {"state": "alive"}), None, "", "alive", ""),
+        ((ALIVE, True, {}), None, "", "alive", ""),
+        ((ALIVE, True, None), None, "", "joining", "does not know it"),
+        ((ALIVE, True, {"state": "joining"}), None, "", "joining", "lies in its memory"),
+        ((ALIVE, True, {"state": "leaving"}), None, "", "leaving", "being drained"),
+        ((ALIVE, True, {"state": "suspect", "idle_s": 7.2}), None, "", "silent", "for 7 s"),
+        ((ALIVE, False, {"state": "alive"}), None, "", "silent", "does not answer"),
+        ((ALIVE._replace(state="RESTARTING"), False, {"state": "alive"}), None, "", "restarting", "died"),
+        ((ALIVE._replace(state="PENDING_CREATION"), False, None), None, "", "starting", "is starting"),
+        ((None, False, None), None, "", "no store", "about to start"),
+        ((None, False, None), None, "does not answer", "no store", "supervisor, which"),
+        ((None, False, None), "too little memory", "", "no store", "too little memory (it is tried again"),
     ],
 )
-def test_what_is_said_of_a_store(store: Seen, failed: str | None, supervisor: str, state: str, why: str) -> None:
-    if store.counts is not None:
-        store.counts.setdefault("idle_s", 0.0)
-    found = state_of(store, failed, supervisor)
+def test_what_is_said_of_a_store(
+    store: tuple[Actor | None, bool, dict[str, Any] | None], failed: str | None, supervisor: str, state: str, why: str
+) -> None:
+    actor, answers, counts = store
+    found = state_of(actor, answers, counts and {"idle_s": 0.0, **counts}, failed, supervisor)
     assert found[0] == state and why in found[1] and bool(found[1]) == bool(why)
 
 

@@ -8,7 +8,7 @@ import pytest
 from raykv.cli.status.last_minute import LOOKS, LastMinute, sparkline
 from raykv.cli.status.top import SORTS, screen
 from raykv.ui.overview import Member, Overview
-from raykv.ui.ray_nodes import RayNode
+from raykv.ui.ray_nodes import RayNode, short_ids
 
 IDS = [f"{number:08}" + 48 * "0" for number in range(30)]
 COUNTS: dict[str, Any] = {"epoch": 1, "lookups": 0, "hits": 0, "evicted": 0, "keys": 0, "clients": 0}
@@ -22,7 +22,7 @@ def member(pulled: int | None = 0, state: str = "alive", why: str = "") -> Membe
 
 def overview(members: dict[str, Member], **counts: int) -> Overview:
     nodes = tuple(RayNode(node_id, HOST, "192.0.2.1", "", False) for node_id in members)
-    return Overview("p", nodes, {**COUNTS, **SOURCES, "nodes": {}, **counts}, {}, [], members, {})
+    return Overview("p", short_ids(nodes), {**COUNTS, **SOURCES, "nodes": {}, **counts}, {}, [], members, {})
 
 
 def test_rates_of_a_second() -> None:

@@ -9,7 +9,7 @@ import pytest
 from raykv.config import MIB
 from raykv.ui.history import SAMPLES, History
 from raykv.ui.overview import Member, Overview
-from raykv.ui.ray_nodes import RayNode
+from raykv.ui.ray_nodes import RayNode, short_ids
 
 ID = "a" * 56
 COUNTS = {"epoch": 1, "lookups": 0, "corrupt": 0, "stored": 0, "evicted": 0, "refused": 0}
@@ -19,7 +19,7 @@ NODE = RayNode(ID, "h", "192.0.2.1", "", False)
 MEMBER = Member("h", "192.0.2.1", ("store", "directory"), "alive", "", 9.0, 0, None, {}, "")
 WELL = {"directory": "", "successor": "", "supervisor": ""}
 ROUTE = {"reader": "a", "from": "b", "transport": "tcp", "gbps": 1.0, "bytes": {}, "failed": {}}
-LOOK = Overview("p", (NODE,), {**COUNTS, **HITS, "nodes": {ID: MEMORY}}, {}, [], {ID: MEMBER}, WELL)
+LOOK = Overview("p", short_ids((NODE,)), {**COUNTS, **HITS, "nodes": {ID: MEMORY}}, {}, [], {ID: MEMBER}, WELL)
 
 
 def counting(**counts: Any) -> Overview:
@@ -98,9 +98,9 @@ def test_older_samples_thin_out_and_what_is_new_is_told_alone() -> None:
         (node(state="leaving"), ["note: aaaaaaaa (h) is being drained"]),
         (node(state="no store", why="no memory"), ["bad: aaaaaaaa (h) has no store: no memory"]),
         (counting(nodes={ID: MEMORY | {"limit": 512}}), ["note: aaaaaaaa (h) may offer 512 MiB, which were 1024"]),
-        (replace(LOOK, nodes=(), members={}), ["bad: node aaaaaaaa (h) left the cluster"]),
+        (replace(LOOK, shown={}, members={}), ["bad: node aaaaaaaa (h) left the cluster"]),
         (
-            replace(LOOK, nodes=(NODE, NODE._replace(node_id="b")), members={ID: MEMBER, "b": MEMBER}),
+            replace(LOOK, shown=short_ids((NODE, NODE._replace(node_id="b"))), members={ID: MEMBER, "b": MEMBER}),
             ["note: node b (h) joined the cluster"],
         ),
         (counting(epoch=2), ["note: another directory took over, on aaaaaaaa (h)"]),

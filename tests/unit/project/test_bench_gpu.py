@@ -47,6 +47,7 @@ def test_copies_that_are_slower_than_by_hand_fail_the_stage() -> None:
     done = on_host("benchmarks/gpu/copies.py")
     slow = done.stdout.rpartition("of by hand: ")[2].strip()
     assert "of by hand: " in done.stdout and done.returncode == (slow != "none"), done.stdout + done.stderr[-4000:]
+    assert float(done.stdout.partition("NCCL between two processes: ")[2].split()[0]) > 0
 
 
 @pytest.mark.full
@@ -63,5 +64,4 @@ def test_each_copy_is_measured_beside_the_copy_by_hand() -> None:
     figures = last_json(done)
     assert {name.removesuffix("_of_hand") for name in figures if name.endswith("_of_hand")} == COPIES
     assert all(figures[f"{copy}_gbps"] > 0 and figures[f"{copy}_hand_gbps"] > 0 for copy in COPIES)
-    assert figures["nccl_two_gbps"] > 0
     assert not [file for file in set(Path("/dev/shm").iterdir()) - before if "bench-gpu" in file.name]

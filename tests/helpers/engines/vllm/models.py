@@ -1,11 +1,11 @@
-"""Models of `raykv.bench.engines.shapes` whose layers keep KV of several kinds."""
+"""Models of `benchmarks.engines.shapes` whose layers keep KV of several kinds."""
 
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
-from raykv.bench.engines.shapes import SHAPES, save
+from benchmarks.engines.shapes import SHAPES, save
 from raykv.integrations.vllm.compat import TAKES_GROUPS
 
 

@@ -1,5 +1,12 @@
-"""Cost of metrics in the directory: for each call, and for each export to Ray's metrics agent."""
+"""Measures the cost of metrics in the directory: for each call, and for each export to Ray's metrics agent.
 
+    python benchmarks/metrics_cost.py [--entries 1000000]
+
+The calls are matches of 64 keys, since the share of metrics is highest in the shortest matches. Prints one JSON object.
+"""
+
+import argparse
+import json
 import statistics
 import threading
 import time
@@ -8,8 +15,10 @@ from typing import Any
 
 from raykv.actors.directory.metrics import DirectoryMetrics
 from raykv.actors.directory.server import DirectoryServer, Message
+from raykv.bench.directory.directory import BLOCK_BYTES, LENGTHS, MIN_NODES, SHORT, _Load, _Pool
 from raykv.bench.testbed import local_cluster
 from raykv.cluster import internal_kv
+from raykv.config import KEYS_PER_CALL
 from raykv.directory.directory import Directory
 from raykv.line.listener import Connection
 from raykv.line.pipeline import Pipeline, Request
@@ -21,7 +30,6 @@ POOL = "bench-directory"
 TURNS, CALLS = 300, 100  # turns of each of the two alternating sides; calls per turn
 EXPORTS = 6
 PATIENCE_S = 10.0
-
 
 MATCH: Any = DirectoryServer.match.__wrapped__  # type: ignore[attr-defined]
 TAKES = takers(MATCH)
@@ -110,3 +118,23 @@ def _export_s(directory: Directory, metrics: DirectoryMetrics) -> float:
         for _ in range(EXPORTS):
             metrics.export()
         return (time.process_time() - begin) / EXPORTS
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--entries", type=int, default=1_000_000)
+    entries: int = parser.parse_args().entries
+    pool = _Pool(entries, MIN_NODES)
+    load = _Load(pool, entries, MIN_NODES)
+    load.fill()
+    prompts = [(node, load._prepared(chain, min(LENGTHS))) for node, chain in load.chains[SHORT]]
+
+    def request(number: int) -> tuple[Any, ...]:  # each call releases the lease of the previous call
+        node, keys = prompts[number % len(prompts)]
+        return tuple(pool._call()), (1, str(node), keys, BLOCK_BYTES, KEYS_PER_CALL)
+
+    print(json.dumps(cost(pool.directory, request)))
+
+
+if __name__ == "__main__":
+    main()
