@@ -2,8 +2,8 @@
 
     python benchmarks/gpu/copies.py
 
-Returns 1 if a copy has less than 0.75 times the speed of cudaMemcpyAsync. The margin of a quarter allows for locks and headers.
-They cost about as much as a copy within the GPU.
+Returns 1 if a copy has less than 0.75 times the speed of cudaMemcpyAsync. The margin of a quarter allows for locks and
+headers, which cost about as much as a copy within the GPU.
 """
 
 import os
