@@ -27,7 +27,7 @@ from raykv.tiers import parse, register_tier, tier_for
 from raykv.tiers.copier import TierCopier
 from raykv.tiers.guarded import GuardedTier
 
-POLL_S = 0.1  # time between two checks in `flush`; after the first answer without blocks, the pause is POLL_S / 4
+POLL_S = 0.1  # time between two checks of the tier in `flush`; POLL_S / 4: pause after a first answer without blocks
 IDLE_POLL_S = 1.0  # longest pause between two questions to the directory
 SERVED_HEARTBEAT_S = 5.0  # time between a tier's heartbeats, if `demote` last showed that the directory serves the tier
 TIER_RETURNS_S = 5.0  # time for which `flush` waits for a tier that is down
@@ -49,7 +49,7 @@ def open_external(pool: str, fingerprint: bytes, url: str, maker: bytes | None) 
 
 
 def content_seed(pool: str) -> bytes:
-    """Return the seed, which names the content of an empty tier. All stores of a pool get the same seed."""
+    """Return the seed for the name of an empty tier's content. All stores of a pool get the same seed."""
     internal_kv.put(pool, Kept.SEED, secrets.token_bytes(CONTENT_BYTES), overwrite=False)
     return internal_kv.get(pool, Kept.SEED) or bytes(CONTENT_BYTES)
 

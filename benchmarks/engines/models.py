@@ -97,7 +97,11 @@ class Engine:
             time.sleep(0.01)
 
     def layout(self) -> dict[str, Any]:
-        """chunk: least common multiple of all groups' chunks, in tokens. bytes: per token, all layers. kinds: of KV."""
+        """Return the layout of the engine's KV.
+
+        chunk: least common multiple of all groups' chunks, in tokens. bytes: bytes per token in all layers. kinds:
+        class names of the groups' KV cache specs.
+        """
         core = self.llm.llm_engine.engine_core.engine_core
         groups = core.scheduler.connector._kv_cache_config.kv_cache_groups
         configs = core.scheduler.connector.connector_scheduler.config.kv_group_configs

@@ -213,7 +213,7 @@ class Arena(Mapping):
     def read_headers(self, locations: Locations, keys: Bytes, used: bool = True) -> BlockHeaders:
         """Return the headers of blocks, and which blocks are there.
 
-        used: stamp the blocks as read, because the caller will copy the blocks' bytes.
+        used: stamp the blocks as read, because the caller or a peer will copy the blocks' bytes.
         """
         slots = self._find(locations, keys)
         ok, claims = slots.check()

@@ -123,7 +123,7 @@ class DirectoryLine:
         return Sent(method, None, request, pipeline)
 
     def wait(self, sent: Sent, seconds: float) -> Any:
-        """Wait for the answer. Raises one of ERRORS without an answer. ValueError: the call failed in the directory."""
+        """Wait for the answer. Raises one of ERRORS if none comes. ValueError: the call failed in the directory."""
         if sent.pipeline is None or sent.request is None:
             return _ray_get(sent.ref, seconds)
         return _result(sent.method, sent.pipeline.wait(sent.request, seconds))

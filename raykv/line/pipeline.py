@@ -6,7 +6,8 @@ loop that waits for an answer watches the socket.
 
 A signal handler may raise in the main thread wherever a call returns or a function begins. If the handler raised
 between a lock's `acquire` and its `try`, the lock would stay locked for good. Therefore no lock guards reading.
-Instead, inside a `try`, a thread puts a mark into a dict, and may read. The thread deletes its mark without any call.
+Instead, inside a `try`, a thread puts its mark into a dict that has no mark yet. Then the thread may read. Afterwards
+it deletes its mark without any call.
 """
 
 import asyncio

@@ -4,7 +4,7 @@ The listener begins a connection with a challenge of 32 random bytes. The connec
 and its proof: the HMAC-SHA256 of its side's name and both challenges. The HMAC's key is the listener's token, which the
 connecting side got through Ray. The listener answers with its own proof. A side that gets a wrong proof ends the
 connection. Then each side sends frames: a length (uint32, little-endian) and bytes of that length. If Ray uses TLS, all
-bytes are in TLS. A frame of the directory's socket holds a message of `raykv.protocol`, packed by its `packing`.
+bytes are in TLS. A frame of the directory's socket holds a call or its answer, packed by `raykv.protocol.packing`.
 """
 
 import hmac

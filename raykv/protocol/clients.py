@@ -10,7 +10,7 @@ class Call(NamedTuple):
 
     client: int  # the client's id, a random number
     seq: int  # rises with every call
-    held: bytes = b""  # ids of leases, reservations and intents; the directory ends all others that earlier calls began
+    held: bytes = b""  # ids of what the client holds; its other leases, reservations and intents from earlier calls end
     pulled: bytes = b""  # locations of staging slots that now hold their blocks
     corrupt: bytes = b""  # locations where a reader did not find the block, or where the checksum did not match
 

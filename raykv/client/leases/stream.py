@@ -19,7 +19,7 @@ from raykv.protocol.transfers import ALTERED, PULLED, data_deadline
 PIECE_BYTES = 64 * MIB  # bytes of a piece: while one piece is copied out, the next piece is pulled
 FIRST = 4  # each of the first two pieces has a fourth of PIECE_BYTES, so that readers on all nodes can start soon
 PIECES_AHEAD = 2
-LATE_S = 0.5  # a pull that takes longer and brings no block is late; a pull that fails sooner was refused
+LATE_S = 0.5  # a longer pull that brings no block is late; a pull that fails sooner was refused
 WAIT_BUDGET_S = 0.05  # minimum deadline of a read that waits for a tier, however fast the engine computes tokens
 WINDOW_S = 2.0  # minimum deadline of a read that waits for staging slots, or for a copy that another reader pulls
 WINDOW_DEADLINES = 8  # the same minimum as a multiple of the pool's deadline; the longer minimum applies

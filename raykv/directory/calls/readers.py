@@ -30,7 +30,7 @@ from raykv.protocol.location import KEY_BYTES, LOCATION, is_block_size, is_count
 HELD_UP_S = 0.5  # seconds that a reader without a staging slot waits for slots that other readers hold
 TURN = 4  # while other readers wait, a reader in a chain gets slots for a quarter of the blocks that it asks for
 AWAITED_S = 0.1  # seconds for which a reader counts as waiting after `next_window` told it to wait
-WAIT_S = 0.5  # after this wait, a reader in a chain gives up copies begun earlier; after twice this wait, all copies
+WAIT_S = 0.5  # after this wait, a reader in a chain gives up copies begun before it; after twice this wait, all copies
 
 
 @dataclass(slots=True)

@@ -89,8 +89,10 @@ class Outbox:
                 self._queue.put(waiting._replace(due=time.monotonic() + PAUSE_S, calls=calls))
 
     def _is_void(self, waiting: _Waiting) -> bool:
-        """Whether to drop a call. A repeat is dropped if the session has a newer hint or look-up. A call for a hint
-        with `done` is dropped if the session has a newer look-up.
+        """Whether to drop a call.
+
+        A repeat is dropped if the session has a newer hint or look-up. A call for a hint with `done` is dropped if the
+        session has a newer look-up.
         """
         session = self._sessions.get((waiting.hint.session, waiting.salt), _Session())
         is_repeat = waiting.calls > 0
