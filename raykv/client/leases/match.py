@@ -55,19 +55,14 @@ class Match:
                         break
                 hits = found_tokens(self._leases, self._cache)
                 tell(it, hit_tokens=sum(hits.values()), **hits)
-            self._count(hits, time.monotonic() - begin)
+            if self._counted:
+                count_found(self._session, self._cache, asked, hits)
+            if self._record is not None:
+                self._record.found, self._record.lookup_s = hits, time.monotonic() - begin
         except BaseException:  # a signal handler or the span's exporter raised: nobody else would release the leases
             self.release()
             raise
         return self
-
-    def _count(self, hits: dict[str, int], seconds: float) -> None:
-        """Count a look-up. hits: found tokens by source. seconds: duration of the look-up."""
-        if not self._counted:
-            return
-        count_found(self._session, self._cache, self._asked, hits)
-        if self._record is not None:
-            self._record.found, self._record.lookup_s = hits, seconds
 
     def _parts(self) -> Iterator[Keys]:
         """Yield the keys in pieces of at most KEYS_PER_CALL."""
