@@ -147,14 +147,14 @@ class KVCache:
         """Like `store`, without blocking the event loop. A cancelled call finishes its copy before it raises."""
         # Check in this thread: only the calling thread's CUDA stream shows which GPU work must finish first.
         rows = self._dense(keys, blocks, start)
-        return (await self.session.in_thread(store_rows, self.session, *rows, wait)).new
+        return (await self.session.workers.run(store_rows, self.session, *rows, wait)).new
 
     async def astore_from(
         self, keys: Keys, paged: Any, block_ids: Sequence[int], start: int = 0, *, wait: bool = False
     ) -> int:
         """Like `store_from`, without blocking the event loop. A cancelled call finishes its copy before it raises."""
         rows = self._paged(keys, paged, block_ids, start)
-        return (await self.session.in_thread(store_rows, self.session, *rows, wait)).new
+        return (await self.session.workers.run(store_rows, self.session, *rows, wait)).new
 
     def _dense(self, keys: Keys, blocks: Any, start: int) -> tuple[Keys, Rows, int]:
         keys = key_chain.check(keys, self.id)

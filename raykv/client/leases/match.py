@@ -132,11 +132,11 @@ class Match:
 
     async def aread(self, out: Any, *, verify: bool = False) -> int:
         """Like `read`, without blocking the event loop. A cancelled call finishes its copy before it raises."""
-        return await self._session.in_thread(self.read_rows, self._dense(out), verify)
+        return await self._session.workers.run(self.read_rows, self._dense(out), verify)
 
     async def aread_into(self, paged: Any, block_ids: Sequence[int], *, verify: bool = False) -> int:
         """Like `read_into`, without blocking the event loop. A cancelled call finishes its copy before it raises."""
-        return await self._session.in_thread(self.read_rows, self._paged(paged, block_ids), verify)
+        return await self._session.workers.run(self.read_rows, self._paged(paged, block_ids), verify)
 
     def _dense(self, out: Any) -> Rows:
         self._check_held()
@@ -219,7 +219,7 @@ class AsyncMatch:
 
     async def __aenter__(self) -> Match:
         try:
-            await self._session.ask_in_thread(self._ask)
+            await self._session.asking.run(self._ask)
         except BaseException:
             self._match.release()
             raise
