@@ -96,11 +96,8 @@ class KVCache:
         prompt that waits in a queue. Blocks that another reader is fetching are not fetched twice. Raises ValueError
         for keys of another cache.
         """
-        return self._match(keys, prefetch, counted=True)
-
-    def _match(self, keys: Keys, prefetch: bool, counted: bool) -> Match:
         keys = key_chain.check(keys, self.id)
-        return Match(self.session, keys, self.recompute_tokens_per_s, prefetch, counted=counted).ask()
+        return Match(self.session, keys, self.recompute_tokens_per_s, prefetch, counted=True).ask()
 
     def amatch(self, keys: Keys, *, prefetch: bool = False) -> AsyncMatch:
         """Like `match`, but for event loops: `async with cache.amatch(keys) as match`."""
@@ -115,7 +112,7 @@ class KVCache:
         return self.session.background(self._promote, key_chain.check(keys, self.id))
 
     def _promote(self, keys: Keys) -> int:
-        with self._match(keys, prefetch=True, counted=False) as match:
+        with Match(self.session, keys, self.recompute_tokens_per_s, prefetch=True).ask() as match:
             return match.fetch(whole=True)
 
     # ------------------------------------------------------------------ store

@@ -103,11 +103,8 @@ class Match:
 
         Asks the directory for names that this process does not know yet. Leaves out nodes whose names stay unknown.
         """
-        return self._session.node_names(self._indices())
-
-    def _indices(self) -> list[int]:
-        """Return the indices of the nodes, each once, in the blocks' order."""
-        return list(dict.fromkeys(index for lease in self._leases for index in lease.blocks.source["node"].tolist()))
+        indices = (index for lease in self._leases for index in lease.blocks.source["node"].tolist())
+        return self._session.node_names(list(dict.fromkeys(indices)))
 
     def read(self, out: Any, *, verify: bool = False) -> int:
         """Copy the blocks to `out`. Blocks of other nodes stream through this node's staging window.
