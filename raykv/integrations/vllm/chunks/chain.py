@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import Any
 
 from vllm.v1.kv_offload.base import get_offload_group_idx
 
@@ -23,7 +24,8 @@ class Chain:
     most: maximum number of tokens to load, see `loadable`. start: the first token that neither the engine's own cache
     nor the pool had. adapter: vLLM's id of the request's LoRA adapter. question: number of the question that asks the
     workers for their adapters. loads: by rank, the number of the adapter load that the request uses. trusted:
-    whether the keys name the KV that the request computes.
+    whether the keys name the KV that the request computes. request: vLLM's request, whose tokens and hashes do not
+    change once they are computed.
     """
 
     keys: dict[int, list[bytes]]
@@ -38,6 +40,7 @@ class Chain:
     question: int = 0
     loads: dict[int, int] | None = None
     trusted: bool = True
+    request: Any = None
     numbers: dict[bytes, int] = field(default_factory=dict, init=False)
     _known: Counter[int] = field(default_factory=Counter, init=False)
 
