@@ -137,7 +137,7 @@ def _ready_prefix(state: State, requests: tuple[MatchRequest, ...], keys: list[K
     tokens = min(_less_ahead(request, len(part)) for request, part in limits)
     for request, part in whole:
         wanted, reader = part[: -(-tokens // request.tokens) + request.ahead], state.nodes.get(request.node)
-        ready = lookup.ready_prefix(state.c, wanted, np.empty(len(wanted), np.int64), _index_of(reader))
+        ready = lookup.ready_prefix(state.c, wanted, np.empty(len(wanted), np.int64), _index_of(reader), False)
         tokens = min(tokens, _less_ahead(request, ready))
     return tokens
 
@@ -176,7 +176,7 @@ def _pending(state: State, client: int, requests: tuple[MatchRequest, ...], keys
     for request, part in whole:
         wanted = part[: -(-covered // request.tokens) + request.ahead]
         reader, firsts = state.nodes.get(request.node), np.empty(len(wanted), np.int64)
-        written = lookup.unfinished_prefix(state.c, wanted, firsts, _index_of(reader))
+        written = lookup.ready_prefix(state.c, wanted, firsts, _index_of(reader), True)
         tokens, covered = min(tokens, _less_ahead(request, written)), min(covered, written * request.tokens)
     n = covered // first.tokens
     n += state.intents.leading(client, _next_keys(first.keys, n))
