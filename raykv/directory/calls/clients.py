@@ -36,7 +36,7 @@ def on_call(state: State, call: Call, now: float) -> Client:
     if len(corrupt):
         rows, gens = state.size_classes.rows_of(corrupt)
         state.tier_catalog.schedule_delete(rows, gens)
-        state.counters["corrupt"] += int(slabs.drop(state.c, rows, gens))
+        state.counters["corrupt"] += int(slabs.drop(state.c, rows, gens, False))
         state.pins.repair()
     return client
 

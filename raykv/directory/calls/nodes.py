@@ -116,7 +116,7 @@ def _veto(state: State, found: FoundBlocks) -> None:
     keys, known = found.keys, state.c.rows[rows]
     other = (known["gen"] != gens) | (known["k0"] != keys[:, 0]) | (known["k1"] != keys[:, 1])
     vetoed = (rows >= 0) & other & (gens >= known["gen"])
-    slabs.drop(state.c, rows[vetoed], known["gen"][vetoed])
+    slabs.drop(state.c, rows[vetoed], known["gen"][vetoed], False)
     state.pins.repair()
 
 
