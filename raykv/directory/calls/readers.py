@@ -187,7 +187,7 @@ def _pending(state: State, client: int, requests: tuple[MatchRequest, ...], keys
 def _hold_prefix(state: State, call: Call, request: MatchRequest, keys: KeyArray, group: int, now: float) -> HeldPrefix:
     """Hold the longest ready prefix of the keys for a reader. group: see Hold."""
     reader, stride = state.nodes.get(request.node), slot_bytes(request.block_bytes)
-    size_class = state.allocator.staging_class(reader, stride)
+    size_class = state.allocator.size_class(reader, stride) if reader and reader.state == "alive" else -1
     host = _index_of(state.nodes.get(reader.host)) if reader and reader.on_gpu else -1
     firsts, *rows = [np.empty(len(keys), np.int64) for _ in range(5)]
     places = Places(*np.empty((2, len(keys)), LOCATION))

@@ -238,11 +238,6 @@ class Allocator:
         if self._open_spare(node, size_class, stride, need) < need:
             self._reclaim(node, size_class, stride, self._size_classes.room, need, NOBODY)
 
-    def staging_class(self, reader: Node | None, stride: int) -> int:
-        """Return the size class into which a reader's node pulls blocks; -1 if it can't pull blocks of this size."""
-        size_class = self.size_class(reader, stride) if reader else -1
-        return size_class if reader and reader.state == "alive" else -1
-
     def _open_spare(self, node: Node, size_class: int, stride: int, need: int) -> int:
         """Open spare slabs for a size class until `need` more blocks fit. Returns how many more blocks fit."""
         while node.spare and self._size_classes.room(size_class) < need:

@@ -106,16 +106,13 @@ class SizeClasses:
 
         window: maximum number of staging slots. charge: bytes that a primary's tenant pays for.
         """
-        size_class = self._add(node, window, offered, charge)
+        size_class = self.add_unlisted(node, window, offered, charge)
         self.classes[stride] = np.append(self.classes.get(stride, np.zeros(0, np.int64)), size_class)
         self._reset_heap(stride)
         return size_class
 
-    def add_tier(self, tier: int, offered: int) -> int:
-        """Make a size class of an external tier. Writers get no slots there, and so evict nothing there."""
-        return self._add(tier, 0, offered, 0)
-
-    def _add(self, node: int, window: int, offered: int, charge: int) -> int:
+    def add_unlisted(self, node: int, window: int, offered: int, charge: int) -> int:
+        """Like `add`, but writers get no slots there, and so evict nothing there."""
         size_class = self._class_count
         self._class_count += 1
         lists = _grown(self.c.lists, self._class_count * LISTS_PER_CLASS)
