@@ -61,7 +61,8 @@ def pin(state: State, call: Call, keys: bytes, now: float) -> Counted:
     Pins hold at most PINNED_SHARE of the nodes' memory.
     """
     on_call(state, call, now)
-    limit = int(state.allocator.memory_bytes() * PINNED_SHARE)
+    memory = sum(node.limit * node.slab_bytes for node in state.nodes.values() if not node.on_gpu)
+    limit = int(memory * PINNED_SHARE)
     return Counted(state.epoch, state.pins.pin(split_keys(keys), limit))
 
 

@@ -44,7 +44,8 @@ def join(state: State, name: str, arena: ArenaDescription, now: float, window: i
         state.c.state[EPOCH] = arena.epoch + 1
     state.stamped.add(arena.nonce)
     known = state.nodes.get(name)
-    if known and known.nonce == arena.nonce and not known.is_half_adopted:
+    half_adopted = known and known.state == "joining" and known.floor >= 0  # not all of its inventory has arrived
+    if known and known.nonce == arena.nonce and not half_adopted:
         known.last_heartbeat = now
         return Joined(known.index, state.epoch)
     _remove(state, name)
