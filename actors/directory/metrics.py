@@ -124,7 +124,7 @@ class DirectoryMetrics:
         export, now = self._exporter, time.monotonic()
         with self._lock:
             directory = self._directory
-            totals, gauges, tiers = directory.totals(), directory.gauges(), directory.tier_fill()
+            totals, gauges, tiers = directory.totals(), directory.gauges(), directory.tier_catalog.fill()
             oldest, tenants, curve = directory.oldest_lease(), directory.quotas.stats(), directory.hit_curve.figures()
             for method in self._times:
                 self._fold(method)
@@ -185,14 +185,14 @@ class DirectoryMetrics:
 
     def _memory_figures(self, name: str) -> None:
         with self._lock:
-            there = name in self._directory.nodes
-            steps = self._directory.memory_stats(name, time.monotonic(), STEP_SLOTS) if there else iter(())
+            node, now = self._directory.nodes.get(name), time.monotonic()
+            steps = self._directory.allocator.stats_in_steps(node, now, STEP_SLOTS) if node else iter(())
             coldest = self._directory.coldest(name)
         stats = self._last(steps)
         if stats is None:
             return
-        node, _, gpu = name.partition("/")
-        export, tags = self._exporter, {"node": node, "tier": f"gpu {gpu[:12]}" if gpu else "cpu"}
+        host, _, gpu = name.partition("/")
+        export, tags = self._exporter, {"node": host, "tier": f"gpu {gpu[:12]}" if gpu else "cpu"}
         export.set("memory_capacity_bytes", (stats["slabs"] + stats["spare_slabs"]) * stats["slab_bytes"], **tags)
         export.set("memory_used_bytes", stats["bytes_used"], **tags)
         export.set("memory_alive", float(stats["state"] == "alive"), **tags)

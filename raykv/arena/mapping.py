@@ -18,7 +18,7 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from raykv.arena import files, header, superblock
+from raykv.arena import header, superblock
 from raykv.arena.files import ArenaFile
 from raykv.arena.gpu import cuda, host_copy
 from raykv.arena.page_locks import PageLocks
@@ -71,18 +71,13 @@ class Mapping:
 
     @property
     def has_name(self) -> bool:
-        """Owner: whether the file is still at its path; somebody may have removed it. True after `close`."""
-        return self._locks.fd < 0 or files.has_name(self.path, self._locks.fd)
+        """Owner: whether the file still has its name; somebody may have removed it. True after `close`."""
+        return self._locks.named
 
     @property
     def lost(self) -> bool:
         """Whether the owner is dead and no store can adopt the arena, since somebody removed the file."""
         return not self._locks.named and not self._locks.owned_elsewhere(ALIGN)
-
-    @property
-    def incarnation(self) -> int:
-        """How many owners the arena has had."""
-        return header.load(self._memory[0], header.INCARNATION)
 
     @property
     def offered(self) -> int:
@@ -270,16 +265,16 @@ class Mapping:
                 locks.lock(gpu, slab, _version(words, slab))
         finally:
             with self._slab_lock:
-                locks.end(missing)
+                locks.locking -= missing
         with self._slab_lock:
             known = self._memory[1] is data and header.load(words, header.DISCARDS) == self._discards
             used = slabs if known and slabs is not None and locks.reach(slabs) else None
-            locks.use(used or set())
+            locks.users.update(used or set())
         try:
             yield used is not None
         finally:
             with self._slab_lock:
-                locks.leave(used or set())
+                locks.users.subtract(used or set())
 
     def _slabs_at(self, addresses: Addresses, words: header.Words, data: Bytes) -> set[int] | None:
         """Return the slabs of these slots. None if the slots are not in this mapping, or a new mapping replaced it.

@@ -96,11 +96,8 @@ class KVCache:
         prompt that waits in a queue. Blocks that another reader is fetching are not fetched twice. Raises ValueError
         for keys of another cache.
         """
-        return self._match(keys, prefetch, counted=True)
-
-    def _match(self, keys: Keys, prefetch: bool, counted: bool) -> Match:
         keys = key_chain.check(keys, self.id)
-        return Match(self.session, keys, self.recompute_tokens_per_s, prefetch, counted=counted).ask()
+        return Match(self.session, keys, self.recompute_tokens_per_s, prefetch, counted=True).ask()
 
     def amatch(self, keys: Keys, *, prefetch: bool = False) -> AsyncMatch:
         """Like `match`, but for event loops: `async with cache.amatch(keys) as match`."""
@@ -115,7 +112,7 @@ class KVCache:
         return self.session.background(self._promote, key_chain.check(keys, self.id))
 
     def _promote(self, keys: Keys) -> int:
-        with self._match(keys, prefetch=True, counted=False) as match:
+        with Match(self.session, keys, self.recompute_tokens_per_s, prefetch=True).ask() as match:
             return match.fetch(whole=True)
 
     # ------------------------------------------------------------------ store
@@ -147,14 +144,14 @@ class KVCache:
         """Like `store`, without blocking the event loop. A cancelled call finishes its copy before it raises."""
         # Check in this thread: only the calling thread's CUDA stream shows which GPU work must finish first.
         rows = self._dense(keys, blocks, start)
-        return (await self.session.in_thread(store_rows, self.session, *rows, wait)).new
+        return (await self.session.workers.run(store_rows, self.session, *rows, wait)).new
 
     async def astore_from(
         self, keys: Keys, paged: Any, block_ids: Sequence[int], start: int = 0, *, wait: bool = False
     ) -> int:
         """Like `store_from`, without blocking the event loop. A cancelled call finishes its copy before it raises."""
         rows = self._paged(keys, paged, block_ids, start)
-        return (await self.session.in_thread(store_rows, self.session, *rows, wait)).new
+        return (await self.session.workers.run(store_rows, self.session, *rows, wait)).new
 
     def _dense(self, keys: Keys, blocks: Any, start: int) -> tuple[Keys, Rows, int]:
         keys = key_chain.check(keys, self.id)

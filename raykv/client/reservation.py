@@ -8,7 +8,6 @@ import numpy as np
 
 from raykv.arena.buffers import Rows
 from raykv.client.session import Session
-from raykv.client.stores.store_client import pieces
 from raykv.config import KEYS_PER_CALL, MIB
 from raykv.errors import DeviceError
 from raykv.keys import Keys
@@ -100,7 +99,8 @@ class Reservation:
         self._written[self._away] = UNTOUCHED  # until another node is asked to pull the block
         if session.local is None:
             return
-        for piece in pieces(away, max(1, PUSH_BYTES // self._block_bytes)):
+        step = max(1, PUSH_BYTES // self._block_bytes)
+        for piece in (away[first : first + step] for first in range(0, len(away), step)):
             if not session.local.reaches(self._locations["node"][piece]).all():
                 session.directory.fault("silent", f"{len(piece)} blocks are for nodes that do not answer")
                 return

@@ -1,14 +1,10 @@
 """One process's part in a pool: its node's store, its line to the directory, and the threads of its calls."""
 
-import asyncio
-import contextlib
-import contextvars
 import logging
 import threading
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
-from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
@@ -71,8 +67,8 @@ class Session:
         self._others: dict[str, StoreClient] = {}  # stores of other nodes, by the directory's name for their memory
         self._renewal: threading.Thread | None = None  # the thread that looks for the node store
         self._renewing = threading.Lock()  # ensures that there is at most one such thread
-        self._workers = Workers("raykv")
-        self._asking = Workers("raykv-match")  # a match must not queue behind copies
+        self.workers = Workers("raykv")
+        self.asking = Workers("raykv-match")  # a match must not queue behind copies
         self._background = Workers("raykv-background")
         Tending(self.directory)  # its thread keeps it alive
 
@@ -83,17 +79,6 @@ class Session:
     def memory_name(self) -> str:
         """The directory's name for the memory that this process copies from and to."""
         return self.local.name if self.local else self.node_id
-
-    async def in_thread(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run a blocking function in a thread, beside the event loop. A cancelled call waits until the function ends.
-
-        The function may use the caller's memory until then. It runs in the caller's context, so in the caller's span.
-        """
-        return await _in(self._workers, partial(function, *args, **kwargs))
-
-    async def ask_in_thread(self, function: Callable[[], T]) -> T:
-        """Like `in_thread`, but for calls to the directory."""
-        return await _in(self._asking, function)
 
     def background(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         """Run a function that may wait for an external tier. Calls that need only memory do not queue behind it."""
@@ -204,19 +189,6 @@ class Session:
             self.local.store, self.local.index = found.store, found.index
             return
         self.local = found  # the old arena is unmapped when its last reader is done
-
-
-async def _in(workers: Workers, function: Callable[[], T]) -> T:
-    """See `Session.in_thread`."""
-    fork.refuse_forked()
-    running = asyncio.wrap_future(workers.submit(contextvars.copy_context().run, function))
-    try:
-        return await asyncio.shield(running)
-    except asyncio.CancelledError:
-        while not running.done():  # keep waiting after a second cancellation too
-            with contextlib.suppress(asyncio.CancelledError):
-                await asyncio.wait([running])
-        raise
 
 
 def settings_of(name: str) -> dict[str, Any]:

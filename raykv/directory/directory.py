@@ -66,7 +66,5 @@ class Directory(State):
     gauges = figures.gauges
     oldest_lease = figures.oldest_lease
     coldest = figures.coldest
-    memory_stats = figures.memory_stats
-    tier_fill = figures.tier_fill
     largest_prefixes = figures.largest_prefixes
     stats = figures.stats

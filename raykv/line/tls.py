@@ -81,7 +81,7 @@ class TlsSocket:
         self._tls = made.wrap_bio(self._incoming, self._outgoing, server_side=not host, server_hostname=host or None)
         self._mutex = threading.RLock()  # held while OpenSSL works; a signal's handler may use the connection too
         self._records, self._owed = memoryview(b""), 0  # unsent records; number of bytes of plain text in them
-        self._limit = plain.gettimeout()  # seconds that a call may wait
+        self.limit = plain.gettimeout()  # seconds that a call may wait; `wire.set_limits` sets it too
         self._said = self._received = 0  # received bytes of the handshake, and of plain text
         self._ended = False  # the peer has said that it sends no more
 
@@ -101,12 +101,8 @@ class TlsSocket:
         self.plain.shutdown(how)
 
     def settimeout(self, seconds: float | None) -> None:
-        self._limit = seconds
+        self.limit = seconds
         self.plain.settimeout(seconds)
-
-    def limit(self, seconds: float) -> None:
-        """Note the limit that `raykv.line.wire.set_limits` has set for the plain socket."""
-        self._limit = seconds
 
     def setblocking(self, flag: bool) -> None:
         self.settimeout(None if flag else 0.0)
@@ -185,7 +181,7 @@ class TlsSocket:
         """
         view = memoryview(buffer)
         view = view[: nbytes or len(view)]
-        limit = 0.0 if flags & socket.MSG_DONTWAIT else self._limit
+        limit = 0.0 if flags & socket.MSG_DONTWAIT else self.limit
         end = inf if limit is None else time.monotonic() + limit
         got = self._decrypt(view)
         while not got and len(view) and not self._ended:

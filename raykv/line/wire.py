@@ -131,7 +131,7 @@ def set_limits(peer: Stream, seconds: float) -> None:
     """
     peer.settimeout(None)
     if isinstance(peer, TlsSocket):
-        peer.limit(seconds)
+        peer.limit = seconds
     limit = TIMEVAL.pack(*divmod(max(1, int(seconds * 1e6)), 10**6))
     for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
         peer.setsockopt(socket.SOL_SOCKET, option, limit)

@@ -55,19 +55,14 @@ class Match:
                         break
                 hits = found_tokens(self._leases, self._cache)
                 tell(it, hit_tokens=sum(hits.values()), **hits)
-            self._count(hits, time.monotonic() - begin)
+            if self._counted:
+                count_found(self._session, self._cache, asked, hits)
+            if self._record is not None:
+                self._record.found, self._record.lookup_s = hits, time.monotonic() - begin
         except BaseException:  # a signal handler or the span's exporter raised: nobody else would release the leases
             self.release()
             raise
         return self
-
-    def _count(self, hits: dict[str, int], seconds: float) -> None:
-        """Count a look-up. hits: found tokens by source. seconds: duration of the look-up."""
-        if not self._counted:
-            return
-        count_found(self._session, self._cache, self._asked, hits)
-        if self._record is not None:
-            self._record.found, self._record.lookup_s = hits, seconds
 
     def _parts(self) -> Iterator[Keys]:
         """Yield the keys in pieces of at most KEYS_PER_CALL."""
@@ -108,11 +103,8 @@ class Match:
 
         Asks the directory for names that this process does not know yet. Leaves out nodes whose names stay unknown.
         """
-        return self._session.node_names(self._indices())
-
-    def _indices(self) -> list[int]:
-        """Return the indices of the nodes, each once, in the blocks' order."""
-        return list(dict.fromkeys(index for lease in self._leases for index in lease.blocks.source["node"].tolist()))
+        indices = (index for lease in self._leases for index in lease.blocks.source["node"].tolist())
+        return self._session.node_names(list(dict.fromkeys(indices)))
 
     def read(self, out: Any, *, verify: bool = False) -> int:
         """Copy the blocks to `out`. Blocks of other nodes stream through this node's staging window.
@@ -137,11 +129,11 @@ class Match:
 
     async def aread(self, out: Any, *, verify: bool = False) -> int:
         """Like `read`, without blocking the event loop. A cancelled call finishes its copy before it raises."""
-        return await self._session.in_thread(self.read_rows, self._dense(out), verify)
+        return await self._session.workers.run(self.read_rows, self._dense(out), verify)
 
     async def aread_into(self, paged: Any, block_ids: Sequence[int], *, verify: bool = False) -> int:
         """Like `read_into`, without blocking the event loop. A cancelled call finishes its copy before it raises."""
-        return await self._session.in_thread(self.read_rows, self._paged(paged, block_ids), verify)
+        return await self._session.workers.run(self.read_rows, self._paged(paged, block_ids), verify)
 
     def _dense(self, out: Any) -> Rows:
         self._check_held()
@@ -224,7 +216,7 @@ class AsyncMatch:
 
     async def __aenter__(self) -> Match:
         try:
-            await self._session.ask_in_thread(self._ask)
+            await self._session.asking.run(self._ask)
         except BaseException:
             self._match.release()
             raise

@@ -88,11 +88,11 @@ class Stream:
             blocks.fall_short("this node has no store")
             return
         away = np.flatnonzero(~here[: self._before_silence(store, stop)])
-        pulls = _Pulls(self, store, away, np.zeros(stop, np.bool_) if passes else None)
+        pulls = _Pulls(self, store, away, np.zeros(len(here), np.bool_))
         pulls.begin()
         if here.any():
             yield np.flatnonzero(here), blocks.source[:stop][here]
-            pulls.pass_by(here)
+            pulls.passed[here] = passes
         end, pause = 0.0, WINDOW_POLL_S
         while True:
             pulls.begin()
@@ -114,7 +114,7 @@ class Stream:
                 self._session.directory.bell.ring()  # no call follows soon, and other readers may wait for these blocks
             arrived = pull.blocks[came]
             yield arrived, blocks.staged[arrived]
-            pulls.pass_by(arrived)
+            pulls.passed[arrived] = passes
 
     def by_source(self, piece: Blocks) -> list[Blocks]:
         """Split a piece into blocks of other nodes and blocks of a tier, as a tier may need much longer."""
@@ -194,9 +194,9 @@ class Stream:
 class _Pulls:
     """The pulls of one pass through a lease. under_way: pulls by pending answer. broken: no more pulls may begin."""
 
-    def __init__(self, stream: Stream, store: StoreClient, away: Blocks, passed: NDArray[np.bool_] | None) -> None:
-        """away: the blocks to pull. passed: (n,) bool, blocks whose slots may be reused; None: keep all slots."""
-        self._stream, self._store, self._away, self._passed = stream, store, away, passed
+    def __init__(self, stream: Stream, store: StoreClient, away: Blocks, passed: NDArray[np.bool_]) -> None:
+        """away: the blocks to pull. passed: (n,) bool, blocks whose slots may be reused."""
+        self._stream, self._store, self._away, self.passed = stream, store, away, passed
         self._next = 0  # index in `away` of the next block to pull
         self.under_way: dict[Any, Pull] = {}
         self.broken = False
@@ -210,9 +210,9 @@ class _Pulls:
         """Start pulls while there are staging slots, until PIECES_AHEAD pulls run."""
         stream, blocks = self._stream, self._stream.blocks
         while not self.done and len(self.under_way) < PIECES_AHEAD:
-            start = 0 if self._passed is None else leading(self._passed)
             wanted = stream.piece(self._away, self._next)
-            piece = blocks.take_slots(wanted, start, may_wait=blocks.follows and not self._store.silence.any_late)
+            start, may_wait = leading(self.passed), blocks.follows and not self._store.silence.any_late
+            piece = blocks.take_slots(wanted, start, may_wait=may_wait)
             self.broken = piece is None
             if self.broken:
                 blocks.fall_short("the directory gave no staging slots, or does not answer")
@@ -238,11 +238,6 @@ class _Pulls:
         else:
             self._stream.fall_short_of(FAILED_TO, missing)
             self.broken = True
-
-    def pass_by(self, blocks: Blocks | NDArray[np.bool_]) -> None:
-        """Note that the reader no longer needs these blocks."""
-        if self._passed is not None:
-            self._passed[blocks] = True
 
 
 def reachable(store: StoreClient, source: Locations, node: int) -> int:

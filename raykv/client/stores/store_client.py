@@ -1,7 +1,7 @@
 """The store of a node, which pulls blocks to that node for the node's readers."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -14,12 +14,6 @@ from raykv.client.stores.workers import giving_way
 from raykv.cluster import ray_calls
 from raykv.protocol.location import Locations
 from raykv.protocol.transfers import PULLED, data_deadline, verdicts_of
-
-
-def pieces(indices: NDArray[np.intp], blocks: int) -> Iterator[NDArray[np.intp]]:
-    """Yield the indices in pieces of at most `blocks`."""
-    for first in range(0, len(indices), blocks):
-        yield indices[first : first + blocks]
 
 
 class StoreClient:

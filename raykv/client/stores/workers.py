@@ -1,11 +1,15 @@
 """Threads for callers that must not wait."""
 
+import asyncio
 import contextlib
+import contextvars
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any, ParamSpec, TypeVar
+
+from raykv.system import fork
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -26,6 +30,22 @@ class Workers:
     def submit(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         """Run a function in one of the threads."""
         return self._threads.submit(self._run, partial(function, *args, **kwargs))
+
+    async def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run a function in a thread, beside the event loop. A cancelled call waits until the function ends.
+
+        The function may use the caller's memory until then. It runs in the caller's context, so in the caller's span.
+        """
+        fork.refuse_forked()
+        work = partial(function, *args, **kwargs)
+        running = asyncio.wrap_future(self.submit(contextvars.copy_context().run, work))
+        try:
+            return await asyncio.shield(running)
+        except asyncio.CancelledError:
+            while not running.done():  # keep waiting after a second cancellation too
+                with contextlib.suppress(asyncio.CancelledError):
+                    await asyncio.wait([running])
+            raise
 
     def _run(self, work: Callable[[], Any]) -> Any:
         with self._seats:

@@ -36,7 +36,7 @@ def on_call(state: State, call: Call, now: float) -> Client:
     if len(corrupt):
         rows, gens = state.size_classes.rows_of(corrupt)
         state.tier_catalog.schedule_delete(rows, gens)
-        state.counters["corrupt"] += int(slabs.drop(state.c, rows, gens))
+        state.counters["corrupt"] += int(slabs.drop(state.c, rows, gens, False))
         state.pins.repair()
     return client
 
@@ -61,7 +61,8 @@ def pin(state: State, call: Call, keys: bytes, now: float) -> Counted:
     Pins hold at most PINNED_SHARE of the nodes' memory.
     """
     on_call(state, call, now)
-    limit = int(state.allocator.memory_bytes() * PINNED_SHARE)
+    memory = sum(node.limit * node.slab_bytes for node in state.nodes.values() if not node.on_gpu)
+    limit = int(memory * PINNED_SHARE)
     return Counted(state.epoch, state.pins.pin(split_keys(keys), limit))
 
 

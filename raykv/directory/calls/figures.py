@@ -1,6 +1,5 @@
 """Figures of a directory: counters, gauges, statistics."""
 
-from collections.abc import Iterator
 from typing import Any
 
 from raykv.directory.calls.readers import locate_prefix
@@ -44,20 +43,6 @@ def coldest(state: State, name: str) -> int:
     node = state.nodes.get(name)
     ticks = [state.size_classes.oldest_tick_in_use(number) for number in node.size_classes.values()] if node else []
     return min((tick for tick in ticks if tick >= 0), default=-1)
-
-
-def memory_stats(state: State, name: str, now: float, slots_a_step: int) -> Iterator[dict[str, Any] | None]:
-    """Count slots by state, and used bytes, in the memory of a node or a GPU. KeyError for an unknown name.
-
-    Looks at every slot, in steps of about `slots_a_step` slots. Yields None after each step, so that other calls can be
-    answered in between. Yields the result at the end.
-    """
-    return state.allocator.stats_in_steps(state.nodes[name], now, slots_a_step)
-
-
-def tier_fill(state: State) -> dict[str, dict[str, Any]]:
-    """Return figures of each external tier, by the name of its node; "" is the shared tier. See TierCatalog.fill."""
-    return state.tier_catalog.fill()
 
 
 def largest_prefixes(state: State, n: int, now: float) -> list[dict[str, Any]]:

@@ -5,9 +5,9 @@ import numpy as np
 from raykv.config import staging_window
 from raykv.directory.calls.found_blocks import FoundBlocks
 from raykv.directory.calls.upkeep import check, promote_replicas, set_state
-from raykv.directory.kernels import columns, slabs
-from raykv.directory.kernels import sole_copies as copies
-from raykv.directory.kernels.columns import CLOCK, EPOCH
+from raykv.directory.kernels import eviction, slabs
+from raykv.directory.kernels.columns import CLOCK, EPOCH, NOWHERE
+from raykv.directory.kernels.sole_copies import find_sole
 from raykv.directory.state.allocator import Node
 from raykv.directory.state.arrays import key_array
 from raykv.directory.state.hit_curve import Plan
@@ -44,7 +44,8 @@ def join(state: State, name: str, arena: ArenaDescription, now: float, window: i
         state.c.state[EPOCH] = arena.epoch + 1
     state.stamped.add(arena.nonce)
     known = state.nodes.get(name)
-    if known and known.nonce == arena.nonce and not known.is_half_adopted:
+    half_adopted = known and known.state == "joining" and known.floor >= 0  # not all of its inventory has arrived
+    if known and known.nonce == arena.nonce and not half_adopted:
         known.last_heartbeat = now
         return Joined(known.index, state.epoch)
     _remove(state, name)
@@ -116,7 +117,7 @@ def _veto(state: State, found: FoundBlocks) -> None:
     keys, known = found.keys, state.c.rows[rows]
     other = (known["gen"] != gens) | (known["k0"] != keys[:, 0]) | (known["k1"] != keys[:, 1])
     vetoed = (rows >= 0) & other & (gens >= known["gen"])
-    slabs.drop(state.c, rows[vetoed], known["gen"][vetoed])
+    slabs.drop(state.c, rows[vetoed], known["gen"][vetoed], False)
     state.pins.repair()
 
 
@@ -235,18 +236,22 @@ def sole_copies(state: State, name: str, now: float) -> SoleCopies | None:
         if node.leaving:
             promote_replicas(state, node)
     tier = shared.index if shared and not shared.unreached else -1
-    locations, keys, total, heads = [], [], 0, np.empty(columns.TENANTS_MAX, np.int64)
+    locations, keys, total = [], [], 0
     for node in nodes:
+        slots = state.allocator.slots(node)
         for stride, size_class in node.size_classes.items():
-            rows = np.empty(SOLE_COPIES_PER_CALL, np.int64)
-            n = copies.in_lists(state.c, size_class, tier, heads, rows, 0)
+            eviction.oldest(state.c, size_class)  # takes held rows at the old end out of the list
+            rows, n = np.empty(slots[stride], np.int64), 0
             for record in node.slabs.values():
                 if state.c.slabs[record]["size_class"] == size_class:
-                    n = copies.held(state.c, *state.size_classes.span(record), tier, rows, n)
-            locations.append(state.size_classes.describe(rows[:n], stride).tobytes())
-            keys.append(state.size_classes.keys_of(rows[:n]))
-        spans = map(state.size_classes.span, node.slabs.values())
-        total += sum(int(copies.count(state.c, base, slots, tier)) for base, slots in spans)
+                    n, writing = find_sole(state.c, *state.size_classes.span(record), tier, rows, n)
+                    total += writing
+            total += n
+            known = state.c.rows[rows[:n]]
+            ages = np.where(known["prev"] == NOWHERE, 0, -known["last"])  # rows in no list come last
+            rows = rows[np.argsort(ages, kind="stable")[:SOLE_COPIES_PER_CALL]]
+            locations.append(state.size_classes.describe(rows, stride).tobytes())
+            keys.append(state.size_classes.keys_of(rows))
     return SoleCopies(b"".join(locations), b"".join(keys), total)
 
 

@@ -137,7 +137,7 @@ def _ready_prefix(state: State, requests: tuple[MatchRequest, ...], keys: list[K
     tokens = min(_less_ahead(request, len(part)) for request, part in limits)
     for request, part in whole:
         wanted, reader = part[: -(-tokens // request.tokens) + request.ahead], state.nodes.get(request.node)
-        ready = lookup.ready_prefix(state.c, wanted, np.empty(len(wanted), np.int64), _index_of(reader))
+        ready = lookup.ready_prefix(state.c, wanted, np.empty(len(wanted), np.int64), _index_of(reader), False)
         tokens = min(tokens, _less_ahead(request, ready))
     return tokens
 
@@ -176,7 +176,7 @@ def _pending(state: State, client: int, requests: tuple[MatchRequest, ...], keys
     for request, part in whole:
         wanted = part[: -(-covered // request.tokens) + request.ahead]
         reader, firsts = state.nodes.get(request.node), np.empty(len(wanted), np.int64)
-        written = lookup.unfinished_prefix(state.c, wanted, firsts, _index_of(reader))
+        written = lookup.ready_prefix(state.c, wanted, firsts, _index_of(reader), True)
         tokens, covered = min(tokens, _less_ahead(request, written)), min(covered, written * request.tokens)
     n = covered // first.tokens
     n += state.intents.leading(client, _next_keys(first.keys, n))
@@ -187,7 +187,7 @@ def _pending(state: State, client: int, requests: tuple[MatchRequest, ...], keys
 def _hold_prefix(state: State, call: Call, request: MatchRequest, keys: KeyArray, group: int, now: float) -> HeldPrefix:
     """Hold the longest ready prefix of the keys for a reader. group: see Hold."""
     reader, stride = state.nodes.get(request.node), slot_bytes(request.block_bytes)
-    size_class = state.allocator.staging_class(reader, stride)
+    size_class = state.allocator.size_class(reader, stride) if reader and reader.state == "alive" else -1
     host = _index_of(state.nodes.get(reader.host)) if reader and reader.on_gpu else -1
     firsts, *rows = [np.empty(len(keys), np.int64) for _ in range(5)]
     places = Places(*np.empty((2, len(keys)), LOCATION))

@@ -70,5 +70,6 @@ def forget_keys(state: State, keys: bytes) -> int:
     firsts = state.find(keys)
     rows = np.empty(leases.copies(state.c, firsts, np.empty(0, np.int64)), np.int64)
     leases.copies(state.c, firsts, rows)
-    state.tier_catalog.schedule_delete(rows, state.c.rows["gen"][rows])
-    return int(slabs.forget_rows(state.c, rows))
+    gens = state.c.rows["gen"][rows]
+    state.tier_catalog.schedule_delete(rows, gens)
+    return int(slabs.drop(state.c, rows, gens, True))

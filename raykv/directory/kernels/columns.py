@@ -16,6 +16,7 @@ from raykv.protocol.location import LOCATION
 # States of a row that becomes a primary: FREE -> WRITING -> READY -> (evicted) WRITING ... States of a replica: FREE ->
 # STAGING -> REPLICA -> ... States in an external tier: FREE -> DEMOTING -> EXTERNAL -> (evicted) DEMOTING ...
 FREE, WRITING, READY, REPLICA, STAGING, QUARANTINED, DROPPED, DEMOTING, EXTERNAL, CLOSED = range(10)
+IN_MEMORY = 1 << READY | 1 << REPLICA  # as bits, for `lists.first_in`
 STATES = ("free", "writing", "ready", "replica", "staging", "quarantined", "dropped", "demoting", "external")
 # QUARANTINED: somebody may still write into the slot, until a node store has found the slot's write lock free.
 # DROPPED: the block was forgotten, but somebody still holds the slot. CLOSED: the row belongs to no slab.

@@ -19,6 +19,7 @@ from raykv.directory.kernels.columns import (
     FREE,
     FREE_LIST,
     GOAL,
+    IN_MEMORY,
     INT,
     KEYS,
     LISTS_PER_CLASS,
@@ -34,6 +35,7 @@ from raykv.directory.kernels.eviction import evict, near_victim, oldest
 from raykv.directory.kernels.leases import has_primary
 from raykv.directory.kernels.lists import (
     finish,
+    first_in,
     forget,
     free,
     grant,
@@ -41,7 +43,6 @@ from raykv.directory.kernels.lists import (
     link_old,
     list_of,
     node_of,
-    present,
     ready_list,
     size_class_of,
     suspend,
@@ -102,17 +103,6 @@ def start_demotion(c, row, target_row, holds, source, target, n):
 
 
 @kernel
-def in_memory(c, row):
-    """Whether a row's key is in memory."""
-    other = first_of(c, row)
-    while other >= 0:
-        if present(c.rows[other].state):
-            return True
-        other = np.int64(c.rows[other].same)
-    return False
-
-
-@kernel
 def take_tier_slot(c, tier_class, evicted, count):
     """Take a free row of a tier's size class. If none is free, evict the oldest block, and append its key to `evicted`.
 
@@ -125,7 +115,7 @@ def take_tier_slot(c, tier_class, evicted, count):
         return row, count
     row = oldest(c, tier_class)
     for _ in range(CHANCES):
-        if row < 0 or c.rows[row].last < NEEDED or not in_memory(c, row):
+        if row < 0 or c.rows[row].last < NEEDED or first_in(c, first_of(c, row), IN_MEMORY) < 0:
             break
         touch(c, row)
         row = oldest(c, tier_class)

@@ -102,7 +102,8 @@ def _oldest_for(c, size_class, tenant, who):
 @kernel(C, INT, INT)
 def oldest_candidate(c, size_class, tenant):
     """Like `oldest`, but only among blocks that may be evicted for a new block of a tenant: see `whose`."""
-    return _oldest_for(c, size_class, tenant, whose(c, tenant, c.size_classes[size_class].charge))
+    who = whose(c, tenant, c.size_classes[size_class].charge) if tenant >= 0 else ANYBODY
+    return _oldest_for(c, size_class, tenant, who)
 
 
 @kernel

@@ -17,6 +17,7 @@ from raykv.directory.kernels.columns import (
     EXTERNAL,
     FREE,
     FREE_LIST,
+    IN_MEMORY,
     IN_TIME,
     IN_USE,
     INT,
@@ -366,23 +367,25 @@ def stored(state):
     return present(state) or state == EXTERNAL
 
 
+@kernel
+def first_in(c, row, states):
+    """Return the first row in one of `states` (bits), from `row` on among the rows of a key; -1 if there is none."""
+    while row >= 0 and not (states >> c.rows[row].state) & 1:
+        row = np.int64(c.rows[row].same)
+    return row
+
+
 @kernel(C, ROWS)
 def replace_by_stored(c, found):
     """Set found[i] to 1 if a row of a key stores the block, else to 0. found, in: the keys' first rows; -1: no row."""
     for i in range(len(found)):
-        row = np.int64(found[i])
-        while row >= 0 and not stored(c.rows[row].state):
-            row = np.int64(c.rows[row].same)
-        found[i] = row >= 0
+        found[i] = first_in(c, np.int64(found[i]), IN_MEMORY | 1 << EXTERNAL) >= 0
 
 
 @kernel
 def taken(c, first):
     """Whether a key is in memory or being written there. first: the key's first row, or -1."""
-    row = np.int64(first)
-    while row >= 0 and not (present(c.rows[row].state) or c.rows[row].state == WRITING):
-        row = np.int64(c.rows[row].same)
-    return row >= 0
+    return first_in(c, np.int64(first), IN_MEMORY | 1 << WRITING) >= 0
 
 
 @kernel
@@ -399,9 +402,7 @@ def in_external_tier(c, row):
 @kernel
 def promote(c, row):
     """Make a key's first replica the primary. `row` is the key's old primary or WRITING row, which is being removed."""
-    other = first_of(c, row)
-    while other >= 0 and c.rows[other].state != REPLICA:
-        other = np.int64(c.rows[other].same)
+    other = first_in(c, first_of(c, row), 1 << REPLICA)
     if other >= 0:
         set_role(c, other, READY)
 

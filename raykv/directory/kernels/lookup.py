@@ -2,8 +2,20 @@
 
 import numpy as np
 
-from raykv.directory.kernels.columns import EXTERNAL, HOLDS_MAX, INT, KEYS, NODE_MASK, READY, ROWS, STAGING, WRITING, C
-from raykv.directory.kernels.lists import node_of, present, size_class_of, stored
+from raykv.directory.kernels.columns import (
+    BOOL,
+    EXTERNAL,
+    HOLDS_MAX,
+    INT,
+    KEYS,
+    NODE_MASK,
+    READY,
+    ROWS,
+    STAGING,
+    WRITING,
+    C,
+)
+from raykv.directory.kernels.lists import first_in, node_of, present, size_class_of, stored
 from raykv.directory.kernels.table import find
 from raykv.system.jit import kernel
 
@@ -38,12 +50,17 @@ def best(c, first, node):
     return source if source >= 0 else external, staging
 
 
-@kernel(C, KEYS, ROWS, INT)
-def ready_prefix(c, keys, firsts, node):
-    """Fill `firsts` as `find` does. Returns how many leading keys a reader on `node` may read now."""
+@kernel(C, KEYS, ROWS, INT, BOOL)
+def ready_prefix(c, keys, firsts, node, written):
+    """Fill `firsts` as `find` does. Returns how many leading keys a reader on `node` may read now.
+
+    written: whether keys that are still being written count too.
+    """
     find(c, keys, firsts)
     n = 0
-    while n < len(firsts) and best(c, firsts[n], node)[0] >= 0:
+    while n < len(firsts) and (
+        best(c, firsts[n], node)[0] >= 0 or (written and first_in(c, np.int64(firsts[n]), 1 << WRITING) >= 0)
+    ):
         n += 1
     return n
 
@@ -59,25 +76,6 @@ def ready_runs(c, keys, firsts, node, window, runs):
     for i in range(len(firsts)):
         run = min(run + 1, window) if best(c, firsts[i], node)[0] >= 0 else np.int64(0)
         runs[i] = run
-
-
-@kernel(C, KEYS, ROWS, INT)
-def unfinished_prefix(c, keys, firsts, node):
-    """Like `ready_prefix`, but also counts keys that are still being written."""
-    find(c, keys, firsts)
-    n = 0
-    while n < len(firsts) and (best(c, firsts[n], node)[0] >= 0 or _is_written(c, firsts[n])):
-        n += 1
-    return n
-
-
-@kernel
-def _is_written(c, first):
-    """Whether a writer is still writing one of a key's rows."""
-    row = np.int64(first)
-    while row >= 0 and c.rows[row].state != WRITING:
-        row = np.int64(c.rows[row].same)
-    return row >= 0
 
 
 @kernel(C, ROWS, ROWS, ROWS, ROWS)

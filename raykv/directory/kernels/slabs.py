@@ -6,6 +6,7 @@
 import numpy as np
 
 from raykv.directory.kernels.columns import (
+    BOOL,
     CLOSED,
     DEMOTING,
     FLAGS,
@@ -195,36 +196,26 @@ def sweep_result(c, rows, gens, verdicts, keys, found_gens, floor):
             free(c, row)
 
 
-@kernel(C, ROWS, ROWS)
-def drop(c, rows, gens):
-    """Forget blocks that are corrupt or were overwritten. Returns how many of the blocks were still stored."""
+@kernel(C, ROWS, ROWS, BOOL)
+def drop(c, rows, gens, demoting):
+    """Forget blocks that are stored and, if `demoting`, blocks that are being demoted. Returns how many were forgotten.
+
+    A held slot becomes free when it is released.
+    """
     dropped = 0
     for i in range(len(rows)):
         row = np.int64(rows[i])
-        if row >= 0 and c.rows[row].gen == gens[i] and stored(c.rows[row].state):
-            forget(c, row)
-            drop_or_free(c, row)
-            dropped += 1
-    return dropped
-
-
-@kernel(C, ROWS)
-def forget_rows(c, rows):
-    """Forget blocks that are stored or being demoted. A held slot becomes free when it is released.
-
-    Returns how many of the rows were forgotten.
-    """
-    count = 0
-    for row in rows:
+        if row < 0 or c.rows[row].gen != gens[i]:
+            continue
         if stored(c.rows[row].state):
             forget(c, row)
-        elif c.rows[row].state == DEMOTING:
+        elif demoting and c.rows[row].state == DEMOTING:
             delete(c, row)
         else:
             continue
         drop_or_free(c, row)
-        count += 1
-    return count
+        dropped += 1
+    return dropped
 
 
 @kernel(C, INT, INT, INT, ROWS, INT)

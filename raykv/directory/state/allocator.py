@@ -61,11 +61,6 @@ class Node:
         return max(1, self.window_bytes // stride)
 
     @property
-    def is_half_adopted(self) -> bool:
-        """Whether the first piece of the node's inventory has arrived, but not the last piece."""
-        return self.state == "joining" and self.floor >= 0
-
-    @property
     def offered_to(self) -> int:
         """To whom the directory offers this memory: NOT_OFFERED, TO_READERS, TO_OWN or TO_ALL."""
         if self.state != "alive":
@@ -238,11 +233,6 @@ class Allocator:
         if self._open_spare(node, size_class, stride, need) < need:
             self._reclaim(node, size_class, stride, self._size_classes.room, need, NOBODY)
 
-    def staging_class(self, reader: Node | None, stride: int) -> int:
-        """Return the size class into which a reader's node pulls blocks; -1 if it can't pull blocks of this size."""
-        size_class = self.size_class(reader, stride) if reader else -1
-        return size_class if reader and reader.state == "alive" else -1
-
     def _open_spare(self, node: Node, size_class: int, stride: int, need: int) -> int:
         """Open spare slabs for a size class until `need` more blocks fit. Returns how many more blocks fit."""
         while node.spare and self._size_classes.room(size_class) < need:
@@ -270,10 +260,7 @@ class Allocator:
         """
         took = False
         while len(node.size_classes) > 1 and measure(size_class) < need:
-            if tenant == NOBODY:
-                tick = self._size_classes.oldest_tick(size_class)
-            else:
-                tick = self._size_classes.oldest_tick_for(size_class, tenant)
+            tick = self._size_classes.oldest_tick_for(size_class, tenant)
             evicted = int(self._c.size_classes[size_class]["evicted"])
             if tick >= 0 and evicted - node.checked.get(size_class, 0) < node.slab_bytes // stride:
                 break
@@ -333,10 +320,6 @@ class Allocator:
     def capacity(self) -> int:
         """Return the bytes that all nodes together should have for blocks, without staging windows and GPUs."""
         return sum(node.limit * node.slab_bytes - node.window_bytes for node in self.nodes.values() if not node.on_gpu)
-
-    def memory_bytes(self) -> int:
-        """Return the bytes that all nodes together should have, without GPUs."""
-        return sum(node.limit * node.slab_bytes for node in self.nodes.values() if not node.on_gpu)
 
     def quarantined(self, node: Node) -> Locations:
         """Return at most QUARANTINED_PER_HEARTBEAT quarantined slots of each size for the node's store to sweep."""

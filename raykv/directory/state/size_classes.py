@@ -106,16 +106,13 @@ class SizeClasses:
 
         window: maximum number of staging slots. charge: bytes that a primary's tenant pays for.
         """
-        size_class = self._add(node, window, offered, charge)
+        size_class = self.add_unlisted(node, window, offered, charge)
         self.classes[stride] = np.append(self.classes.get(stride, np.zeros(0, np.int64)), size_class)
         self._reset_heap(stride)
         return size_class
 
-    def add_tier(self, tier: int, offered: int) -> int:
-        """Make a size class of an external tier. Writers get no slots there, and so evict nothing there."""
-        return self._add(tier, 0, offered, 0)
-
-    def _add(self, node: int, window: int, offered: int, charge: int) -> int:
+    def add_unlisted(self, node: int, window: int, offered: int, charge: int) -> int:
+        """Like `add`, but writers get no slots there, and so evict nothing there."""
         size_class = self._class_count
         self._class_count += 1
         lists = _grown(self.c.lists, self._class_count * LISTS_PER_CLASS)
@@ -175,21 +172,20 @@ class SizeClasses:
         """Return how many slots are free, or have a replica that nobody holds."""
         return int(free_slots.takeable(self.c, size_class))
 
-    def oldest_tick(self, size_class: int) -> int:
-        """Return the tick of the last use of the oldest block that may be evicted; -1 if there is none."""
-        return self._tick_of(eviction.oldest(self.c, size_class))
-
     def end_late(self, after: int, before: int) -> None:
         """Make blocks late if their user left at a tick in (after, before]: see `eviction.end_late`."""
         if eviction.end_late(self.c, self._class_count, after, before):
             self.reset_heaps()
 
     def oldest_tick_in_use(self, size_class: int) -> int:
-        """Like `oldest_tick`, but only among blocks in use: see `eviction.oldest_in_use`."""
+        """Return the tick of the last use of the oldest block in use, or -1: see `eviction.oldest_in_use`."""
         return self._tick_of(eviction.oldest_in_use(self.c, size_class))
 
     def oldest_tick_for(self, size_class: int, tenant: int) -> int:
-        """Like `oldest_tick`, but only among blocks that may be evicted for this tenant: see `quotas.may_go`."""
+        """Return the tick of the last use of the oldest block that may be evicted for a tenant; -1 if there is none.
+
+        tenant: -1 if no writer asks. See `quotas.may_go`.
+        """
         return self._tick_of(eviction.oldest_candidate(self.c, size_class, tenant))
 
     def _tick_of(self, row: int) -> int:

@@ -306,7 +306,7 @@ class TierCatalog:
             return -1
         if stride not in tier.size_classes:
             offered = columns.NOT_OFFERED if tier.unreached else columns.TO_READERS
-            tier.size_classes[stride] = self._size_classes.add_tier(tier.index, offered)
+            tier.size_classes[stride] = self._size_classes.add_unlisted(tier.index, 0, offered, 0)
         return tier.size_classes[stride]
 
     def _provide_slots(self, tier: ExternalTier, size_class: int, need: int) -> None:

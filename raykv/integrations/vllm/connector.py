@@ -42,7 +42,7 @@ from raykv.integrations.vllm.chunks.contents import Contents
 from raykv.integrations.vllm.chunks.tail import OFFLOAD_LIMIT, Tail, as_chunk, store_job, tail_of
 from raykv.integrations.vllm.compat import TRIMS_HASHES, Connector, hint_of, load_limit
 from raykv.integrations.vllm.configuration import configure, cut_of, identify
-from raykv.integrations.vllm.events.kv_events import KVEvents, Prompt, Sizes
+from raykv.integrations.vllm.events.kv_events import KVEvents, Sizes
 from raykv.integrations.vllm.identity.adapters import OwnCache, Told, ToldAdapters
 from raykv.integrations.vllm.identity.groups import groups_of, loadable
 from raykv.integrations.vllm.identity.weights import Weights
@@ -139,12 +139,11 @@ class RayKVConnector(Connector):  # type: ignore[misc]
         keys = {group.group_idx: state.offload_keys for group, state in groups}
         limited = OFFLOAD_LIMIT in (request.kv_transfer_params or {})
         hint = hint_of(request)
-        chain = Chain(keys, origin, scheduler.manager.resets, self._tail_of(request), limited, hint)
+        chain = Chain(keys, origin, scheduler.manager.resets, self._tail_of(request), limited, hint, request=request)
         if request.lora_request:
             chain.adapter, chain.question = request.lora_request.lora_int_id, self._adapters.ask()
             self._unnamed.add(request.request_id)
         status.req_context.set_state(chain)
-        status.req_context.set_state(Prompt(request))
         if not request.skip_reading_prefix_cache:
             status.update_offload_keys()  # names the chunks of a waiting request
             scheduler.manager.queue.add(request.request_id, chain)

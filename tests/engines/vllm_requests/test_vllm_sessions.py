@@ -255,16 +255,16 @@ def test_hints_of_requests_of_two_versions() -> None:
 
 
 def test_a_sessions_own_begin_where_its_first_request_found_nothing() -> None:
-    sessions, ends = Sessions(), Hint("a", True)
+    sessions, goes_on, ends = Sessions(), Hint("a", True, again=True), Hint("a", True)
     for found in (256, 512):
         sessions.begin(Hint("a"), None, found)
-        assert sessions.start(ends, None) == 256
+        assert sessions.hinted(goes_on, None, None) == 256
     sessions.begin(Hint("a"), "tenant", 640)
-    assert sessions.start(ends, None) == 256 and sessions.start(ends, "tenant") == 640
+    assert sessions.hinted(goes_on, None, None) == 256 and sessions.hinted(goes_on, "tenant", None) == 640
     sessions.begin(Hint(), None, 512)
-    assert sessions.start(Hint(None, True), None) is None
-    sessions.end(ends, None)
-    assert sessions.start(ends, None) is None and sessions.start(ends, "tenant") == 640
+    assert sessions.hinted(Hint(None, True), None, None) is None
+    assert sessions.hinted(ends, None, None) == 256
+    assert sessions.hinted(ends, None, None) is None and sessions.hinted(ends, "tenant", None) == 640
 
 
 def test_the_session_that_was_used_longest_ago_is_forgotten() -> None:
@@ -275,4 +275,4 @@ def test_the_session_that_was_used_longest_ago_is_forgotten() -> None:
         sessions.begin(Hint(str(number)), None, 0)
     sessions.begin(Hint("a"), None, 2)
     sessions.begin(Hint("c"), None, 3)
-    assert [sessions.start(Hint(name), None) for name in ("a", "b", "c")] == [1, None, 3]
+    assert [sessions.hinted(Hint(name, True), None, None) for name in ("a", "b", "c")] == [1, None, 3]

@@ -267,7 +267,7 @@ def _check_tiers(directory: Directory, stats: dict[str, Any]) -> None:
         ]
         under_way = [r for r, g in demoting if rows[r]["gen"] == g and rows[r]["state"] == columns.DEMOTING]
         assert sorted(under_way) == tier_class[rows["state"][tier_class] == columns.DEMOTING].tolist()
-        said, fill = stats[tier.owner or ""], directory.tier_fill()[tier.owner or ""]
+        said, fill = stats[tier.owner or ""], directory.tier_catalog.fill()[tier.owner or ""]
         taken = rows["state"][mine] != columns.FREE
         assert fill["blocks"] == taken.sum() >= said["blocks"] and fill["bytes_used"] >= said["bytes_used"]
         assert said["blocks"] == len(external) and said["bytes_used"] <= max(said["capacity"], tier.slab_bytes)

@@ -84,10 +84,10 @@ def test_all_calls_are_counted_and_every_eighth_frequent_one_is_timed() -> None:
 def test_a_memory_is_looked_at_in_steps_between_which_it_may_change() -> None:
     pool = Pool(nodes="ab", slots=4, slabs=3)
     pool.store("a", KEYS[:9])
-    whole = pool.directory.stats(pool.now)["nodes"]["a"]
-    *pauses, found = pool.directory.memory_stats("a", pool.now, 4)
+    whole, stats_in_steps = pool.directory.stats(pool.now)["nodes"]["a"], pool.directory.allocator.stats_in_steps
+    *pauses, found = stats_in_steps(pool.directory.nodes["a"], pool.now, 4)
     assert found == whole and pauses == [None] * 2
-    steps = pool.directory.memory_stats("a", pool.now, 4)
+    steps = stats_in_steps(pool.directory.nodes["a"], pool.now, 4)
     assert next(steps) is None
     pool.directory.remove_node("a", pool.now)
     assert [*steps][-1] is not None, "what it had"

@@ -47,7 +47,7 @@ def test_blocks_that_were_fetched_from_a_tier_are_counted_once() -> None:
     name, directory = LeaseName(b"", HERE, 1, 1, 0), match._session.directory
     match._leases.append(Lease(match._session, None, LeasedBlocks(directory, 4096, name, source, rows)))
     match._leases[0].blocks.source["node"] = HERE  # as `fetch` does
-    match._count(found_tokens(match._leases, SALTED), 0.0)
+    count_found(match._session, SALTED, match._asked, found_tokens(match._leases, SALTED))
     tags = (("model", "m"), ("tenant", tenant_of("acme", SECRET)))
     assert added(exporter, "hit_tokens_total") == {(*tags, ("source", "external")): 16 * BLOCKS}
     assert added(exporter, "asked_tokens_total") == {tags: 16 * BLOCKS}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import Any
 
 from vllm.v1.kv_offload.base import get_offload_group_idx
 
@@ -23,6 +24,7 @@ class Chain:
     start: the first token that neither the engine's own cache nor the pool had. trusted: whether the keys name the KV
     that the request computes. adapter: vLLM's id of the LoRA adapter. question: number of the request's question to the
     workers, see `ToldAdapters.ask`. loads: by rank, the `number` of the adapter's Load that the request uses.
+    request: vLLM's request, whose tokens and hashes do not change once they are computed.
     """
 
     keys: dict[int, list[bytes]]
@@ -37,6 +39,7 @@ class Chain:
     question: int = 0
     loads: dict[int, int] | None = None
     trusted: bool = True
+    request: Any = None
     numbers: dict[bytes, int] = field(default_factory=dict, init=False)
     _known: Counter[int] = field(default_factory=Counter, init=False)
 

@@ -91,7 +91,7 @@ class Sessions:
     """Each session's first own token. Earlier tokens were cached when the session's first request asked the pool."""
 
     def __init__(self) -> None:
-        self._starts: dict[tuple[str, str | None], int] = {}
+        self._starts: dict[tuple[str | None, str | None], int] = {}
 
     def begin(self, hint: Hint, salt: str | None, found: int) -> None:
         """Note that a request has asked the pool. Only the first request of a session counts.
@@ -104,10 +104,6 @@ class Sessions:
                 del self._starts[next(iter(self._starts))]
             self._starts[hint.session, salt] = start
 
-    def start(self, hint: Hint, salt: str | None) -> int | None:
-        """Return the session's first own token, or None if no request of the session has asked the pool."""
-        return self._starts.get((hint.session, salt)) if hint.session is not None else None
-
     def hinted(self, hint: Hint, salt: str | None, found: int | None) -> int | None:
         """Return the first token that a finished request's hint is about, or None without a hint.
 
@@ -115,12 +111,6 @@ class Sessions:
         """
         if not hint.done:
             return 0 if hint.keep_s else None
-        start = self.start(hint, salt)
-        if not hint.again:
-            self.end(hint, salt)
+        name = hint.session, salt
+        start = self._starts.get(name) if hint.again else self._starts.pop(name, None)
         return found if start is None else start
-
-    def end(self, hint: Hint, salt: str | None) -> None:
-        """Forget a session that is over."""
-        if hint.session is not None:
-            self._starts.pop((hint.session, salt), None)

@@ -9,7 +9,6 @@ objects, and never repeats an event.
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,7 +24,7 @@ from vllm.v1.kv_offload.base import get_offload_block_hash, get_offload_group_id
 from raykv.client.cache import KVCache
 from raykv.integrations.vllm.compat import event_extra_keys
 from raykv.integrations.vllm.events.published import AGAIN_S, Change, Published
-from raykv.line.bell import Bell
+from raykv.line.periodic import Pause, Periodic
 from raykv.protocol.clients import Stored
 
 log = logging.getLogger("raykv")
@@ -42,12 +41,6 @@ KEEP_AWAKE_S = 0.5  # seconds that an engine with nothing to compute continues t
 REFRESH_S = 600.0  # seconds after which a chunk is published again
 
 
-class Prompt(NamedTuple):
-    """A request, from which the events of its chunks are made. Computed tokens and hashes of a request never change."""
-
-    request: Any
-
-
 class Sizes(NamedTuple):
     """Sizes, in tokens, of a pool chunk, an engine block, and a block that vLLM hashes. kind: kind of attention."""
 
@@ -62,7 +55,7 @@ class Offer(NamedTuple):
 
     keys: list[bytes]
     numbers: list[int | None]
-    prompt: Prompt
+    request: Any
 
 
 class Ready(NamedTuple):
@@ -92,21 +85,21 @@ class KVEvents:
         self._steps, self._allowed = 0, 0.0
         self._taken_at = self._ring_at = self._awake_until = 0.0
         self._ask_at = 0.0
-        self._bell, self._closed = Bell(), threading.Event()
-        threading.Thread(target=self._run, name="raykv-events", daemon=True).start()
+        self._loop = Periodic("raykv-events", self._step, self._failed)
+        self._loop.start()
 
     # ------------------------------------------------------------------ for the scheduler
 
-    def offer(self, keys: list[bytes], numbers: list[int | None], prompt: Prompt) -> None:
+    def offer(self, keys: list[bytes], numbers: list[int | None], request: Any) -> None:
         """Publish chunks once the pool has them. numbers: the chunks' numbers; None for other requests' chunks."""
         self._awake_until = time.monotonic() + KEEP_AWAKE_S
-        self._offers.put(Offer(keys, numbers, prompt))
-        self._bell.ring()
+        self._offers.put(Offer(keys, numbers, request))
+        self._loop.wake()
 
     def reset(self) -> None:
         """Withdraw everything that was published."""
         self._offers.put(None)
-        self._bell.ring()
+        self._loop.wake()
 
     def take(self) -> list[Any]:
         """Return vLLM's events of this step. vLLM calls this once per step."""
@@ -115,7 +108,7 @@ class KVEvents:
         events = self._take(now) if self._ready else []
         if now >= self._ring_at or (self._full and self._made - self._taken < READY_BLOCKS // 2):
             self._ring_at, self._full = now + ASK_S, False
-            self._bell.ring()
+            self._loop.wake()
         return events
 
     def _take(self, now: float) -> list[Any]:
@@ -139,27 +132,23 @@ class KVEvents:
         return waits and self._answers and time.monotonic() < self._awake_until
 
     def close(self) -> None:
-        self._closed.set()
-        self._bell.ring()
+        self._loop.stop()
 
     # ------------------------------------------------------------------ in the thread
 
-    def _run(self) -> None:
-        pause: float | None = None
-        while True:
-            self._bell.wait(pause)
-            if self._closed.is_set():
-                return
-            self._works = True
-            try:
-                pause = self._work(time.monotonic())
-            except Exception:  # routers know less, but the engine continues
-                log.exception("no KV events of the pool")
-                pause = None
+    def _step(self) -> Pause:
+        self._works = True
+        try:
+            return self._work(time.monotonic())
+        finally:
             self._works = False
 
-    def _work(self, now: float) -> float | None:
-        """Return the seconds until there is more to do, or None to wait until the scheduler's loop rings the bell."""
+    def _failed(self, error: Exception) -> Pause:
+        log.error("no KV events of the pool", exc_info=error)  # routers know less, but the engine continues
+        return None
+
+    def _work(self, now: float) -> Pause:
+        """Return the seconds until there is more to do, or None to wait until the scheduler's loop wakes the thread."""
         self._read_offers(now)
         if self._made - self._taken >= READY_BLOCKS:
             self._full = True
@@ -188,7 +177,7 @@ class KVEvents:
                 continue
             for key, number in zip(offer.keys, offer.numbers, strict=True):
                 if number is not None and not self._published.knows(key):
-                    event = stored_event(offer.prompt.request, number, self._sizes, get_offload_group_idx(key))
+                    event = stored_event(offer.request, number, self._sizes, get_offload_group_idx(key))
                     self._published.offer(key, msgpack.encode(event), now)
 
     def _ask(self, chunks: Sequence[bytes]) -> Stored | None:

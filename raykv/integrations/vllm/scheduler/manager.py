@@ -31,7 +31,7 @@ from raykv.client.pool import KVPool
 from raykv.integrations.vllm.chunks.chain import Chain
 from raykv.integrations.vllm.chunks.chunks import ChunksOfLayers, ChunksToLoad, ChunksToStore, Origin, PartToLoad
 from raykv.integrations.vllm.chunks.hints import Sessions
-from raykv.integrations.vllm.events.kv_events import KVEvents, Prompt
+from raykv.integrations.vllm.events.kv_events import KVEvents
 from raykv.integrations.vllm.identity.groups import Group, first_parts
 from raykv.integrations.vllm.identity.weights import Weights
 from raykv.integrations.vllm.scheduler.answers import Answers
@@ -189,7 +189,8 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
 
         keys: keys for which `Chain.number` is not None.
         """
-        chain, prompt = req_context.get_state(Chain), req_context.get_state(Prompt).request.num_prompt_tokens
+        chain: Chain = req_context.get_state(Chain)
+        prompt = chain.request.num_prompt_tokens
         filled = {group: prompt // tokens for group, tokens in self._chunk_tokens.items()}
         return [key for key in keys if chain.is_tail(key) or chain.number(key) < filled[get_offload_group_idx(key)]]
 
@@ -213,7 +214,7 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
             chain, group = req_context.get_state(Chain), self._groups[0].group_idx
             keys = [key for key in by_group(keys).get(group, []) if not chain.is_tail(key)]
             names = [make_offload_key(get_offload_block_hash(key) + chain.origin.weights, group) for key in keys]
-            self.events.offer(names, [chain.number(key) for key in keys], req_context.get_state(Prompt))
+            self.events.offer(names, [chain.number(key) for key in keys], chain.request)
 
     def has_pending_work(self) -> bool:
         """Whether an engine without work must continue to step, to publish events."""
@@ -237,7 +238,7 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
         if chain is None:
             return
         if self._answers is not None and self._groups:
-            group, prompt = self._groups[0], req_context.get_state(Prompt).request.num_prompt_tokens
+            group, prompt = self._groups[0], chain.request.num_prompt_tokens
             self._answers.learn(chain.behind(0, group.group_idx, group.tokens), prompt // group.tokens)
         if chain.is_named and self.caches:
             self._send_hint(chain)

@@ -166,9 +166,8 @@ class Readers(Membership):
         node, block_bytes, stage = request.node, request.block_bytes, request.stage
         stride = -(-block_bytes // 4096) * 4096
         reader = self.nodes.get(node)
-        size_class = self.size_class(reader, stride) if reader else None
-        if reader and reader.state != "alive":
-            size_class = None  # a store that does not answer pulls nothing
+        # a store that does not answer pulls nothing
+        size_class = self.size_class(reader, stride) if reader and reader.state == "alive" else None
         if reader and size_class:
             left = size_class.window - len(size_class.of("staging"))
             need = min(self.unstaged(wanted, reader.index), left, stage)
