@@ -64,7 +64,7 @@ def adopt(path: str, fingerprint: bytes, slab_bytes: int, slabs: int, cluster: b
         return None
     try:
         info = os.fstat(fd)
-        if stat.S_ISREG(info.st_mode) and info.st_uid == os.geteuid() and _take(fd, cluster):
+        if stat.S_ISREG(info.st_mode) and info.st_uid == os.geteuid() and _take(path, fd, cluster):
             words = superblock.read(fd)
             if words is not None and superblock.matches(words, fingerprint, slab_bytes, slabs):
                 superblock.put_cluster(fd, cluster)
@@ -74,6 +74,15 @@ def adopt(path: str, fingerprint: bytes, slab_bytes: int, slabs: int, cluster: b
         pass
     os.close(fd)
     return None
+
+
+def has_name(path: str, fd: int) -> bool:
+    """Whether the path still names the open file."""
+    try:
+        named, opened = os.stat(path), os.fstat(fd)
+    except FileNotFoundError:
+        return False
+    return (named.st_dev, named.st_ino) == (opened.st_dev, opened.st_ino)
 
 
 def attach(path: str, nonce: bytes) -> ArenaFile:
@@ -120,7 +129,7 @@ def remove(path: str, cluster: bytes = NO_CLUSTER) -> bool:
     except OSError:
         return False
     try:
-        unowned = _take(fd, cluster)
+        unowned = _take(path, fd, cluster)
         if unowned:
             os.unlink(path)
         return unowned
@@ -130,9 +139,9 @@ def remove(path: str, cluster: bytes = NO_CLUSTER) -> bool:
         os.close(fd)
 
 
-def _take(fd: int, cluster: bytes) -> bool:
+def _take(path: str, fd: int, cluster: bytes) -> bool:
     """Lock a left-behind file. Returns False if the file has an owner, was unlinked, or is another Ray cluster's."""
-    return lock(fd, 0, ALIGN) and os.fstat(fd).st_nlink > 0 and superblock.cluster_of(fd) not in _others(cluster)
+    return lock(fd, 0, ALIGN) and has_name(path, fd) and superblock.cluster_of(fd) not in _others(cluster)
 
 
 def _others(cluster: bytes) -> set[bytes]:

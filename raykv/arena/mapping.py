@@ -18,7 +18,7 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from raykv.arena import header, superblock
+from raykv.arena import files, header, superblock
 from raykv.arena.files import ArenaFile
 from raykv.arena.gpu import cuda, host_copy
 from raykv.arena.page_locks import PageLocks
@@ -71,8 +71,8 @@ class Mapping:
 
     @property
     def has_name(self) -> bool:
-        """Owner: whether the file still has its name; somebody may have removed it. True after `close`."""
-        return self._locks.named
+        """Owner: whether the file is still at its path; somebody may have removed it. True after `close`."""
+        return self._locks.fd < 0 or files.has_name(self.path, self._locks.fd)
 
     @property
     def lost(self) -> bool:
