@@ -84,11 +84,12 @@ class Arena(Mapping):
     def adopt(
         cls, path: str, fingerprint: bytes, slab_bytes: int, slabs: int, cluster: bytes = NO_CLUSTER
     ) -> Self | None:
-        """Adopt a dead owner's arena. Returns None if there is no such arena."""
+        """Adopt a dead owner's arena, and increment its incarnation. Returns None if there is no such arena."""
         file = files.adopt(path, fingerprint, slab_bytes, slabs, cluster)
         if file is None:
             return None
         arena = cls(file)
+        header.store(arena._memory[0], header.INCARNATION, arena.incarnation + 1)
         if arena.offered < arena.slabs:  # the owner may have died between allocating and offering this slab
             arena._discard(arena.offered)
         arena._tell_discard()  # the owner may have died between discarding a slab and telling clients

@@ -37,7 +37,7 @@ Shape = tuple[int, int, int, int]
 
 FREE, WRITING, READY = 0, 1, 2
 MAGIC, VERSION, NONCE, FINGERPRINT = 0, 1, 2, 4  # words of the superblock; nonce and fingerprint have two words each
-SLAB_BYTES, SLABS, OFFERED, EPOCH, _UNUSED, CLOCK_BASE, FLOOR, DISCARDS, CLUSTER = range(6, 15)
+SLAB_BYTES, SLABS, OFFERED, EPOCH, INCARNATION, CLOCK_BASE, FLOOR, DISCARDS, CLUSTER = range(6, 15)
 TABLE = 512  # first word of the slab table: (slab generation, stride) of every slab
 GIVEN_BACK = -1  # stride of a slab whose memory was discarded, or will be
 HEADER_WORDS = 8

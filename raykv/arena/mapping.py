@@ -80,6 +80,11 @@ class Mapping:
         return not self._locks.named and not self._locks.owned_elsewhere(ALIGN)
 
     @property
+    def incarnation(self) -> int:
+        """How many owners the arena has had."""
+        return header.load(self._memory[0], header.INCARNATION)
+
+    @property
     def offered(self) -> int:
         """How many slabs have been offered. Some of them may have been given back since then: see `available`."""
         return max(0, min(header.load(self._memory[0], header.OFFERED), self.slabs))

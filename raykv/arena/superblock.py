@@ -49,7 +49,7 @@ def new_page(fingerprint: bytes, slab_bytes: int, slabs: int, cluster: bytes) ->
     words[header.NONCE : header.NONCE + 2] = np.frombuffer(secrets.token_bytes(16), np.int64)
     words[header.FINGERPRINT : header.FINGERPRINT + 2] = np.frombuffer(fingerprint, np.int64)
     words[header.SLAB_BYTES], words[header.SLABS] = slab_bytes, slabs
-    words[header.CLOCK_BASE] = int(time.time())
+    words[header.INCARNATION], words[header.CLOCK_BASE] = 1, int(time.time())
     words[header.CLUSTER] = int.from_bytes(cluster, "little", signed=True)
     return words
 

@@ -202,7 +202,7 @@ def test_adoption_after_the_owner_died(path: str) -> None:
         dead.result()
 
     arena = Arena.adopt(path, PRINT, SLAB, 2)
-    assert arena is not None and (arena.offered, arena.epoch) == (1, w.EPOCH)
+    assert arena is not None and (arena.incarnation, arena.offered, arena.epoch) == (2, 1, w.EPOCH)
     assert arena.nonce == client.nonce, "its clients need not attach again"
     found = arena.inventory()
     assert found.ready["slot"].tolist() == [0, 1, 2, 5, 6, 7]
@@ -224,7 +224,7 @@ def test_an_arena_with_a_living_owner_is_not_adopted(arena: Arena) -> None:
     put(arena, 0, 2)
     child = Child(arena, lambda client: Arena.adopt(client.path, PRINT, SLAB, 2) is None)
     assert child.result() is True
-    assert get(arena, 0, 2) and os.path.exists(arena.path)
+    assert get(arena, 0, 2) and arena.incarnation == 1 and os.path.exists(arena.path)
 
 
 def test_forked_child_does_not_keep_its_parents_locks(arena: Arena) -> None:

@@ -130,7 +130,7 @@ def test_open_own(pool: str) -> None:
     assert len(asked) == 2 and min(asked) > 2 * SLAB
     first.close()
     again = open_own(pool, PRINT, SLAB, 2, asked.append)
-    assert (again.path, again.nonce) == (first.path, first.nonce)
+    assert (again.path, again.nonce, again.incarnation) == (first.path, first.nonce, 2)
     assert len(asked) == 2, "what is already there needs no room"
     again.close()
     other = open_own(pool, PRINT, SLAB, 1, asked.append)
