@@ -247,9 +247,13 @@ def sole_copies(state: State, name: str, now: float) -> SoleCopies | None:
                     n, writing = find_sole(state.c, *state.size_classes.span(record), tier, rows, n)
                     total += writing
             total += n
-            known = state.c.rows[rows[:n]]
-            ages = np.where(known["prev"] == NOWHERE, 0, -known["last"])  # rows in no list come last
-            rows = rows[np.argsort(ages, kind="stable")[:SOLE_COPIES_PER_CALL]]
+            rows = rows[:n]
+            listed = state.c.rows["prev"][rows] != NOWHERE
+            order = np.where(listed, -state.c.rows["last"][rows], np.arange(n))  # youngest first, rows in no list last
+            if n > SOLE_COPIES_PER_CALL:  # all callers wait while this sorts
+                chosen = np.argpartition(order, SOLE_COPIES_PER_CALL)[:SOLE_COPIES_PER_CALL]
+                rows, order = rows[chosen], order[chosen]
+            rows = rows[np.argsort(order)]
             locations.append(state.size_classes.describe(rows, stride).tobytes())
             keys.append(state.size_classes.keys_of(rows))
     return SoleCopies(b"".join(locations), b"".join(keys), total)

@@ -50,7 +50,7 @@ def test_every_answer_of_the_directory_begins_with_its_epoch() -> None:
 def test_messages_are_sent_as_plain_tuples() -> None:
     for message in (Call(1, 2, b"held"), MatchRequest(3, "node", b"keys", 4096, 9)):
         assert type(plain(message)) is tuple and type(message)(*plain(message)) == message
-        assert packed(message) == packed(plain(message))
+        assert packed((message, (message, message))) == packed(plain((message, (message, message))))
 
 
 @pytest.mark.parametrize("head", [b"\xdd", b"\xdf"], ids=["arrays", "dicts"])

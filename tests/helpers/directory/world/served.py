@@ -41,7 +41,7 @@ class RayWay:
         self.server.serve(directory)
 
     def ask(self, method: str, *arguments: Any) -> Any:
-        return _pickled(getattr(self.server, method)(*_pickled(arguments)))
+        return _pickled(getattr(self.server, method)(*_pickled(plain(arguments))))
 
     def close(self) -> None:
         """There is nothing to close."""
@@ -102,7 +102,7 @@ class ServedWorld(World):
         if self.way is None or self.way.directory is not directory:
             self.close()
             self.way = self.kind(directory)
-        return _meant(directory, name, self.way.ask(name, *plain(tuple(_arguments(directory, name, args)))))
+        return _meant(directory, name, self.way.ask(name, *_arguments(directory, name, args)))
 
 
 class SocketWorld(ServedWorld):
