@@ -15,7 +15,16 @@ from typing import Any
 
 from raykv.actors.directory.metrics import DirectoryMetrics
 from raykv.actors.directory.server import DirectoryServer, Message
-from raykv.bench.directory.directory import BLOCK_BYTES, LENGTHS, MIN_NODES, SHORT, _Load, _Pool
+from raykv.bench.directory.directory import (
+    BLOCK_BYTES,
+    LENGTHS,
+    MIN_ENTRIES,
+    MIN_NODES,
+    NODE_BLOCKS,
+    SHORT,
+    _Load,
+    _Pool,
+)
 from raykv.bench.testbed import local_cluster
 from raykv.cluster import internal_kv
 from raykv.config import KEYS_PER_CALL
@@ -124,8 +133,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--entries", type=int, default=1_000_000)
     entries: int = parser.parse_args().entries
-    pool = _Pool(entries, MIN_NODES)
-    load = _Load(pool, entries, MIN_NODES)
+    if entries < MIN_ENTRIES:
+        parser.error(f"--entries {entries}: give at least {MIN_ENTRIES}, so that every node holds long chains")
+    nodes = max(MIN_NODES, entries // NODE_BLOCKS)
+    pool = _Pool(entries, nodes)
+    load = _Load(pool, entries, nodes)
     load.fill()
     prompts = [(node, load._prepared(chain, min(LENGTHS))) for node, chain in load.chains[SHORT]]
 

@@ -35,6 +35,13 @@ def nccl_gbps() -> float:
     os.environ.update(NCCL_HOSTID="reader", NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1")
     uuid = device.uuid_of(0)
     fast = GpuArena.open_new("bench-gpu", bytes(16), device.device(uuid), gpu.SLAB, gpu.SLABS)
+    try:
+        return _between_two(uuid, fast)
+    finally:
+        fast.close(unlink=True)
+
+
+def _between_two(uuid: str, fast: GpuArena) -> float:
     turns, unique, context = gpu._Turns(), nccl_pair.new_unique(), get_context("spawn")
     pipe, theirs = context.Pipe()
     sender = context.Process(target=_send, args=(theirs, unique), daemon=True)
@@ -57,7 +64,6 @@ def nccl_gbps() -> float:
     finally:
         sender.kill()
         sender.join()
-        fast.close(unlink=True)
 
 
 def _send(pipe: Connection, unique: bytes) -> None:

@@ -28,7 +28,6 @@ import numpy as np
 import ray
 
 from raykv.bench.blocks import cross
-from raykv.bench.blocks.echo import Echo
 from raykv.bench.testbed import await_port, free_port, local_cluster, local_pool, on_node
 from raykv.config import MIB
 
@@ -130,8 +129,7 @@ def measure(python: str, pairs: int) -> dict[str, list[float]]:
     ):
         writer = on_node(Writer, there)
         beside, reader = on_node(Reader, there, writer), on_node(Reader, here, writer)
-        echo = on_node(Echo, there, cross.BLOCKS * cross.BLOCK_BYTES)
-        ray.get(reader.connect.remote(*ray.get(echo.listen.remote(1))))
+        ray.get(reader.connect.remote(ray.get(writer.listen.remote())))
         far_memory = far.ask("name")
         far.ask("put_small", ASKED, KEYS)
 

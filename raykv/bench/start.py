@@ -5,11 +5,11 @@ import time
 from typing import Any
 
 import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 import raykv
 from raykv.bench.testbed import local_cluster, undisturbed
-from raykv.cluster import named_actors
-from raykv.config import MIB
+from raykv.config import MIB, NAMESPACE
 
 NODES, CPU_MEMORY = 2, 64 * MIB
 PAIRS = 8
@@ -41,7 +41,14 @@ def _actors(nodes: list[str], number: int) -> float:
     begin = time.monotonic()
     remote: Any = ray.remote(Empty)
     actors = [
-        remote.options(**named_actors.options(f"bench-start-{number}-{node_id}", node_id)).remote() for node_id in nodes
+        remote.options(
+            name=f"bench-start-{number}-{node_id}",
+            namespace=NAMESPACE,
+            lifetime="detached",
+            num_cpus=0,
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
+        ).remote()
+        for node_id in nodes
     ]
     ray.get([actor.ping.remote() for actor in actors])
     seconds = time.monotonic() - begin

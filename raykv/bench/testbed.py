@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import ray
-from ray.cluster_utils import Cluster
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 import raykv
@@ -23,6 +22,8 @@ OFFERED_S = 120.0  # seconds for the stores to offer all their memory
 @contextmanager
 def local_cluster(nodes: int, object_store_memory: int = 256 * MIB) -> Iterator[list[str]]:
     """Run a Ray cluster of `nodes` raylets on this machine. This process is its driver. Yields the Ray node ids."""
+    from ray.cluster_utils import Cluster  # here, as workers that import a bench need no autoscaler
+
     os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # otherwise Ray writes a token file into the home folder
     room: dict[str, Any] = {"num_cpus": 2, "object_store_memory": object_store_memory, "include_dashboard": False}
     cluster = Cluster()

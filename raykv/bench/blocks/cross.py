@@ -1,6 +1,8 @@
 """`raykv bench cross`: reads of another node's blocks, beside Ray and a socket on the same route."""
 
+import socket
 import statistics
+import threading
 import time
 from typing import Any
 
@@ -9,7 +11,6 @@ import ray
 from numpy.typing import NDArray
 
 import raykv
-from raykv.bench.blocks.echo import Echo, RoundTrip
 from raykv.bench.testbed import local_cluster, local_pool, on_node, rows_cache
 from raykv.bench.timing import gbps
 from raykv.client.cache import KVCache
@@ -34,6 +35,19 @@ class Writer:
     def array(self) -> NDArray[np.uint8]:
         return self.blocks
 
+    def listen(self) -> int:
+        """Listen for one TCP peer, and answer each byte from the peer with all blocks. Returns the port."""
+        server = socket.create_server(("127.0.0.1", 0))
+
+        def serve() -> None:
+            peer, _ = server.accept()
+            while peer.recv(1):
+                peer.sendall(self.blocks.reshape(-1).data)
+
+        threading.Thread(target=serve, daemon=True).start()
+        port: int = server.getsockname()[1]
+        return port
+
 
 class Reader:
     def __init__(self, writer: Any) -> None:
@@ -42,8 +56,8 @@ class Reader:
         self.writer = writer
         self.out = np.zeros((BLOCKS, BLOCK_BYTES), np.uint8)
 
-    def connect(self, *echo: int) -> None:
-        self.socket = RoundTrip(*echo)
+    def connect(self, port: int) -> None:
+        self.peer = socket.create_connection(("127.0.0.1", port))
 
     def pool_read(self, turn: int) -> float:
         keys = _keys(self.cache, turn)
@@ -63,7 +77,12 @@ class Reader:
         return seconds
 
     def socket_read(self) -> float:
-        return self.socket.seconds()
+        view, got = self.out.reshape(-1).data, 0
+        begin = time.perf_counter()
+        self.peer.sendall(b"?")
+        while got < len(view):
+            got += self.peer.recv_into(view[got:])
+        return time.perf_counter() - begin
 
 
 def run(transport: str) -> dict[str, Any]:
@@ -75,8 +94,7 @@ def run(transport: str) -> dict[str, Any]:
     with local_cluster(2, 1024 * MIB) as (here, there), local_pool(POOL, 1024 * MIB, transport=transport) as pool:
         writer = on_node(Writer, there)
         reader = on_node(Reader, here, writer)
-        echo = on_node(Echo, there, BLOCKS * BLOCK_BYTES)  # a name, as Ray ends an actor without handles
-        ray.get(reader.connect.remote(*ray.get(echo.listen.remote(1))))
+        ray.get(reader.connect.remote(ray.get(writer.listen.remote())))
         for turn in range(WARM + PAIRS):
             pool.clear()  # gives the writer's node room, so that it stores all blocks itself
             assert ray.get(writer.store.remote(turn)) == BLOCKS

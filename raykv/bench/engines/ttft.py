@@ -102,12 +102,12 @@ class Engine:
         return outputs
 
     def answer(self, turn: int) -> Answer:
-        return self.answers(turn, PROMPT_TOKENS)[0]
+        return self.answers(turn, PROMPT_TOKENS, logprobs=0)[0]
 
-    def answers(self, seed: int, length: int, count: int = 1, max_tokens: int = 8) -> list[Answer]:
+    def answers(self, seed: int, length: int, count: int = 1, max_tokens: int = 8, **sampling: Any) -> list[Answer]:
         """Answer `count` equal prompts at once. See `generate`."""
         before = self._seconds()
-        outputs = self.generate(seed, length, count, max_tokens, logprobs=0)
+        outputs = self.generate(seed, length, count, max_tokens, **sampling)
         spent = self._seconds() - before
         return [
             Answer(
@@ -135,9 +135,9 @@ class Engine:
 
 
 def said(output: Any) -> tuple[list[int], list[float]]:
-    """Return (generated tokens, their logprobs) of one of vLLM's outputs."""
+    """Return (generated tokens, their logprobs) of one of vLLM's outputs; [] if `logprobs` was not given."""
     answer, tokens = output.outputs[0], list(output.outputs[0].token_ids)
-    return tokens, [step[token].logprob for step, token in zip(answer.logprobs, tokens, strict=True)]
+    return tokens, [step[token].logprob for step, token in zip(answer.logprobs or (), tokens, strict=False)]
 
 
 def run(model: str = LLAMA) -> dict[str, Any]:

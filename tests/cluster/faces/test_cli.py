@@ -2,6 +2,8 @@
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,7 @@ import numpy as np
 import pytest
 from helpers.faces.command_line import command, last_json
 from helpers.faces.terminal import in_terminal
+from helpers.project.pages import ROOT
 
 import raykv
 
@@ -69,6 +72,13 @@ def test_mistakes_in_a_shell_get_one_line_that_says_what_to_do(cluster: Any, tmp
 def test_bench_directory() -> None:
     figures = last_json(command("bench", "directory", "--entries", "200000", "--json"))
     assert figures["bytes_per_entry"] > 0
+
+
+def test_the_cost_of_metrics_is_measured() -> None:
+    """`benchmarks/metrics_cost.py` times a server by names that only the server has."""
+    program = [sys.executable, str(ROOT / "benchmarks" / "metrics_cost.py"), "--entries", "200000"]
+    found = json.loads(subprocess.run(program, capture_output=True, text=True, check=True).stdout.splitlines()[-1])
+    assert 0 < found["plain_us"] < found["export_ms"] * 1e3
 
 
 def test_bench_scale() -> None:
