@@ -9,6 +9,7 @@ import threading
 import time
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -23,7 +24,7 @@ from raykv.line.directory_line import DirectoryLine
 from raykv.line.directory_loop import DirectoryLoop, is_absence
 from raykv.protocol.location import ALIGN, CONTENT_BYTES, KEY_BYTES, LOCATION, slot_bytes
 from raykv.protocol.tiers import DemotionReport, Demotions, ExistingBlocks, TierReply, TierReport
-from raykv.tiers import parse, register_tier, tier_for
+from raykv.tiers import open_tier, parse, register_tier
 from raykv.tiers.copier import TierCopier
 from raykv.tiers.guarded import GuardedTier
 
@@ -45,7 +46,7 @@ def open_external(pool: str, fingerprint: bytes, url: str, maker: bytes | None) 
     if maker is not None:  # before `parse`, as the scheme decides which parameters the URL may have
         register_tier(urlsplit(url).scheme, ray.cloudpickle.loads(maker))
     parsed = replace(parse(url), pool=pool)
-    return GuardedTier(lambda: tier_for(parsed)(parsed), fingerprint), parsed.capacity
+    return GuardedTier(partial(open_tier, parsed), fingerprint), parsed.capacity
 
 
 def content_seed(pool: str) -> bytes:

@@ -22,6 +22,14 @@ def register_tier(scheme: str, make: Maker) -> None:
     _registered[scheme.lower()] = make
 
 
+def open_tier(url: TierUrl) -> Tier:
+    """Open a URL's tier. Raises as `tier_for` does.
+
+    If the tier is unusable, raises ValueError or OSError, whose text says what to change.
+    """
+    return tier_for(url)(url)
+
+
 def tier_for(url: TierUrl) -> Maker:
     """Return the maker of a URL's tier.
 

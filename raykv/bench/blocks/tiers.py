@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,7 +23,7 @@ from raykv.directory.state.tier_catalog import BATCH_BYTES
 from raykv.protocol.location import CONTENT_BYTES, COUNTER_BITS, KEY_BYTES, LOCATION, Locations
 from raykv.protocol.transfers import PULLED
 from raykv.system.extras import to_install
-from raykv.tiers import parse, tier_for
+from raykv.tiers import open_tier, parse
 from raykv.tiers.copier import TierCopier
 from raykv.tiers.file import IN_FLIGHT
 from raykv.tiers.guarded import GuardedTier
@@ -35,13 +35,27 @@ START_S = 10.0  # seconds for a Redis server to start
 Keys = NDArray[np.uint8]
 
 
+class Floor(Protocol):
+    """The floor (baseline) of a tier: it moves the same bytes with only the tier's library."""
+
+    def store(self, blocks: list[memoryview]) -> None: ...
+
+    def load(self) -> None:
+        """Load the blocks of the last `store`."""
+
+    def delete(self) -> None:
+        """Delete the blocks of the last `store`. Does nothing if the next `store` overwrites them, as in the tier."""
+
+    def close(self) -> None: ...
+
+
 class Node(TierCopier):
     """A node store's copies: from one slab of an arena to the tier, and from the tier to the other slab."""
 
     def __init__(self, url: str) -> None:
         path = f"{SHM}/raykv-bench-tiers-{os.getpid()}"
         arena = Arena.create(path, fingerprint("bench", b"bench"), BLOCKS * BLOCK_BYTES, 2)
-        super().__init__(arena, GuardedTier(lambda: tier_for(parse(url))(parse(url)), fingerprint("bench", b"bench")))
+        super().__init__(arena, GuardedTier(lambda: open_tier(parse(url)), fingerprint("bench", b"bench")))
         try:
             self.external.check()
             self.external.open(bytes(CONTENT_BYTES))
@@ -148,7 +162,7 @@ def run(directory: str) -> dict[str, Any]:
     return {**figures, "pairs": PAIRS}
 
 
-def _figures(name: str, url: str, floor: DirectIo | RedisPy) -> dict[str, float]:
+def _figures(name: str, url: str, floor: Floor) -> dict[str, float]:
     seconds: dict[str, list[float]] = {"store": [], "load": [], "floor_store": [], "floor_load": []}
     node = Node(url)
     try:

@@ -7,8 +7,7 @@ from numpy.typing import NDArray
 from xxhash import xxh3_64_intdigest
 
 from helpers.pools import payload
-from helpers.tiers.opening import open_tier
-from raykv.tiers import Tier, parse
+from raykv.tiers import Tier, open_tier, parse
 from raykv.tiers.base import path_of
 from raykv.tiers.guarded import GuardedTier
 

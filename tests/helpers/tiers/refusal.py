@@ -4,8 +4,7 @@ import traceback
 
 import pytest
 
-from helpers.tiers.opening import open_tier
-from raykv.tiers import parse
+from raykv.tiers import open_tier, parse
 
 
 def refusal(url: str) -> str:

@@ -16,7 +16,6 @@ from helpers.apart import apart
 from helpers.arena import worker as w
 from helpers.arena.guarded import SIZE, SLABS, Guarded, guarded
 from helpers.arena.worker import PRINT, SLAB
-from helpers.tiers.opening import open_tier
 from helpers.tiers.redis_server import redis_server
 
 from raykv.actors.store.node_store import NodeStore
@@ -31,7 +30,7 @@ from raykv.protocol.location import ALIGN
 from raykv.protocol.transfers import FAILED, PULLED, BlocksRead, Transfer
 from raykv.system.counts import Counts
 from raykv.system.jit import compile_all
-from raykv.tiers import Block, parse
+from raykv.tiers import Block, open_tier, parse
 from raykv.tiers.base import HEAD_BYTES, path_of
 from raykv.tiers.file import FileTier
 from raykv.transports import base

@@ -155,8 +155,8 @@ def test_a_shared_folder_is_one_content(tmp_path: Path) -> None:
 
 KILLED = """
 import sys
-from raykv.tiers import Block, parse, tier_for
-tier = tier_for(parse(sys.argv[1]))(parse(sys.argv[1]))
+from raykv.tiers import Block, open_tier, parse
+tier = open_tier(parse(sys.argv[1]))
 assert tier.put_many([Block(b"k" * 16, b"h" * 64, memoryview(b"body"))]) == [True]
 print("ready", flush=True)
 sys.stdin.read()

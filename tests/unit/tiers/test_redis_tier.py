@@ -11,10 +11,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers.tiers.opening import open_tier
 from helpers.tiers.redis_server import RedisServer, redis_server
 
-from raykv.tiers import MARKER, Block, Tier, guarded, parse
+from raykv.tiers import MARKER, Block, Tier, guarded, open_tier, parse
 from raykv.tiers.guarded import GuardedTier
 
 redis = pytest.importorskip("redis")

@@ -10,12 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers.pools import payload
-from helpers.tiers.opening import open_tier
 from helpers.tiers.redis_server import RedisServer, redis_server
 from numpy.typing import NDArray
 from xxhash import xxh3_64_intdigest
 
-from raykv.tiers import Tier, parse
+from raykv.tiers import Tier, open_tier, parse
 from raykv.tiers.base import MARKER, path_of
 from raykv.tiers.file import PAGE
 from raykv.tiers.guarded import GuardedTier

@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 from helpers.tiers.dictionary import DictTier
-from helpers.tiers.opening import open_tier
 from helpers.tiers.refusal import refusal
 
-from raykv.tiers import Tier, TierUrl, parse, register_tier, tier_for
+from raykv.tiers import Tier, TierUrl, open_tier, parse, register_tier, tier_for
 
 MIB = 1 << 20
 LENGTHS = (1, 4095, 4096, 4097, 2 * MIB)

@@ -12,13 +12,12 @@ from pathlib import Path
 import pytest
 from helpers.tiers.blocks import block, key_at, listed, memory, there
 from helpers.tiers.dictionary import DictTier
-from helpers.tiers.opening import open_tier
 from helpers.tiers.redis_server import redis_server
 from helpers.tiers.refusal import refusal
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from raykv.tiers import HEAD_BYTES, MARKER, Block, Tier, parse, register_tier
+from raykv.tiers import HEAD_BYTES, MARKER, Block, Tier, open_tier, parse, register_tier
 from raykv.tiers.base import ReadsHeads
 from raykv.tiers.file import PAGE
 
