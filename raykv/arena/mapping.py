@@ -270,16 +270,16 @@ class Mapping:
                 locks.lock(gpu, slab, _version(words, slab))
         finally:
             with self._slab_lock:
-                locks.locking -= missing
+                locks.end(missing)
         with self._slab_lock:
             known = self._memory[1] is data and header.load(words, header.DISCARDS) == self._discards
             used = slabs if known and slabs is not None and locks.reach(slabs) else None
-            locks.users.update(used or set())
+            locks.use(used or set())
         try:
             yield used is not None
         finally:
             with self._slab_lock:
-                locks.users.subtract(used or set())
+                locks.leave(used or set())
 
     def _slabs_at(self, addresses: Addresses, words: header.Words, data: Bytes) -> set[int] | None:
         """Return the slabs of these slots. None if the slots are not in this mapping, or a new mapping replaced it.
