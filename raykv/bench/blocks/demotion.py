@@ -15,7 +15,7 @@ import ray
 
 from raykv.bench.blocks import local
 from raykv.bench.blocks.local import BATCH, BATCH_BYTES, BLOCK_BYTES, MATCH_KEYS
-from raykv.bench.testbed import local_cluster, local_pool, on_node
+from raykv.bench.testbed import local_cluster, local_pool, on_node, rows_cache
 from raykv.bench.timing import gbps
 from raykv.config import MIB
 
@@ -44,7 +44,7 @@ class Engine(local.Worker):
         super().__init__(POOL)
         self.fresh = self.turn = 0  # number of the last stored batch; number of reads
         self.read_batches: list[int] = []
-        self.small = self.pool.cache(model="bench", dtype="uint8", layout="rows", block_tokens=16, block_bytes=4096)
+        self.small = rows_cache(self.pool, 4096)
         self.prompt = self.small.keys(np.arange(MATCH_KEYS * 16))
 
     def prepare(self) -> None:

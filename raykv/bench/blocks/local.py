@@ -93,7 +93,7 @@ class Worker:
 
     def matches(self, echo: Any) -> tuple[list[float], list[float], list[float]]:
         """Return seconds of matches of MATCH_KEYS keys, and of actor calls and socket round trips of as many bytes."""
-        cache = self.pool.cache(model="bench", dtype="uint8", layout="rows", block_tokens=16, block_bytes=4096)
+        cache = rows_cache(self.pool, 4096)
         keys = match_rate.stored_keys(cache, MATCH_KEYS)
         message = (1, 2, b"", b"", b""), (3, self.pool.node_id, keys.tobytes(), 4096)
         socket = RoundTrip(*ray.get(echo.listen.remote(len(packed(message)))))

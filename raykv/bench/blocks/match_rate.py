@@ -10,7 +10,7 @@ import ray
 
 import raykv
 from raykv.bench.blocks.store_all import store_all
-from raykv.bench.testbed import on_node
+from raykv.bench.testbed import on_node, rows_cache
 from raykv.client.cache import KVCache
 from raykv.keys import Keys
 from raykv.line.directory_line import DirectoryLine
@@ -24,7 +24,7 @@ class Asker:
     def __init__(self, pool: str, count: int) -> None:
         """count: number of keys of a match."""
         self.pool = raykv.attach(pool)
-        self.cache = self.pool.cache(model="bench", dtype="uint8", layout="rows", block_tokens=16, block_bytes=4096)
+        self.cache = rows_cache(self.pool, 4096)
         self.keys = stored_keys(self.cache, count)
 
     def socket_rate(self) -> float:

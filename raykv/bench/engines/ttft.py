@@ -14,7 +14,7 @@ import ray
 from raykv.bench.engines import one_process
 from raykv.bench.engines.floors import BLOCK_BYTES, Bytes, Lane
 from raykv.bench.engines.shapes import SHAPES, configuration
-from raykv.bench.testbed import local_cluster, local_pool, on_node
+from raykv.bench.testbed import local_cluster, local_pool, on_node, rows_cache
 from raykv.bench.timing import columns
 from raykv.config import MIB
 
@@ -275,7 +275,7 @@ def _floors(turn: int, near: Floors, far: Floors) -> dict[str, float]:
 
 def _push_out(turn: int, pool: Any) -> None:
     """Store filler blocks, no faster than the tier accepts blocks, until only the tier has the prompt."""
-    cache = pool.cache(model="other", dtype="uint8", layout="rows", block_tokens=1, block_bytes=BLOCK_BYTES)
+    cache = rows_cache(pool, BLOCK_BYTES, 1, "other")
     blocks = np.zeros((32, BLOCK_BYTES), np.uint8)
     for step in range(2 * 2 * ARENA_BYTES // blocks.nbytes):
         cache.store(cache.keys(np.full(len(blocks), 1000 * turn + step)), blocks)
